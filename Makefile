@@ -27,18 +27,18 @@ demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minut
 	$(BIN)/dino-sparo demo
 
 demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
-	$(BIN)/dino-sparo demo --readouts sparo cls gap --output_dir output/demo-compare
+	$(BIN)/dino-sparo demo --models sparo cls gap --output_dir output/demo-compare
 
 demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (10 minutes on two free cores)
-	$(BIN)/dino-sparo demo-clip
+	$(BIN)/dino-sparo demo --method clip
 
 demo-oc-clip: $(INSTALLED)  ## train OC-CLIP beside CLIP on the built-in scenes, evaluate, draw (10 minutes, CPU)
-	$(BIN)/dino-sparo demo-oc-clip
+	$(BIN)/dino-sparo demo --method oc-clip
 
 demo-short: $(INSTALLED)  ## all demos' parts in a few minutes; their numbers mean nothing
 	$(BIN)/dino-sparo demo --short --output_dir output/demo-short
-	$(BIN)/dino-sparo demo-clip --short
-	$(BIN)/dino-sparo demo-oc-clip --short
+	$(BIN)/dino-sparo demo --method clip --short
+	$(BIN)/dino-sparo demo --method oc-clip --short
 
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'

@@ -2,9 +2,11 @@
 
     dino-sparo                                                                        # lists them
     dino-sparo zero-shot --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+    dino-sparo train --config run.yaml --epochs 50                                    # options from a file
 
-A command is a function of its parsed options. It imports its code when it is called, so that `--help` and mistakes are
-answered before torch is imported. Only this file and `submit.py` know all objectives.
+A command is a function of its parsed options. Its docstring is its help: a summary and two examples. It imports its
+code when it is called, so that `--help` and mistakes are answered before torch is imported. Only this file and
+`submit.py` know all objectives.
 """
 
 import argparse
@@ -13,39 +15,17 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import getdoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo._version import __version__
-from dino_sparo.clip.choices import TOWERS
-from dino_sparo.clip.options import get_args_parser as train_clip_parser
-from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser
-from dino_sparo.dino.options import get_args_parser as train_parser
-from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
-from dino_sparo.evaluation.options import (
-    attention_parser,
-    export_parser,
-    knn_parser,
-    linear_parser,
-    push_parser,
-    slot_score_parser,
-    slot_study_parser,
-)
-from dino_sparo.image_text.evaluation.options import (
-    compositional_parser,
-    order_captions_parser,
-    probe_parser,
-    retrieval_parser,
-    scene_pairs_parser,
-    sugarcrepe_parser,
-    winoground_parser,
-    zero_shot_parser,
-)
-from dino_sparo.oc_clip.choices import DEMO_MODELS
-from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
-from dino_sparo.oc_clip.parsers.options import parse_parser
-from dino_sparo.oc_clip.pictures.options import get_args_parser as oc_pictures_parser
-from dino_sparo.runtime.choices import DINO_READOUTS
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.clip import options as clip_options
+from dino_sparo.dino import options as dino_options
+from dino_sparo.evaluation import options as evaluation_options
+from dino_sparo.image_text.evaluation import options as image_text_options
+from dino_sparo.oc_clip import options as oc_clip_options
+from dino_sparo.runtime.cli import Parser, last_value, read_config, say
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import full_memory_named, require
@@ -65,31 +45,61 @@ UNUSED_OPTIONS: dict[str, dict[str, Any]] = {
 FOREIGN_UNUSED_OPTIONS = {"graphs": None}  # open_clip's weights have no such entry
 
 
+TRAIN, EVALUATE, SLOTS, IMAGE_TEXT, DATA, DEMOS = (
+    "train",
+    "evaluate and use an encoder",
+    "slots",
+    "image and text",
+    "data",
+    "demos",
+)
+
+
 class Command(NamedTuple):
     """One command.
 
     Attributes:
+        section: of the overview.
         parser: makes its options; None: the command parses the words itself.
-        function: called with the parsed options, or with the words; its docstring says what it turns into what.
+        function: called with the parsed options, or with the words. Its docstring is the help.
     """
 
+    section: str
     parser: Callable[[], Parser] | None
     function: Callable[[Any], Any]
 
     @property
     def summary(self) -> str:
         """Input and output of the command, for the overview."""
-        return str(self.function.__doc__)
+        return (getdoc(self.function) or "").partition("\n")[0]
+
+    @property
+    def examples(self) -> list[str]:
+        """Command lines."""
+        return [line.strip() for line in (getdoc(self.function) or "").splitlines()[1:] if line.strip()]
 
 
 COMMANDS: dict[str, Command] = {}
+# Names of the version before -> words that replace them.
+OLD_COMMANDS = {
+    "select": "slots select",
+    "mask": "slots mask",
+    "slot-study": "slots study",
+    "slot-score": "slots score",
+    "demo-clip": "demo --method clip",
+    "demo-oc-clip": "demo --method oc-clip",
+}
+SYNONYMS = {"train dino": "train", "train clip": "train-clip", "train oc-clip": "train-oc-clip"}
+MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
 
 
-def command(parser: Callable[[], Parser] | None) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Enter a function into `COMMANDS`, under its name with hyphens."""
+def command(
+    section: str, parser: Callable[[], Parser] | None, name: str = ""
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Enter a function into `COMMANDS`, by default under its name with hyphens."""
 
     def enter(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        COMMANDS[function.__name__.replace("_", "-")] = Command(parser, function)
+        COMMANDS[name or function.__name__.replace("_", "-")] = Command(section, parser, function)
         return function
 
     return enter
@@ -101,7 +111,7 @@ def open_model(
     """The image-text model that `--pretrained_weights` names, for an evaluation.
 
     Args:
-        args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
+        args: the options of `MODEL` and `computation` in image_text/evaluation/options.py.
         process: this process among its peers.
         border: pixels cut off every side of an image.
         is_one_of_several: leave out options that this model has no use for; otherwise they are refused.
@@ -157,31 +167,43 @@ def open_caption_encoder(args: argparse.Namespace) -> "CaptionEncoder":
     return CaptionEncoder(loaded.model, loaded.model.config.text.context_length, loaded.record)
 
 
-@command(train_parser)
+@command(TRAIN, dino_options.get_args_parser)
 def train(args: argparse.Namespace) -> Any:
-    """Images -> an encoder, trained with DINO."""
+    """Images -> an encoder, trained with DINO.
+
+    dino-sparo train --data_path scenes --output_dir runs/first --arch vit_micro --patch_size 8 --epochs 5
+    dino-sparo train --data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100
+    """
     from dino_sparo.dino.train import train
 
     return train(args)
 
 
-@command(train_clip_parser)
+@command(TRAIN, clip_options.get_args_parser)
 def train_clip(args: argparse.Namespace) -> Any:
-    """Images with captions -> an encoder of both, trained with CLIP."""
+    """Images with captions -> an encoder of both, trained with CLIP.
+
+    dino-sparo train-clip --data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m
+    dino-sparo train-clip --data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5
+    """
     from dino_sparo.clip.train import train
 
     return train(args)
 
 
-@command(train_oc_clip_parser)
+@command(TRAIN, oc_clip_options.get_args_parser)
 def train_oc_clip(args: argparse.Namespace) -> Any:
-    """Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP."""
+    """Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP.
+
+    dino-sparo train-oc-clip --data_path scenes --output_dir runs/oc --preset oc-scenes
+    dino-sparo train-oc-clip --data_path coco.json --graphs coco.jsonl --output_dir runs/coco --preset oc-coco
+    """
     from dino_sparo.oc_clip.train import train
 
     return train(args)
 
 
-@command(None)
+@command(TRAIN, None)
 def submit(words: Sequence[str] | None) -> Any:
     """A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults."""
     from dino_sparo.submit import main
@@ -189,25 +211,13 @@ def submit(words: Sequence[str] | None) -> Any:
     return main(words)
 
 
-@command(knn_parser)
-def knn(args: argparse.Namespace) -> Any:
-    """A checkpoint and labelled images -> weighted k-NN accuracy."""
-    from dino_sparo.evaluation.knn.command import evaluate_checkpoint
-
-    return evaluate_checkpoint(args)
-
-
-@command(linear_parser)
-def linear(args: argparse.Namespace) -> Any:
-    """A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy."""
-    from dino_sparo.evaluation.linear.command import probe_checkpoint
-
-    return probe_checkpoint(args)
-
-
-@command(embed_parser)
+@command(EVALUATE, evaluation_options.embed_parser)
 def embed(args: argparse.Namespace) -> Any:
-    """A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions."""
+    """A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions.
+
+    dino-sparo embed --pretrained_weights checkpoint.pth --data_path photos --output_dir embeddings
+    dino-sparo embed --pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions
+    """
     if not args.data_path or not args.output_dir:
         raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
     if "captions" in args.what:
@@ -219,167 +229,235 @@ def embed(args: argparse.Namespace) -> Any:
     return embed_images(args)
 
 
-@command(cluster_parser)
+@command(EVALUATE, evaluation_options.cluster_parser)
 def cluster(args: argparse.Namespace) -> Any:
-    """Embeddings -> clusters of similar images, examples of each, a map."""
+    """Embeddings -> clusters of similar images, examples of each, a map.
+
+    dino-sparo cluster embeddings
+    dino-sparo cluster embeddings --clusters 50 --map pca
+    """
     from dino_sparo.evaluation.embed.cluster import cluster_embeddings
 
     return cluster_embeddings(args)
 
 
-@command(predict_parser)
+@command(EVALUATE, evaluation_options.predict_parser)
 def predict(args: argparse.Namespace) -> Any:
-    """Labelled embeddings and new ones -> a classifier, its accuracy, and a table of predictions."""
+    """Labelled embeddings and new ones -> a classifier, its accuracy, and a table of predictions.
+
+    dino-sparo predict embeddings --images new_embeddings
+    dino-sparo predict embeddings --images new_embeddings --val other_embeddings --top 5
+    """
     from dino_sparo.evaluation.embed.predict import predict
 
     return predict(args)
 
 
-@command(slot_study_parser)
-def slot_study(args: argparse.Namespace) -> Any:
-    """A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots."""
-    from dino_sparo.evaluation.slots.command import study_slots
+@command(EVALUATE, evaluation_options.knn_parser)
+def knn(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> weighted k-NN accuracy.
 
-    return study_slots(args)
+    dino-sparo knn --pretrained_weights checkpoint.pth --data_path imagenet
+    dino-sparo knn --pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20
+    """
+    from dino_sparo.evaluation.knn.command import evaluate_checkpoint
+
+    return evaluate_checkpoint(args)
 
 
-@command(attention_parser)
+@command(EVALUATE, evaluation_options.linear_parser)
+def linear(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.
+
+    dino-sparo linear --pretrained_weights checkpoint.pth --data_path imagenet
+    dino-sparo linear --pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1
+    """
+    from dino_sparo.evaluation.linear.command import probe_checkpoint
+
+    return probe_checkpoint(args)
+
+
+@command(EVALUATE, evaluation_options.attention_parser)
 def attention(args: argparse.Namespace) -> Any:
-    """A checkpoint and images -> one attention map per slot or head; the slot atlas."""
+    """A checkpoint and images -> one attention map per slot or head; the slot atlas.
+
+    dino-sparo attention --pretrained_weights checkpoint.pth --image_path photos --output_dir maps
+    dino-sparo attention --pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps
+    """
     from dino_sparo.evaluation.attention.command import visualize
 
     return visualize(args)
 
 
-@command(slot_score_parser)
-def slot_score(args: argparse.Namespace) -> Any:
-    """A checkpoint and images with masks -> how well its slots or heads find objects, beside controls."""
-    from dino_sparo.evaluation.objects.command import score_slots
-
-    return score_slots(args)
-
-
-@command(export_parser)
+@command(EVALUATE, evaluation_options.export_parser)
 def export(args: argparse.Namespace) -> Any:
-    """A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP."""
+    """A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.
+
+    dino-sparo export checkpoint.pth vits16
+    dino-sparo export checkpoint.pth vits16-hf --format huggingface
+    """
     from dino_sparo.weights.export import export_checkpoint
 
     return export_checkpoint(args)
 
 
-@command(push_parser)
+@command(EVALUATE, evaluation_options.push_parser)
 def push(args: argparse.Namespace) -> Any:
-    """A checkpoint -> a repository of the Hugging Face hub."""
+    """A checkpoint -> a repository of the Hugging Face hub.
+
+    dino-sparo push checkpoint.pth USER/vits16
+    dino-sparo push checkpoint.pth USER/vits16 --private
+    """
     from dino_sparo.weights.export import push_checkpoint
 
     return push_checkpoint(args)
 
 
-@command(zero_shot_parser)
-def zero_shot(args: argparse.Namespace) -> Any:
-    """Images and the names of their classes -> accuracy of classification by captions."""
-    from dino_sparo.image_text.evaluation.zero_shot import evaluate_checkpoint
+@command(SLOTS, evaluation_options.slot_study_parser, "slots study")
+def slot_study(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots.
 
-    return evaluate_checkpoint(args, open_model)
+    dino-sparo slots study --pretrained_weights checkpoint.pth --data_path cifar10:data
+    dino-sparo slots study --pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe
+    """
+    from dino_sparo.evaluation.slots.command import study_slots
 
-
-@command(retrieval_parser)
-def retrieval(args: argparse.Namespace) -> Any:
-    """Images with captions -> recall of captions by image and of images by caption."""
-    from dino_sparo.image_text.evaluation.retrieval import evaluate_checkpoint
-
-    return evaluate_checkpoint(args, open_model)
+    return study_slots(args)
 
 
-@command(sugarcrepe_parser)
-def sugarcrepe(args: argparse.Namespace) -> Any:
-    """Images with a true and a false caption -> how often the true one is nearer."""
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+@command(SLOTS, evaluation_options.slot_score_parser, "slots score")
+def slot_score(args: argparse.Namespace) -> Any:
+    """A checkpoint and images with masks -> how well its slots or heads find objects, beside controls.
 
-    return evaluate_single(args, open_model, "sugarcrepe")
+    dino-sparo slots score --pretrained_weights checkpoint.pth
+    dino-sparo slots score --pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000
+    """
+    from dino_sparo.evaluation.objects.command import score_slots
 
-
-@command(winoground_parser)
-def winoground(args: argparse.Namespace) -> Any:
-    """Two images and two captions of the same words -> how often images and captions are matched correctly."""
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
-
-    return evaluate_single(args, open_model, "winoground")
+    return score_slots(args)
 
 
-@command(compositional_parser)
-def compositional(args: argparse.Namespace) -> Any:
-    """All benchmarks of true and false captions in a folder -> accuracies, models side by side."""
-    from dino_sparo.image_text.evaluation.compositional.command import compare
-
-    return compare(args, partial(open_model, is_one_of_several=True))
-
-
-@command(order_captions_parser)
-def order_captions(args: argparse.Namespace) -> Any:
-    """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional."""
-    from dino_sparo.image_text.evaluation.compositional.sets.aro import write_order
-
-    return write_order(args)
-
-
-@command(probe_parser)
-def clip_probe(args: argparse.Namespace) -> Any:
-    """Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep."""
-    from dino_sparo.image_text.evaluation.probe import probe_checkpoint
-
-    return probe_checkpoint(args, open_model)  # type: ignore[arg-type]  # all scorers give image features
-
-
-@command(scene_pairs_parser)
-def scene_pairs(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> true and hard false captions, in SugarCrepe's format."""
-    from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_pairs
-
-    return write_pairs(args)
-
-
-@command(parse_parser)
-def parse(args: argparse.Namespace) -> Any:
-    """Captions -> their scene graphs, for OC-CLIP."""
-    from dino_sparo.oc_clip.parsers.command import parse
-
-    return parse(args)
-
-
-@command(select_parser)
+@command(SLOTS, clip_options.select_parser, "slots select")
 def select(args: argparse.Namespace) -> Any:
-    """Labelled images -> the slots of a CLIP that tell their classes apart."""
+    """Labelled images -> the slots of a CLIP that tell their classes apart.
+
+    dino-sparo slots select --pretrained_weights clip.pth --data_path cifar10:data
+    dino-sparo slots select --pretrained_weights clip.pth --data_path imagenet/val --keep 32
+    """
     from dino_sparo.clip.slots.select import select_slots
 
     return select_slots(args)
 
 
-@command(mask_parser)
+@command(SLOTS, clip_options.mask_parser, "slots mask")
 def mask(args: argparse.Namespace) -> Any:
-    """True and false captions -> weights of the slots of a CLIP that tell them apart."""
+    """True and false captions -> weights of the slots of a CLIP that tell them apart.
+
+    dino-sparo slots mask --pretrained_weights clip.pth --data_path sugarcrepe --images coco/val2017
+    dino-sparo slots mask --pretrained_weights clip.pth --data_path pairs --evaluate cifar10:data
+    """
     from dino_sparo.clip.slots.mask import learn_mask
 
     return learn_mask(args)
 
 
-@command(pictures_parser)
+@command(IMAGE_TEXT, image_text_options.zero_shot_parser)
+def zero_shot(args: argparse.Namespace) -> Any:
+    """Images and the names of their classes -> accuracy of classification by captions.
+
+    dino-sparo zero-shot --pretrained_weights clip.pth --data_path imagenet
+    dino-sparo zero-shot --pretrained_weights clip.pth --data_path scenes:1000:48
+    """
+    from dino_sparo.image_text.evaluation.zero_shot import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(IMAGE_TEXT, image_text_options.retrieval_parser)
+def retrieval(args: argparse.Namespace) -> Any:
+    """Images with captions -> recall of captions by image and of images by caption.
+
+    dino-sparo retrieval --pretrained_weights clip.pth --data_path coco/val2014 --captions dataset_coco.json
+    dino-sparo retrieval --pretrained_weights clip.pth --data_path pairs.csv --split all
+    """
+    from dino_sparo.image_text.evaluation.retrieval import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(IMAGE_TEXT, image_text_options.compositional_parser)
+def compositional(args: argparse.Namespace) -> Any:
+    """All benchmarks of true and false captions in a folder -> accuracies, models side by side.
+
+    dino-sparo compositional --pretrained_weights clip.pth oc.pth --data_root benchmarks
+    dino-sparo compositional --pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind
+    """
+    from dino_sparo.image_text.evaluation.compositional.command import compare
+
+    return compare(args, partial(open_model, is_one_of_several=True))
+
+
+@command(IMAGE_TEXT, image_text_options.sugarcrepe_parser)
+def sugarcrepe(args: argparse.Namespace) -> Any:
+    """Images with a true and a false caption -> how often the true one is nearer.
+
+    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_path sugarcrepe/data --images coco/val2017
+    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_path pairs
+    """
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+
+    return evaluate_single(args, open_model, "sugarcrepe")
+
+
+@command(IMAGE_TEXT, image_text_options.winoground_parser)
+def winoground(args: argparse.Namespace) -> Any:
+    """Two images and two captions of the same words -> how often images and captions are matched correctly.
+
+    dino-sparo winoground --pretrained_weights clip.pth --data_path winoground
+    dino-sparo winoground --pretrained_weights oc.pth --data_path winoground --graphs winoground.jsonl
+    """
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+
+    return evaluate_single(args, open_model, "winoground")
+
+
+@command(IMAGE_TEXT, image_text_options.probe_parser)
+def clip_probe(args: argparse.Namespace) -> Any:
+    """Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.
+
+    dino-sparo clip-probe --pretrained_weights clip.pth --data_path imagenet
+    dino-sparo clip-probe --pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001
+    """
+    from dino_sparo.image_text.evaluation.probe import probe_checkpoint
+
+    return probe_checkpoint(args, open_model)  # type: ignore[arg-type]  # all scorers give image features
+
+
+@command(IMAGE_TEXT, clip_options.pictures_parser)
 def pictures(args: argparse.Namespace) -> Any:
-    """Images with captions -> what the slots of a CLIP look at in both."""
+    """Images with captions -> what the slots of a CLIP look at in both.
+
+    dino-sparo pictures --pretrained_weights clip.pth
+    dino-sparo pictures --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
+    """
     from dino_sparo.clip.pictures.draw import draw_pictures
 
     return draw_pictures(args)
 
 
-@command(oc_pictures_parser)
+@command(IMAGE_TEXT, oc_clip_options.pictures_parser)
 def oc_pictures(args: argparse.Namespace) -> Any:
-    """Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP."""
+    """Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.
+
+    dino-sparo oc-pictures --pretrained_weights oc.pth
+    dino-sparo oc-pictures --pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5
+    """
     from dino_sparo.oc_clip.pictures.draw import draw_pictures
 
     return draw_pictures(args)
 
 
-@command(None)
+@command(IMAGE_TEXT, None)
 def clip_benchmark(words: Sequence[str] | None) -> Any:
     """A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow."""
     from dino_sparo.clip.adapter import main
@@ -387,47 +465,91 @@ def clip_benchmark(words: Sequence[str] | None) -> Any:
     return main(words)
 
 
-@command(lambda: demo_parser(DINO_READOUTS))
+@command(DATA, oc_clip_options.parse_parser)
+def parse(args: argparse.Namespace) -> Any:
+    """Captions -> their scene graphs, for OC-CLIP.
+
+    dino-sparo parse --caption 'a red star on sand'
+    dino-sparo parse --captions captions_train2017.json --parser spacy --output coco.jsonl
+    """
+    from dino_sparo.oc_clip.parsers.command import parse
+
+    return parse(args)
+
+
+@command(DATA, image_text_options.order_captions_parser)
+def order_captions(args: argparse.Namespace) -> Any:
+    """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.
+
+    dino-sparo order-captions --captions coco_karpathy_test.json --output benchmarks/coco_order.json
+    dino-sparo order-captions --captions dataset_flickr30k.json --output benchmarks/flickr30k_order.json --seed 1
+    """
+    from dino_sparo.image_text.evaluation.compositional.sets.aro import write_order
+
+    return write_order(args)
+
+
+@command(DATA, image_text_options.scene_pairs_parser)
+def scene_pairs(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> true and hard false captions, in SugarCrepe's format.
+
+    dino-sparo scene-pairs --output_dir pairs
+    dino-sparo scene-pairs --output_dir pairs --num_pairs 2000 --image_size 48
+    """
+    from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_pairs
+
+    return write_pairs(args)
+
+
+@command(DEMOS, demo_parser)
 def demo(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> DINO + SPARO trained, evaluated and drawn, in minutes and without a GPU."""
-    from dino_sparo.dino.demo import demo
+    """Built-in scenes -> a model trained, evaluated and drawn, in minutes and without a GPU.
 
-    return demo(args, run)
+    dino-sparo demo
+    dino-sparo demo --method clip --models sparo cls --seeds 0 1 2
+    """
+    if args.method == "clip":
+        from dino_sparo.clip.demo import demo as demo_clip
+
+        return demo_clip(args, run)
+    if args.method == "oc-clip":
+        from dino_sparo.oc_clip.demo import demo as demo_oc_clip
+
+        return demo_oc_clip(args, run)
+    from dino_sparo.dino.demo import demo as demo_dino
+
+    return demo_dino(args, run)
 
 
-@command(lambda: demo_parser(TOWERS))
-def demo_clip(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in minutes and without a GPU."""
-    from dino_sparo.clip.demo import demo
-
-    return demo(args, run)
-
-
-@command(lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS))
-def demo_oc_clip(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU."""
-    from dino_sparo.oc_clip.demo import demo
-
-    return demo(args, run)
+def parser_of(name: str, prog: str | None = None) -> Parser:
+    """The parser of a command, with its help; `name` is a key of `COMMANDS`."""
+    command = COMMANDS[name]
+    if command.parser is None:
+        raise ValueError(f"the command {name} takes no options from Python")
+    parser = command.parser()
+    parser.prog, parser.description, parser.command = prog or f"dino-sparo {name}", command.summary, name
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
+    return parser
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
     """Parse a command's options and run it; a mistake in them ends with one line, not a traceback.
 
     Args:
-        name: a key of `COMMANDS`.
+        name: a key of `COMMANDS`, or an old name.
         words: the options; None: the command line's.
         prog: name of the command in `--help`; by default `dino-sparo NAME`.
 
     Returns:
         The command's result; an evaluation returns the content of its result file.
     """
+    if name in OLD_COMMANDS:
+        sys.stderr.write(f"dino-sparo {name} is now dino-sparo {OLD_COMMANDS[name]}\n")
+        return main([*OLD_COMMANDS[name].split(), *(sys.argv[1:] if words is None else words)])
     command = COMMANDS[name]
     if command.parser is None:
         return command.function(words)
-    parser = command.parser()
-    parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
-    args = parser.parse_args(words)
+    args = parser_of(name, prog).parse_args(words)
     with errors_in_one_line(logger), full_memory_named(vars(args)):
         return command.function(args)
 
@@ -448,33 +570,55 @@ def parse_keywords(name: str, keywords: Mapping[str, Any]) -> argparse.Namespace
     Raises:
         ValueError: one line; it names the option, and for an unknown option the nearest ones.
     """
-    parser = COMMANDS[name].parser
-    if parser is None:
-        raise ValueError(f"the command {name} takes no options from Python")
-    return parser().parse_keywords(keywords)
-
-
-MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
+    return parser_of(name).parse_keywords(keywords)
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Run the command that the first word names; None: of the command line."""
+    """Run the command that the first words name; None: of the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in COMMANDS:
-        return run(words[0], words[1:])
+    if (found := find_command(words)) is not None:
+        return run(*found)
     if words and words[0] in MOVED:
         raise SystemExit(f"dino-sparo {words[0]} is now {MOVED[words[0]]}, in a clone of the repository")
-    width = max(map(len, COMMANDS)) + 2
-    overview = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
-    parser = Parser("dino-sparo", description=overview)
+    parser = Parser(prog="dino-sparo", description=overview())
     parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
+    if (path := last_value(words, "--config")) is not None:
+        try:
+            named = read_config(Path(path)).get("command")
+        except ValueError as error:
+            parser.error(str(error))
+        if named in COMMANDS:
+            return run(named, words)
+        parser.error(f"--config {path} names no command; give the command first, or a line like `command: train`")
     name = parser.parse_known_args(words)[0].command
     if name is not None:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        parser.error(f"there is no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        inner = [command for command in COMMANDS if command.startswith(f"{name} ")]
+        near = inner or difflib.get_close_matches(name, COMMANDS, n=1)
+        parser.error(f"there is no command {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
     say(parser.format_help())
     return None
+
+
+def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The command that the first words name, by its present or its old name, and its options; None: none."""
+    for count in (2, 1):
+        name = " ".join(words[:count]).replace("_", "-")
+        if (name := SYNONYMS.get(name, name)) in {**COMMANDS, **OLD_COMMANDS}:
+            return name, list(words[count:])
+    return None
+
+
+def overview() -> str:
+    """All commands with their summaries, by section."""
+    width = max(map(len, COMMANDS)) + 2
+    lines: list[str] = []
+    for section in dict.fromkeys(command.section for command in COMMANDS.values()):
+        lines += [*([""] if lines else []), f"{section}:"]
+        lines += [
+            f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items() if command.section == section
+        ]
+    return "\n".join(lines)
 
 
 def console() -> None:

@@ -26,7 +26,7 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.cli import Group, Option, Parser, last_value, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
 from dino_sparo.training.options import require_paths
@@ -126,6 +126,40 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
         )
 
 
+MODULE = Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS))
+JOB: Group = {
+    "module": MODULE,
+    "ngpus": Option(8, "GPUs, and tasks, per node.", positive_int),
+    "nodes": Option(1, "Nodes.", positive_int),
+    "gres": Option(
+        None,
+        "Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. The "
+        "number is that of --ngpus.",
+        metavar="gpu[:TYPE]",
+    ),
+    "timeout_min": Option(2800, "Time limit of the job in minutes.", positive_int),
+    "partition": Option(None, "Partition; the cluster's default if not given."),
+    "mem_gb_per_gpu": Option(None, "Main memory per GPU in GB.", positive_int),
+    "cpus_per_task": Option(10, "CPU cores per GPU; match --num_workers.", positive_int),
+    "account": Option(None, "Account to charge."),
+    "qos": Option(None, "Quality of service."),
+    "constraint": Option(None, "Features the nodes must have."),
+    "comment": Option(None, "Message to the scheduler."),
+    "name": Option("dino_sparo", "Name of the job."),
+    "slurm_additional": Option(
+        [], "Any other options of sbatch, as exclude=node17 reservation=tuesday.", metavar="KEY=VALUE"
+    ),
+    "job_dir": Option(None, "Folder of the job's own files; default: OUTPUT_DIR/%%j."),
+    "max_requeues": Option(
+        10,
+        "How often the job may be started again after a fault (a process that died, a hung network), and how often at "
+        "its time limit. Preemptions are not counted.",
+    ),
+    "dry_run": Option(False, "Print the batch script and submit nothing."),
+    "local": Option(False, "Run the job's tasks on this machine, without Slurm."),
+}
+
+
 def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo submit") -> Parser:
     """The options of a trainer and those of the job.
 
@@ -135,48 +169,8 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
     """
     parser = PARSERS[module]()
     parser.prog, parser.description = prog, str(__doc__).replace("dino-sparo submit", prog)
-    group = parser.add_argument_group("Slurm job")
-    _add_module_option(group)
-    group.add_argument("--ngpus", type=int, default=8, help="GPUs, and tasks, per node.")
-    group.add_argument("--nodes", type=int, default=1, help="Nodes.")
-    group.add_argument(
-        "--gres",
-        default=None,
-        metavar="gpu[:TYPE]",
-        help="Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. "
-        "The number is that of --ngpus.",
-    )
-    group.add_argument("--timeout_min", type=int, default=2800, help="Time limit of the job in minutes.")
-    group.add_argument("--partition", default=None, help="Partition; the cluster's default if not given.")
-    group.add_argument("--mem_gb_per_gpu", type=int, default=None, help="Main memory per GPU in GB.")
-    group.add_argument("--cpus_per_task", type=int, default=10, help="CPU cores per GPU; match --num_workers.")
-    group.add_argument("--account", default=None, help="Account to charge.")
-    group.add_argument("--qos", default=None, help="Quality of service.")
-    group.add_argument("--constraint", default=None, help="Features the nodes must have.")
-    group.add_argument("--comment", default=None, help="Message to the scheduler.")
-    group.add_argument("--name", default="dino_sparo", help="Name of the job.")
-    group.add_argument(
-        "--slurm_additional",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="Any other options of sbatch, as exclude=node17 reservation=tuesday.",
-    )
-    group.add_argument("--job_dir", default=None, help="Folder of the job's own files; default: OUTPUT_DIR/%%j.")
-    group.add_argument(
-        "--max_requeues",
-        type=int,
-        default=10,
-        help="How often the job may be started again after a fault (a process that died, a hung network), and how "
-        "often at its time limit. Preemptions are not counted.",
-    )
-    group.add_argument("--dry_run", action="store_true", help="Print the batch script and submit nothing.")
-    group.add_argument("--local", action="store_true", help="Run the job's tasks on this machine, without Slurm.")
+    parser.add_options("Slurm job", JOB)
     return parser
-
-
-def _add_module_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--module", default="main_dino", choices=sorted(PARSERS), help="The trainer to submit.")
 
 
 def job_folder(args: argparse.Namespace) -> Path:
@@ -203,15 +197,10 @@ def check_submission(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would do.
     """
-    for name in ("ngpus", "nodes", "timeout_min", "cpus_per_task"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
     for name, value in vars(args).items():
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
-    if args.max_requeues < 0:
-        raise ValueError(f"--max_requeues {args.max_requeues}: give 0 or more")
     if args.gres is not None and not re.fullmatch(r"gpu(:(?!\d+$)[^:,=]+)?", args.gres):
         raise ValueError(f"--gres {args.gres}: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number")
     if args.gres is not None and args.device == "cpu":
@@ -322,14 +311,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         argv: options; None: the command line's. Those of the trainer depend on `--module` among them.
         prog: what `--help` calls the command.
     """
-    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_module_option(chooser)
-    module = chooser.parse_known_args(argv)[0].module
-    args = get_submission_parser(module, prog).parse_args(argv)
+    module = last_value(sys.argv[1:] if argv is None else argv, "--module")
+    parser = get_submission_parser(module if module in PARSERS else "main_dino", prog)
+    args = parser.parse_args(argv)
     try:
         # Checked now, not after an hour in the queue.
         check_submission(args)
-        trainer_of(module).check_options(args)
+        trainer_of(args.module).check_options(args)
         require_paths(args)
         if args.dry_run:
             say(batch_script(args))

@@ -35,7 +35,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
 def get_args_parser() -> Parser:
     """The options of a study."""
     questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
-    parser = Parser("studies", description=f"{__doc__}\n{questions}")
+    parser = Parser(prog="studies", description=f"{__doc__}\n{questions}")
     parser.add_argument("name", choices=sorted(STUDIES), help="The study.")
     parser.add_argument("--data_path", default=None, help="Images, for studies that need some.")
     parser.add_argument(

@@ -25,7 +25,7 @@ STUDY = "scenes"
 WITH_MAPS = ("cls", EQUAL_RATE, "sparo")  # rows of the study's tables; `gap` averages all tokens
 OBJECTS, LABELLED, IMG_SIZE = "scenes:2000:64", "scenes:4000:48", 32
 NUM_MAPS = 4  # scored together: `cls` has four heads
-COMPARED = ("untrained", "other_image", "moved")  # rows of slot-score that are subtracted from the encoder's
+COMPARED = ("untrained", "other_image", "moved")  # rows of slots score that are subtracted from the encoder's
 
 Found = dict[str, dict[int, dict[str, Any]]]  # row -> seed -> result
 
@@ -45,7 +45,7 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
     has_slots = readout_kind(run.options["readout"]).has_slots
     if partner is not None and has_slots:
         words += ["--match", str(partner / "checkpoint.pth")]
-    scored = command("slot-score", [*shared, *words])
+    scored = command("slots score", [*shared, *words])
     rows = {row: scored["measures"][row] for row in ("model", *COMPARED)}
     result: dict[str, Any] = {"run": run.name, "options": run.options}
     result["objects"] = {
@@ -58,8 +58,8 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
     if has_slots:
         words = option_words({"data_path": LABELLED, "img_size": IMG_SIZE})
         studied = {
-            "untrained": command("slot-study", [*shared, *words, "--untrained"]),
-            "trained": command("slot-study", [*shared, *words]),
+            "untrained": command("slots study", [*shared, *words, "--untrained"]),
+            "trained": command("slots study", [*shared, *words]),
         }
         result["kept"] = {
             state: {
@@ -114,7 +114,7 @@ def _objects(by_seed: Mapping[int, Mapping[str, Any]], row: str, measure: str) -
 
 
 def objects_table(found: Found) -> str:
-    """Rows of slot-score: mean ± standard deviation over seeds, percent."""
+    """Rows of slots score: mean ± standard deviation over seeds, percent."""
     rows = []
     for variant, by_seed in found.items():
         for row in ("model", *COMPARED):
@@ -178,7 +178,7 @@ def main() -> None:
     """Measure what is missing, print the tables."""
     from dino_sparo.__main__ import run
 
-    parser = Parser("studies.slots", description=__doc__)
+    parser = Parser(prog="studies.slots", description=__doc__)
     parser.add_argument(
         "--output_dir", type=Path, default=Path("output/studies"), help="Folder of the studies' checkpoints."
     )

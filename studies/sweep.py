@@ -36,7 +36,7 @@ MAX_COLUMNS = 5  # columns of a legend
 
 def get_args_parser() -> Parser:
     """The options of the sweep."""
-    parser = Parser("studies sweep")
+    parser = Parser(prog="studies sweep")
     parser.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json).")
     parser.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
     parser.add_argument("--output", help="File of the result; by default sweep.json in the folder of all inputs.")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import get_args_parser as gpu_parser
-from dino_sparo.__main__ import COMMANDS
+from dino_sparo.__main__ import COMMANDS, SYNONYMS
 from dino_sparo.submit import get_submission_parser
 from studies.__main__ import EXPERIMENTS
 
@@ -52,7 +52,7 @@ FOREIGN_OPTIONS = {
     *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
     *("model", "model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task", "logdir", "sparse"),
 }
-NEED_IMAGES = {"knn", "linear", "slot-study"}  # and have none of their own
+NEED_IMAGES = {"knn", "linear", "slots study"}  # and have none of their own
 FOREIGN_FILES = {
     *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
     *("main_pretrain.py", "modeling_sparo.py", "vicreg.py", "my_readout.py", "my_source.py", "my_benchmark.py"),
@@ -77,9 +77,13 @@ def parsed_commands(text: str) -> Iterator[tuple[str, list[str]]]:
     for line in commands_in(text):
         match = COMMAND.fullmatch(line)
         if match and not match[1].isupper():
-            words = [word for word in shlex.split(match[2], comments=True) if word not in ("...", "--help")]
+            typed = re.sub(r"--config \S+", "", match[2])  # a file that is not there
+            words = [word for word in shlex.split(typed, comments=True) if word not in ("...", "--help")]
+            name = SCRIPTS.get(match[1], match[1])
+            if words and name in ("slots", "train") and not words[0].startswith("-"):
+                name, words = f"{name} {words[0]}", words[1:]
             if words:
-                yield SCRIPTS.get(match[1], match[1]), words
+                yield name, words
 
 
 def docstring_of(path: Path) -> str:
@@ -94,6 +98,7 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
         return get_submission_parser(module)
     if name in EXPERIMENTS:
         return EXPERIMENTS[name][0]()
+    name = SYNONYMS.get(name, name)
     assert name in COMMANDS, f"there is no command {name!r}"
     command = COMMANDS[name]
     return command.parser() if command.parser is not None else None

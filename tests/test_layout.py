@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_sparo.clip.choices import TOWERS
+from dino_sparo.clip.options import TOWERS
 from dino_sparo.models.readouts import READOUTS
 
 ROOT = Path(__file__).resolve().parents[1]

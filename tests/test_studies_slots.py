@@ -27,7 +27,7 @@ class Commands:
         self.asked.append((name, options, "--untrained" in words))
         is_sparo, seed = "sparo" in options["--pretrained_weights"], int(options["--seed"])
         is_faster = "cls_lr0.008" in options["--pretrained_weights"]
-        if name == "slot-study":
+        if name == "slots study":
             kept = 60 + seed - 10 * ("--untrained" in words)
             curve = [
                 {"num_kept": number, "top1_held_out": kept + number, "random": {"mean": kept}} for number in (1, 2)
@@ -64,13 +64,13 @@ def asked_of(results: Path) -> list[tuple[str, dict[str, str], bool]]:
 
 def test_the_chosen_encoders_with_maps_are_measured_once(results: Path) -> None:
     asked = asked_of(results)
-    scored = [Path(options["--pretrained_weights"]).parent.name for name, options, _ in asked if name == "slot-score"]
+    scored = [Path(options["--pretrained_weights"]).parent.name for name, options, _ in asked if name == "slots score"]
     rows = ("cls_lr0.002", "cls_lr0.008", "sparo_lr0.008")
     assert sorted(scored) == [f"{row}_seed{seed}" for row in rows for seed in range(3)]
-    studied = [(options["--seed"], untrained) for name, options, untrained in asked if name == "slot-study"]
+    studied = [(options["--seed"], untrained) for name, options, untrained in asked if name == "slots study"]
     assert sorted(studied) == [(str(seed), state) for seed in range(3) for state in (False, True)]
     data = {(name, own["--data_path"], own.get("--maps"), own.get("--img_size")) for name, own, _ in asked}
-    assert data == {("slot-score", "scenes:2000:64", "4", None), ("slot-study", "scenes:4000:48", None, "32")}
+    assert data == {("slots score", "scenes:2000:64", "4", None), ("slots study", "scenes:4000:48", None, "32")}
     assert asked_of(results) == []
 
 
@@ -78,7 +78,7 @@ def test_runs_that_are_under_way_again_are_not_measured(results: Path) -> None:
     for name in ("cls_lr0.002_seed0", "sparo_lr0.008_seed2"):
         (results.parent / "out" / "scenes" / name / "checkpoint.pth").write_text("1")
     asked = asked_of(results)
-    scored = {Path(options["--pretrained_weights"]).parent.name for name, options, _ in asked if name == "slot-score"}
+    scored = {Path(options["--pretrained_weights"]).parent.name for name, options, _ in asked if name == "slots score"}
     others = {"cls_lr0.008_seed0", "cls_lr0.008_seed1", "cls_lr0.008_seed2"}
     assert scored == others | {"cls_lr0.002_seed1", "cls_lr0.002_seed2", "sparo_lr0.008_seed0", "sparo_lr0.008_seed1"}
     assert [options["--seed"] for _, options, _ in asked if "--match" in options] == ["0"]

@@ -84,8 +84,6 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--ngpus 0", "--ngpus 0: give a positive number"),
-        ("--max_requeues -1", "--max_requeues -1: give 0 or more"),
         ("--local --nodes 2", "--local runs on this machine only, but --nodes is 2"),
         ("--slurm_additional exclude", "--slurm_additional exclude: give KEY=VALUE"),
         ("--gres gpu:8", "--gres gpu:8: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number"),
@@ -96,7 +94,6 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
         ("--sparo_group_size 3", "group_size=3 does not divide num_slots=64"),
         ("--epochs 4 --warmup_teacher_temp_epochs 30", "warmup_teacher_temp_epochs=30 does not fit a run of 4 epochs"),
         ("--module dino_sparo.clip.train --arch vit_smal", "unknown arch 'vit_smal'; choose one of"),
-        ("--module dino_sparo.oc_clip.train --bind_dim 0", "--bind_dim 0: give a positive number"),
     ],
 )
 def test_a_job_that_cannot_be_is_not_submitted(words: str, message: str) -> None:

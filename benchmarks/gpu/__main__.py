@@ -60,7 +60,7 @@ PARTS = {
 
 def get_args_parser() -> Parser:
     """The options."""
-    parser = Parser("python -m benchmarks.gpu", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="Parts to run.")
     parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
     parser.add_argument(

@@ -5,7 +5,7 @@ The second objective. The image encoder, its read-outs, the trainer, checkpoints
 
     images, captions -> slots      config.py  model.py  convert.py
     slots -> loss                  loss.py
-    a whole training               train.py  options.py (choices.py)  presets.py
+    a whole training               train.py  options.py
     checkpoint -> evaluation       load.py  adapter.py
     interventions on slots         slots/
     what slots look at             pictures/

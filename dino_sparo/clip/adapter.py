@@ -10,7 +10,7 @@ selects the features:
     normalized       every slot of length one over sqrt(L) (SPARO, equation 2): the dot products are our cosines
     unnormalized     the slots as they are, so that long slots count more; the same for `cls` and `gap`, with one slot
 
-`normalized:FILE.json` takes the slots of a file of dino-sparo select or mask.
+`normalized:FILE.json` takes the slots of a file of dino-sparo slots select or mask.
 """
 
 import logging

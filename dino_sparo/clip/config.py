@@ -6,7 +6,7 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dino_sparo.clip.choices import NORM_FIRST, TOWERS, Towers
+from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown

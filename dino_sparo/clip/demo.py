@@ -1,8 +1,8 @@
 """CLIP + SPARO in minutes, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the slots.
 
     make demo-clip                                                     # SPARO
-    dino-sparo demo-clip --readouts sparo cls gap_image      # beside CLIP and the paper's CLIP+GAP
-    dino-sparo demo-clip --seeds 0 1 2 --output_dir runs/clip-demo
+    dino-sparo demo --method clip --models sparo cls gap_image         # beside CLIP and the paper's CLIP+GAP
+    dino-sparo demo --method clip --seeds 0 1 2 --output_dir runs/clip-demo
 
 Runs the commands a user would call, in their order, and ends with a table: zero-shot classification of shapes, and
 true captions against the same words in another order, both on held-out scenes whose attributes are independent. The
@@ -13,10 +13,11 @@ import argparse
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
-from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
+from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.demos import RunCommand, start_demo
+from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 
 TRAINING = {
     "data_path": "scenes:25600:48",
@@ -47,10 +48,11 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         args: the options of `demos.demo_parser`.
         run: (command, words) -> what the command returns.
     """
+    choose_models(args, TOWERS)
     start_demo(args, "clip-demo")
     options = {**TRAINING, **(SHORT if args.short else {})}
     models = {}
-    for readout in args.readouts:
+    for readout in args.models:
         has_slots = readout_kind(towers_of(readout).image).has_slots
         # A training image has 4 x 4 patches, too few for a picture.
         pictures = ("pictures", "--image_size", str(2 * IMAGE_SIZE)) if has_slots else ()

@@ -24,7 +24,7 @@ def clip_scorer(
     """The model of an evaluation.
 
     Args:
-        args: the options of `add_model_options` and of `add_computation_options`.
+        args: the options of `MODEL` and of `computation` in image_text/evaluation/options.py.
         process: this process and its device.
         border: pixels cut off every side of an image.
         checkpoint: content of `--pretrained_weights`; None: read the file.

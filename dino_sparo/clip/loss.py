@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from dino_sparo.clip.choices import PRODUCTS
+from dino_sparo.clip.options import PRODUCTS
 from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.launch import rank
 

@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.choices import FREEZABLE
 from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
+from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE

@@ -1,106 +1,301 @@
-"""The options of CLIP's training, in the order of the data flow, and the numbers that they may have.
+"""Options of CLIP: of its training, with presets and checks; of the commands that select, weigh and draw slots.
 
-Parsing is pure: it opens no file, touches no device, asks no network.
+`TOWERS` names the read-outs that can be chosen. One name stands for both towers, because an image has no end token and
+a caption no class token.
 """
 
 import argparse
+from typing import NamedTuple
 
-from dino_sparo.clip.choices import FREEZABLE, PRODUCTS, TOWERS
-from dino_sparo.clip.presets import RECIPES
+from dino_sparo.image_text.evaluation.options import (
+    CLASSES,
+    CLIP_MODEL,
+    LABELLED_IMAGES,
+    PICTURE_RESULT,
+    QUESTIONS,
+    computation,
+    picture_groups,
+)
 from dino_sparo.image_text.options import (
-    add_image_options,
-    add_optimization_options,
-    add_pair_options,
-    add_pair_run_options,
-    add_preset_option,
-    add_text_options,
+    IMAGE_ENCODER,
+    OPTIMIZATION,
+    PAIR_DEFAULTS,
+    PAIR_FILES,
+    PAIR_RUN,
+    PAIRS,
+    TEXT_ENCODER,
     check_pair_options,
+    preset_option,
 )
-from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.cli import (
+    DEVICE,
+    DOWNLOAD,
+    SLOT_SIZES,
+    Group,
+    Option,
     Parser,
-    add_device_options,
-    add_normalization_options,
-    add_slot_options,
-    add_source_options,
     bool_flag,
+    positive_int,
+    positive_number,
+    share_below_1,
 )
 
-POSITIVE_OPTIONS = ("sparo_slots", "sparo_slot_dim", "sparo_key_dim", "sparo_group_size")
+PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
+MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature
+PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images with all captions
+
+
+class Towers(NamedTuple):
+    """The read-outs of both towers, keys of `readout_table.READOUTS`.
+
+    Attributes:
+        image: the image tower's.
+        text: the text tower's.
+        has_bottleneck: the encoding passes a linear bottleneck.
+    """
+
+    image: str
+    text: str
+    has_bottleneck: bool = False
+
+
+# The paper's CLIP+GAP is `gap_image`: in the authors' code only images are averaged, captions keep the end token.
+# A read-out with slots that is not named here serves both towers under its own name; see `config.towers_of`.
+TOWERS: dict[str, Towers] = {
+    "cls": Towers("cls", "eos"),
+    "gap": Towers("gap_then_norm", "gap_then_norm"),
+    "gap_image": Towers("gap_then_norm", "eos"),
+    "sparo": Towers("sparo", "sparo"),
+    "linear": Towers("cls", "eos", has_bottleneck=True),
+    "fdt": Towers("fdt_raw", "fdt_raw"),
+    **{name: Towers(name, name) for name in CROSS_ATTENTION},
+}
+
+# What the same names meant at first, and mean in checkpoints of then: the last LayerNorm of either tower precedes the
+# read-out, and `fdt` leaves padding out. The configuration of a checkpoint says which of both it has.
+NORM_FIRST: dict[str, Towers] = {
+    "gap": Towers("gap", "gap"),
+    "gap_image": Towers("gap", "eos"),
+    "fdt": Towers("fdt", "fdt"),
+}
+
+# What `CLIP.freeze` takes: names begin with one of the first, and with none of the second.
+FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "image": (("image.", "image_proj."), ()),
+    "image_backbone": (("image.",), ("image.readout.",)),
+    "text": (("text.", "text_proj."), ()),
+    "text_backbone": (("text.",), ("text.readout.",)),
+}
+
+
+class FitSettings(NamedTuple):
+    """How a mask is learned: by SGD, without weight decay.
+
+    Attributes:
+        epochs: passes over the pairs.
+        lr: learning rate, constant.
+        momentum: of SGD.
+        batch_size: pairs per step.
+        seed: random seed of the order of the pairs.
+        bound: of the scale, a member of `MASK_SCALES`; see `mask_fit.Mask`.
+    """
+
+    epochs: int = 100
+    lr: float = 0.02
+    momentum: float = 0.9
+    batch_size: int = 256
+    seed: int = 0
+    bound: str = "min"
+
+
+class Criteria(NamedTuple):
+    """When a slot of a pair is worth a look.
+
+    Attributes:
+        min_cosine: the cosine of image and caption slot is greater. (The paper's 0.75.)
+        min_sharpness: one word gets at least this share of the slot's attention. (The paper's "sharp"; the number is
+            ours.)
+    """
+
+    min_cosine: float = 0.75
+    min_sharpness: float = 0.5
+
+
+_CONCEPTUAL = {"patch_size": 16, "batch_size": 4096, "warmup_steps": 3600, "weight_decay": 0.5, "precision": "bf16"}
+# SPARO, table 0.C.3 for the optimisation, tables 1 to 3 for the vision transformer (CLIP16 or CLIP32), section 4 for
+# the slots; the rest is OpenCLIP's default, as appendix 0.C.1 says.
+PRESETS = {
+    "cc3m": {**_CONCEPTUAL, "epochs": 32},
+    "cc12m": {**_CONCEPTUAL, "epochs": 25},
+    "cc15m": {**_CONCEPTUAL, "epochs": 25},
+    "laion400m": {
+        "patch_size": 32,
+        "sparo_slots": 128,
+        "epochs": 32,
+        "batch_size": 32768,
+        "warmup_steps": 2000,
+        "weight_decay": 0.2,
+        "precision": "bf16",
+    },
+}
+
+NEGATIVE_KEY = Option(
+    None,
+    "Column of a table with a false caption of each image, which its image is compared with beside all captions of the "
+    "batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
+)
+FREEZE = Option(
+    None,
+    "Keep these parts as they start. image: the whole image tower, so that captions learn to fit it (LiT); "
+    "image_backbone: all but its read-out and projection, to put a read-out on a trained model.",
+    choices=tuple(FREEZABLE),
+    nargs="+",
+)
+LOGITS = Option(
+    "fp32",
+    "Precision of the products of all images with all captions; sums are fp32. On GPUs tf32 and bf16 take a fraction "
+    "of the time at large batches; a cosine then has four or three correct digits.",
+    choices=PRODUCTS,
+)
+READOUT: Group = {
+    "readout": Option(
+        "sparo",
+        f"How tokens become the encoding, one of {', '.join(sorted(TOWERS))}: sparo replaces the last block by slots, "
+        "cls is class token and end token as in CLIP, gap averages all tokens.",
+    ),
+    **SLOT_SIZES,
+    "embed_dim": Option(512, "Width of the encoding of a read-out without slots.", positive_int),
+    "replace_block": Option(None, "Remove the last block of both encoders; by default only sparo does.", bool_flag),
+    "norm_first": Option(
+        False,
+        "Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; a run that began "
+        "with one is resumed with this. By default gap normalises the average and fdt nothing, as in the SPARO "
+        "authors' code.",
+    ),
+    "bottleneck_dim": Option(512, "Width of the linear bottleneck.", positive_int),
+    "num_codes": Option(16384, "Codes of the discrete bottleneck, fdt.", positive_int),
+}
 
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = Parser()
-    add_preset_option(parser, RECIPES)
-    group = add_pair_options(parser)
-    group.add_argument(
-        "--negative_key",
-        default=None,
-        help="Column of a table with a false caption of each image, which its image is compared with beside all "
-        "captions of the batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
+    return Parser(
+        {
+            **preset_option(*PRESETS),
+            "pairs of images and captions": PAIRS | {"negative_key": NEGATIVE_KEY},
+            **PAIR_FILES,
+            "image encoder: images -> tokens": IMAGE_ENCODER | {"freeze": FREEZE},
+            "text encoder: captions -> tokens": TEXT_ENCODER,
+            "read-out: tokens -> encoding, the same for both": READOUT,
+            "optimisation": OPTIMIZATION | {"logits": LOGITS},
+            "run": PAIR_RUN,
+            "device and processes": DEVICE,
+        },
+        presets=PRESETS,
+        defaults=PAIR_DEFAULTS,
     )
-    add_source_options(parser, ["split"])
-    add_normalization_options(parser, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
-    group = add_image_options(parser, RECIPES)
-    group.add_argument(
-        "--freeze",
-        nargs="+",
-        choices=list(FREEZABLE),
-        default=None,
-        help="Keep these parts as they start. image: the whole image tower, so that captions learn to fit it (LiT); "
-        "image_backbone: all but its read-out and projection, to put a read-out on a trained model.",
-    )
-    add_text_options(parser, RECIPES)
-    _add_readout_options(parser)
-    group = add_optimization_options(parser, RECIPES)
-    group.add_argument(
-        "--logits",
-        default="fp32",
-        choices=PRODUCTS,
-        help="Precision of the products of all images with all captions; sums are fp32 in any case. On GPUs tf32 and "
-        "bf16 take a fraction of the time at large batches; a cosine then has four or three correct digits.",
-    )
-    add_pair_run_options(parser)
-    add_device_options(parser)
-    return parser
-
-
-def _add_readout_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("read-out: tokens -> encoding, the same for both")
-    group.add_argument(
-        "--readout",
-        default="sparo",
-        help=f"How tokens become the encoding, one of {', '.join(sorted(TOWERS))}: sparo replaces the last block by "
-        "slots, cls is class token and end token as in CLIP, gap averages all tokens.",
-    )
-    add_slot_options(group, None, None, None, RECIPES.with_default)
-    width = RECIPES.with_default("Width of the encoding of a read-out without slots.", "embed_dim")
-    group.add_argument("--embed_dim", type=int, default=None, help=width)
-    group.add_argument(
-        "--replace_block",
-        type=bool_flag,
-        default=None,
-        help="Remove the last block of both encoders; by default only sparo does.",
-    )
-    group.add_argument(
-        "--norm_first",
-        action="store_true",
-        help="Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; a run that "
-        "began with one is resumed with this. By default gap normalises the average and fdt nothing, as in the SPARO "
-        "authors' code.",
-    )
-    group.add_argument("--bottleneck_dim", type=int, default=512, help="Width of the linear bottleneck.")
-    group.add_argument("--num_codes", type=int, default=16384, help="Codes of the discrete bottleneck, fdt.")
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill in the preset's values, then refuse numbers that cannot be.
+    """Refuse options that do not fit each other.
 
     Raises:
         ValueError: names the option and what would fit.
     """
-    RECIPES.apply(args)
-    check_pair_options(args, POSITIVE_OPTIONS)
+    check_pair_options(args)
     if args.shards == "streamed" and args.negative_key is not None:
         raise ValueError("--negative_key with --shards streamed: false captions are read from tables alone")
+
+
+def select_parser() -> Parser:
+    """The options of `slots/select.py`, in data-flow order."""
+    return Parser(
+        {
+            "model: what is evaluated": CLIP_MODEL,
+            "images": LABELLED_IMAGES
+            | {
+                "max_images": Option(
+                    None, "Most images to take; of more, a random subset. By default all.", positive_int
+                )
+            },
+            "classes in words": CLASSES,
+            "selection": {
+                "keep": Option(
+                    None,
+                    "Slots to keep; the paper keeps 32 of 64 or 128. By default as many as classify these images best.",
+                    positive_int,
+                )
+            },
+            **computation("slots.json"),
+        }
+    )
+
+
+MASK: Group = {
+    "parts": Option(
+        PER_SLOT, "What has a weight: slot, dimension, or a number of contiguous equal parts for models without slots."
+    ),
+    "epochs": Option(FitSettings().epochs, "Passes over the pairs.", positive_int),
+    "lr": Option(FitSettings().lr, "Learning rate of SGD.", positive_number),
+    "momentum": Option(FitSettings().momentum, "Momentum of SGD.", share_below_1),
+    "mask_batch_size": Option(
+        FitSettings().batch_size, "Pairs per step; the paper does not say how many.", positive_int
+    ),
+    "mask_scale": Option(
+        FitSettings().bound,
+        "Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the max(100, "
+        "exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
+        choices=MASK_SCALES,
+    ),
+    "seed": Option(FitSettings().seed, "Random seed of the order of the pairs."),
+}
+
+
+def mask_parser() -> Parser:
+    """The options of `slots/mask.py`, in data-flow order."""
+    evaluate = Option(
+        [],
+        "Labelled images to classify with and without the mask, each with its own class names and templates; for "
+        "others run dino-sparo zero-shot with and without --slots mask.json.",
+        metavar="DATA_PATH",
+    )
+    return Parser(
+        {
+            "model: what is evaluated": CLIP_MODEL,
+            "questions": QUESTIONS,
+            "mask": MASK,
+            "evaluation elsewhere": {"evaluate": evaluate, "download": DOWNLOAD},
+            **computation("mask.json"),
+        }
+    )
+
+
+CHOICE: Group = {
+    "slots": Option(
+        None,
+        "Numbers of the slots to show, or a file of dino-sparo slots select; by default chosen.",
+        nargs="+",
+    ),
+    "max_slots": Option(3, "Rows, if they are chosen.", positive_int),
+    "max_columns": Option(4, "Pairs to show; of no more pairs all, as they come.", positive_int),
+    "min_cosine": Option(Criteria().min_cosine, "Choose slots alike in image and caption.", float),
+    "min_sharpness": Option(
+        Criteria().min_sharpness, "Choose slots that give at least this share of their attention to one word."
+    ),
+}
+
+
+def pictures_parser() -> Parser:
+    """The options of `pictures/draw.py`, in data-flow order."""
+    groups = picture_groups("Checkpoint of CLIP training, of a model with slots.")
+    size: Group = {
+        "max_pairs": Option(400, "Most pairs to search, evenly spread over the data.", positive_int),
+        "image_size": Option(
+            None,
+            "Side in pixels at which the model sees the central square; by default that of training, for which its "
+            "slots were made alike. Twice as much shows finer maps.",
+            positive_int,
+        ),
+    }
+    return Parser({**groups, "view": size, "choice of slots and pairs": CHOICE, "result": PICTURE_RESULT})

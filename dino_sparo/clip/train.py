@@ -23,8 +23,8 @@ from dino_sparo.clip import options
 from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
-from dino_sparo.clip.presets import RECIPES
 from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
+from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -52,7 +52,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Train CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, CLIPObjective, check_options, lambda _: RECIPES.defaults_of(get_args_parser()))
+    run.train(args, CLIPObjective, check_options, lambda _: vars(get_args_parser().parse_args([])))
 
 
 class CLIPObjective(PairObjective[PairBatch]):
@@ -75,7 +75,7 @@ class CLIPObjective(PairObjective[PairBatch]):
         args = self.args
         model = build_model(args)
         model.freeze(args.freeze or ())
-        RECIPES.fill_in_warmup(args, args.epochs * self.sampler.steps_per_epoch)
+        shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
         return model, [ModelPart(("",), args.lr, args.warmup_steps)]
 
     def initialize(self) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 from dino_sparo.draw.plots import draw_training_curve
 from dino_sparo.models.readouts import readout_kind
+from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run
+from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, option_words, spread, start_demo, timed_run
 
 TRAINING = {
     "data_path": "scenes:10000:48",
@@ -105,8 +106,9 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         args: the options of `demos.demo_parser`.
         run: (command, words) -> what the command returns.
     """
+    choose_models(args, DINO_READOUTS)
     start_demo(args, "demo")
-    runs = [train_and_evaluate(readout, seed, args, run) for seed in args.seeds for readout in args.readouts]
+    runs = [train_and_evaluate(readout, seed, args, run) for seed in args.seeds for readout in args.models]
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
     pictures = [
         path for done in runs for path in draw(Path(done["folder"]), done["readout"], data_path, args.device, run)

@@ -1,212 +1,180 @@
 """The options of DINO's training, in data-flow order, and their checks.
 
 Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/runtime/test_cli.py` lists the defaults
-that differ. No torch here: `--help` is answered before it is imported.
+that differ.
 """
 
 import argparse
 import logging
 from typing import Any
 
-from dino_sparo.runtime.choices import OPTIMIZERS
+from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS
 from dino_sparo.runtime.cli import (
+    COLUMNS,
+    DEVICE,
+    IMAGE_LIMITS,
+    NORMALIZATION,
+    SLOT_SIZES,
+    TRAINING_DATA,
+    Group,
+    Option,
     Parser,
-    add_architecture_options,
-    add_device_options,
-    add_normalization_options,
-    add_source_options,
-    add_training_data_options,
     bool_flag,
+    positive_int,
+    share,
+    whole_number,
 )
-from dino_sparo.training.options import (
-    add_compute_options,
-    add_numbers,
-    add_run_options,
-    check_ranges,
-    check_whole_patches,
-)
+from dino_sparo.training.options import COMPUTE, MAX_STEPS, RUN, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 # Defaults of the reference that do not fit every run; see `fill_in_defaults`.
 WARMUP_EPOCHS, FREEZE_LAST_LAYER = 10, 1
-POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
-NON_NEGATIVE_OPTIONS = (
-    *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
-    *("lr", "min_lr", "weight_decay", "weight_decay_end", "loss_chunk"),
+
+IMAGES: Group = {
+    "data_path": Option(
+        None,
+        "Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
+        "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
+    ),
+    **TRAINING_DATA,
+    "batch_size_per_gpu": Option(64, "Images per process and forward pass.", positive_int),
+    "grad_accum_steps": Option(
+        1,
+        "Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
+        positive_int,
+    ),
+}
+CROPS: Group = {
+    "global_crops_size": Option(224, "Side of the global crops in pixels."),
+    "local_crops_size": Option(96, "Side of the local crops in pixels."),
+    "global_crops_scale": Option(
+        (0.4, 1.0),
+        "Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
+    ),
+    "local_crops_number": Option(8, "Local crops per image; 0 for none."),
+    "local_crops_scale": Option((0.05, 0.4), "Share of the area in a local crop."),
+    "distort_on": Option(
+        "auto",
+        "Where crops get colour jitter, blur and solarisation: cpu, in the processes that load images; device, in "
+        "batches, so that these processes only decode and cut; auto: device on GPUs, else cpu.",
+        choices=("auto", "cpu", "device"),
+    ),
+}
+ENCODER: Group = {
+    "arch": Option(
+        "vit_small",
+        f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
+    ),
+    "patch_size": Option(
+        16,
+        "Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits images of 32 pixels.",
+        positive_int,
+    ),
+    "readout": Option(
+        "sparo",
+        f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
+        "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, gap "
+        "averages all tokens.",
+    ),
+    **SLOT_SIZES,
+    "pre_norm": Option(False, "CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs."),
+    "quick_gelu": Option(False, "OpenAI's activation, which --init_from OpenAI's CLIP needs."),
+    "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
+    "init_from": Option(
+        None,
+        "Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of a "
+        "CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. A read-out of the same sizes is "
+        "taken, too; another one, and the head, start at random. A resumed run takes its own weights.",
+    ),
+}
+HEAD: Group = {
+    "out_dim": Option(
+        65536,
+        "Number of prototypes K. Large for large and varied data; a few thousand for tens of thousands of images.",
+    ),
+    "norm_last_layer": Option(
+        True, "Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable."
+    ),
+    "head_hidden_dim": Option(2048, "Width of the head's MLP; less saves time with tiny encoders."),
+    "use_bn_in_head": Option(
+        False, "Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step."
+    ),
+}
+LOSS: Group = {
+    "warmup_teacher_temp": Option(
+        0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."
+    ),
+    "teacher_temp": Option(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
+    "warmup_teacher_temp_epochs": Option(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
+    "momentum_teacher": Option(
+        0.996,
+        "Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower values "
+        "short runs.",
+        share,
+    ),
+}
+OPTIMIZATION: Group = {
+    "epochs": Option(100, "Epochs of the run, which the schedules span.", positive_int),
+    "max_steps": MAX_STEPS,
+    "optimizer": Option("adamw", "adamw suits transformers.", choices=sorted(OPTIMIZERS)),
+    "lr": Option(
+        0.0005, f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch."
+    ),
+    "warmup_epochs": Option(
+        None,
+        f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run 1, in a run of "
+        "one epoch 0)",
+        whole_number,
+    ),
+    "min_lr": Option(1e-6, "Learning rate at the end."),
+    "weight_decay": Option(0.04, "Weight decay in the first step."),
+    "weight_decay_end": Option(0.4, "Weight decay in the last step."),
+    "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
+    "freeze_last_layer": Option(
+        None,
+        "Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
+        f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
+        whole_number,
+    ),
+    **COMPUTE,
+    "loss_chunk": Option(
+        0, "Prototypes that the loss computes together; 0 for all. Fewer take less memory and more time."
+    ),
+    "use_fp16": Option(None, "The reference's option: true for fp16, false for fp32.", bool_flag),
+}
+KNN_FREQ = Option(
+    0,
+    "Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
+    "checkpoint; 0: never.",
 )
 
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = Parser()
-    _add_data_options(parser)
-    add_source_options(parser)
-    _add_crop_options(parser)
-    add_normalization_options(parser)
-    add_architecture_options(parser)
-    _add_head_options(parser)
-    _add_loss_options(parser)
-    _add_optimization_options(parser)
-    _add_run_options(parser)
-    add_device_options(parser)
-    return parser
-
-
-def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default=None,
-        help="Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
-        "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
-    )
-    add_training_data_options(group, "unreadable images")
-    add_numbers(
-        group,
-        batch_size_per_gpu=(64, "Images per process and forward pass."),
-        grad_accum_steps=(
-            1,
-            "Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
-        ),
-    )
-
-
-def _add_crop_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("crops")
-    add_numbers(
-        group,
-        global_crops_size=(224, "Side of the global crops in pixels."),
-        local_crops_size=(96, "Side of the local crops in pixels."),
-    )
-    group.add_argument(
-        "--global_crops_scale",
-        type=float,
-        nargs=2,
-        default=(0.4, 1.0),
-        help="Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
-    )
-    group.add_argument("--local_crops_number", type=int, default=8, help="Local crops per image; 0 for none.")
-    group.add_argument(
-        "--local_crops_scale", type=float, nargs=2, default=(0.05, 0.4), help="Share of the area in a local crop."
-    )
-    group.add_argument(
-        "--distort_on",
-        default="auto",
-        choices=["auto", "cpu", "device"],
-        help="Where crops get colour jitter, blur and solarisation: cpu, in the processes that load images; device, in "
-        "batches, so that these processes only decode and cut; auto: device on GPUs, else cpu.",
-    )
-
-
-def _add_head_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("head: encoding -> logits")
-    group.add_argument(
-        "--out_dim",
-        type=int,
-        default=65536,
-        help="Number of prototypes K. Large for large and varied data; a few thousand for tens of thousands of images.",
-    )
-    group.add_argument(
-        "--norm_last_layer",
-        type=bool_flag,
-        default=True,
-        help="Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable.",
-    )
-    group.add_argument(
-        "--head_hidden_dim", type=int, default=2048, help="Width of the head's MLP; less saves time with tiny encoders."
-    )
-    group.add_argument(
-        "--use_bn_in_head",
-        type=bool_flag,
-        default=False,
-        help="Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step.",
-    )
-
-
-def _add_loss_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("loss and teacher")
-    add_numbers(
-        group,
-        warmup_teacher_temp=(0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."),
-        teacher_temp=(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
-        warmup_teacher_temp_epochs=(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
-        momentum_teacher=(
-            0.996,
-            "Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower "
-            "values short runs.",
-        ),
-    )
-
-
-def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimisation")
-    group.add_argument("--epochs", type=int, default=100, help="Epochs of the run, which the schedules span.")
-    group.add_argument(
-        "--max_steps",
-        type=int,
-        default=None,
-        help="Stop after this many steps, for trials; the schedules are those of --epochs.",
-    )
-    group.add_argument("--optimizer", default="adamw", choices=sorted(OPTIMIZERS), help="adamw suits transformers.")
-    group.add_argument(
-        "--lr",
-        type=float,
-        default=0.0005,
-        help=f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch.",
-    )
-    group.add_argument(
-        "--warmup_epochs",
-        type=int,
-        default=None,
-        help=f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run "
-        "1, in a run of one epoch 0)",
-    )
-    add_numbers(
-        group,
-        min_lr=(1e-6, "Learning rate at the end."),
-        weight_decay=(0.04, "Weight decay in the first step."),
-        weight_decay_end=(0.4, "Weight decay in the last step."),
-        clip_grad=(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
-    )
-    group.add_argument(
-        "--freeze_last_layer",
-        type=int,
-        default=None,
-        help="Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
-        f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
-    )
-    add_compute_options(group, "the student")
-    group.add_argument(
-        "--loss_chunk",
-        type=int,
-        default=0,
-        help="Prototypes that the loss computes together; 0 for all. Fewer take less memory and more time.",
-    )
-    group.add_argument(
-        "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
-    )
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = add_run_options(parser, saveckp_freq=20)
-    group.add_argument(
-        "--knn_freq",
-        type=int,
-        default=0,
-        help="Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
-        "checkpoint; 0: never.",
+    return Parser(
+        {
+            "images": IMAGES,
+            "files of images": COLUMNS | IMAGE_LIMITS,
+            "crops": CROPS,
+            "normalisation": NORMALIZATION,
+            "encoder: images -> tokens -> slots": ENCODER,
+            "head: encoding -> logits": HEAD,
+            "loss and teacher": LOSS,
+            "optimisation": OPTIMIZATION,
+            "run": RUN | {"knn_freq": KNN_FREQ},
+            "device and processes": DEVICE,
+        }
     )
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range and crops that the patches do not divide.
+    """Refuse a warm-up beyond the run and crops that the patches do not divide.
 
     Raises:
         ValueError: names the option and what would fit.
     """
-    check_ranges(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS, ("momentum_teacher", "max_corrupt"))
     if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"

@@ -1,6 +1,6 @@
 """Options -> the task of an evaluation: the encoder, the images, the folder of the result, and the result's protocol.
 
-k-NN, linear probes, slot-study, slot-score, attention and embed start here. A number without its protocol cannot be
+k-NN, linear probes, slots study, slots score, attention and embed start here. A number without its protocol cannot be
 compared. So every result file says which weights (by hash), which network in them, which images, how resized, which
 versions. The same command writes the same file: nothing in it changes from one run to the next.
 """

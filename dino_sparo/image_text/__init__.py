@@ -5,7 +5,6 @@
     classes.py         folders of images -> names of classes
     prompts.py         names of classes -> captions
     choices.py         defaults, without torch
-    recipes.py         presets and defaults of options
     options.py         the options that trainings share
     objective.py       data, validation, optimizer of a training
     step.py            the contrastive loss; one step, whole or in parts

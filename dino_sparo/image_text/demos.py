@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.choices import SCENE_TOWERS
+from dino_sparo.image_text.options import SCENE_TOWERS
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, timed_run
 
 IMAGE_SIZE = int(SCENE_TOWERS["img_size"])

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Figure
@@ -50,23 +51,19 @@ class ViewedPair:
     image: Float[Tensor, "C H W"]
 
 
-def begin_pictures(args: argparse.Namespace, numbers: Sequence[str]) -> torch.device:
+def begin_pictures(args: argparse.Namespace) -> torch.device:
     """Set up the log, and refuse what cannot be drawn; returns the device.
 
     Args:
-        args: the options of `add_picture_options` and `add_picture_result_options`.
-        numbers: names of options that are positive.
+        args: the options of `picture_groups` and `PICTURE_RESULT`.
 
     Raises:
-        ValueError: a number that is not positive, or no checkpoint.
+        ValueError: there is no checkpoint.
         MissingPackageError: matplotlib or open_clip is not installed.
     """
     setup_logging()
     require_matplotlib()
     require("open_clip", "captions")
-    for name in numbers:
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)}; give a positive number")
     if not args.pretrained_weights:
         raise ValueError("--pretrained_weights is empty: there is nothing to show; give a checkpoint of the training")
     return select_device(args.device)
@@ -97,7 +94,11 @@ def write_pictures(
 
 
 def open_picture_pairs(
-    data_path: str, image_key: str | None = None, caption_key: str | None = None, image_folder: str | None = None
+    data_path: str,
+    image_key: str | None = None,
+    caption_key: str | None = None,
+    image_folder: str | None = None,
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> PairSource:
     """The pairs to look at; scenes are held-out ones.
 
@@ -105,11 +106,11 @@ def open_picture_pairs(
     """
     folder = Path(data_path).expanduser()
     if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
-        return open_pair_folder(folder)
-    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val")
+        return open_pair_folder(folder, limits)
+    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val", limits=limits)
 
 
-def open_pair_folder(folder: Path) -> PairSource:
+def open_pair_folder(folder: Path, limits: ImageLimits = DEFAULT_LIMITS) -> PairSource:
     """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name.
 
     Raises:
@@ -129,6 +130,7 @@ def open_pair_folder(folder: Path) -> PairSource:
     if left_out.total:
         logger.warning("%s: left out %s", folder, left_out)
     files = FileSource(f"folder {folder}", str(folder), names.packed(), None, None)
+    files.limits = limits
     return PairSource(files, ListedCaptions(captions.packed()), left_out)
 
 

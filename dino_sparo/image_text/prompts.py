@@ -14,7 +14,7 @@ from typing import Any
 
 from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
-from dino_sparo.image_text.choices import AUTO
+from dino_sparo.image_text.options import AUTO
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import parse_json
 

@@ -8,7 +8,7 @@ Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_spa
     slots, entities, relations -> scores   scoring.py
     images, captions -> scores             model.py (config.py)
     scores -> loss, one step               step.py
-    a whole training                       train.py  options.py (choices.py)  presets.py
+    a whole training                       train.py  options.py
     checkpoint -> evaluation               load.py
     checkpoint -> maps of entities         pictures/
     all of it on built-in scenes           demo.py

@@ -8,7 +8,7 @@ from typing import Any
 
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
-from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_SCORES
+from dino_sparo.oc_clip.options import COMPETITIONS, RELATION_SCORES
 
 MIN_COEF = 1e-3  # of entities and of relations in a score
 LOWEST: dict[str, float] = {

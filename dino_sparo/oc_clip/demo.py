@@ -1,11 +1,11 @@
 """OC-CLIP beside CLIP in minutes, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the entities.
 
     make demo-oc-clip                                                 # OC-CLIP, CLIP and CLIP + SPARO
-    dino-sparo demo-oc-clip --models oc_clip --seeds 0 1 2 --output_dir runs/oc-demo
+    dino-sparo demo --method oc-clip --models oc_clip --seeds 0 1 2 --output_dir runs/oc-demo
 
 All models have the same towers and see the same images and captions, as often, in batches of one size. OC-CLIP gets the
 scene graphs of the captions too; the parser `templates` reads them from the captions' words. Runs the commands a user
-would call, in their order, and ends with the table of `demo-clip`. The options below are a recipe for a trial, not for
+would call, in their order, and ends with CLIP's table. The options below are a recipe for a trial, not for
 accuracy: CLIP learns slowly, and gets no longer than OC-CLIP.
 """
 
@@ -16,13 +16,12 @@ from typing import Any
 
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
+from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.image_text.prompts import scene_templates
-from dino_sparo.oc_clip.choices import DEMO_MODELS
-from dino_sparo.runtime.demos import RunCommand, start_demo
+from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 
-OC_CLIP, TABLE = DEMO_MODELS[0], "train.jsonl"
+OC_CLIP, TABLE = "oc_clip", "train.jsonl"
 SHARED = {
     **SCENE_TOWERS,
     **OPTIMISATION,
@@ -33,7 +32,7 @@ SHARED = {
     "num_workers": "1",
 }
 SHORT = {"epochs": "1", "warmup_steps": "2"}
-# A member of `DEMO_MODELS` -> the command that trains it, and its own options.
+# Model -> the command that trains it, and its own options.
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     # With "all", the false graphs also say "sand on star", which no image shows: L_rel needs no "left of" to be small.
     OC_CLIP: ("train-oc-clip", {"preset": "oc-scenes", "rel_negatives": "one"}),
@@ -74,6 +73,7 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         args: the options of `demos.demo_parser`.
         run: (command, words) -> what the command returns.
     """
+    choose_models(args, MODELS, tuple(MODELS))
     start_demo(args, "oc-clip-demo")
     folder = Path(args.output_dir)
     write_training_pairs(folder, SHORT_NUM_TRAINING if args.short else NUM_TRAINING)

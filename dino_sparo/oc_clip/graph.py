@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dino_sparo.data.scene_graphs import Relation as Relation
-from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
+from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 
 ARTICLES = ("a", "an", "the")
 # Bounds the search for a canonical form: trials times the size of the graph. 16 entities with 16 relations never reach

@@ -25,8 +25,8 @@ from jaxtyping import Int64, UInt64
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.sources.cache import load_or_index
 from dino_sparo.data.sources.image_source import Arrays
-from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
+from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.files import open_regular, parse_object

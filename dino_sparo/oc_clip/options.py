@@ -1,167 +1,196 @@
-"""The options of OC-CLIP's training, in the order of the data flow, and the numbers that they may have.
-
-Parsing is pure: it opens no file, touches no device, asks no network.
-"""
+"""The options of OC-CLIP: of its training, with presets and checks; of `parse`; of its pictures."""
 
 import argparse
 
+from dino_sparo.image_text.evaluation.options import GRAPHS, PICTURE_RESULT, picture_groups
 from dino_sparo.image_text.options import (
-    add_image_options,
-    add_optimization_options,
-    add_pair_options,
-    add_pair_run_options,
-    add_preset_option,
-    add_text_options,
+    IMAGE_ENCODER,
+    OPTIMIZATION,
+    PAIR_DEFAULTS,
+    PAIR_FILES,
+    PAIR_RUN,
+    PAIRS,
+    TEXT_ENCODER,
     check_pair_options,
+    preset_option,
 )
-from dino_sparo.oc_clip.choices import COMPETITIONS, MAX_NODES, MAX_RELATIONS, RELATION_NEGATIVES, RELATION_SCORES
-from dino_sparo.oc_clip.presets import RECIPES
-from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
+    DEVICE,
+    Group,
+    Option,
     Parser,
-    add_device_options,
-    add_normalization_options,
-    add_source_options,
+    number_from_0,
+    positive_int,
+    positive_number,
+    whole_number,
 )
-from dino_sparo.training.options import add_numbers
 
+COMPETITIONS = ("queries", "keys")  # axis of the softmax of the binding
+RELATION_SCORES = ("additive", "mlp")
+RELATION_NEGATIVES = ("all", "one")  # relations that false graphs alter
+MAX_NODES = MAX_RELATIONS = 16  # of a graph
+PARSER_NAMES = ("templates", "spacy", "llm", "vg", "gqa")
 DEFAULT_GRAPHS = "templates"
-POSITIVE_OPTIONS = ("max_nodes", "bind_dim", "bind_heads", "rel_dim", "score_chunk_mb", "ent_coef", "rel_coef")
-NON_NEGATIVE_OPTIONS = (
-    *("max_relations", "num_default", "bind_layers", "rel_loss_weight"),
-    *("lr_image", "lr_text", "warmup_image", "warmup_text", "position_std"),
-)
+
+# CC12M's numbers (OC-CLIP, appendix A.8), but for a batch and a warm-up for some 10^5 pairs on one machine; betas and
+# eps that the paper does not give are OpenCLIP's.
+DEFAULTS = {
+    **PAIR_DEFAULTS,
+    "patch_size": 16,
+    "text_width": 256,
+    "text_heads": 4,
+    "text_layers": 6,
+    "context_length": 20,
+    "epochs": 20,
+    "weight_decay": 0.5,
+}
+PRESETS = {
+    # OC-CLIP, appendix A.8 and table 11: both towers start from OpenCLIP's ViT-B/16 (--init_clip); warm-up of the new
+    # modules is not stated, so there is none.
+    "oc-coco": {
+        "text_width": 512,
+        "text_heads": 8,
+        "text_layers": 12,
+        "context_length": 77,
+        "epochs": 100,
+        "batch_size": 128,
+        "lr": 2e-4,
+        "lr_image": 1e-6,
+        "lr_text": 2e-5,
+        "warmup_steps": 0,
+        "warmup_image": 5000,
+        "warmup_text": 1000,
+        "weight_decay": 0.2,
+        "beta2": 0.95,
+        "precision": "bf16",
+    },
+    # OC-CLIP, appendix A.8, from scratch; the size of the images is not stated.
+    "oc-cc12m": {"batch_size": 4096, "warmup_steps": 1000, "precision": "bf16"},
+    # Ours, for the built-in scenes on a CPU: `SCENE_TOWERS` of image_text/options.py.
+    "oc-scenes": {
+        "arch": "vit_micro",
+        "patch_size": 8,
+        "img_size": 48,
+        "text_width": 64,
+        "text_heads": 2,
+        "text_layers": 3,
+        "bind_dim": 64,
+        "rel_dim": 32,
+        "epochs": 8,
+        "batch_size": 128,
+        "lr": 1.5e-3,
+        "warmup_steps": 200,
+        "weight_decay": 0.1,
+        "precision": "fp32",
+    },
+}
+
+GRAPH_SIZES: Group = {
+    "max_nodes": Option(MAX_NODES, "Most entities of a graph that training uses: the first ones.", positive_int),
+    "max_relations": Option(MAX_RELATIONS, "Most relations of a graph that training uses: the first ones."),
+}
+CAPTION_GRAPHS: Group = {
+    "graphs": Option(
+        DEFAULT_GRAPHS,
+        "The captions' graphs: a .jsonl file of dino-sparo parse, or a parser that needs no file: templates, for the "
+        "built-in scenes and captions made by a template; spacy, where it is installed.",
+    ),
+    "val_graphs": Option(None, "The same for --val_path; by default as --graphs."),
+    "graph_key": Option(None, "For shards: the key of the .json members that holds the graph, instead of --graphs."),
+    **GRAPH_SIZES,
+}
+BINDING: Group = {
+    "bind_dim": Option(256, "Width of entities, keys, values and slots.", positive_int),
+    "rel_dim": Option(128, "Width of relations.", positive_int),
+    "bind_layers": Option(2, "Self-attention blocks on the patches."),
+    "bind_heads": Option(4, "Heads of these blocks.", positive_int),
+    "position_std": Option(1.0, "Standard deviation of the patches' positions at the start."),
+    "num_default": Option(4, "Default tokens, which take the patches that no entity names."),
+    "competition": Option(
+        "queries",
+        "What the softmax runs over: queries, entities compete for each patch; keys, an ordinary attention (the "
+        "paper's ablation, with --num_default 0).",
+        choices=COMPETITIONS,
+    ),
+    "relation": Option(
+        "additive",
+        "Score of a relation: one MLP each for subject and object, added; or one MLP of both.",
+        choices=RELATION_SCORES,
+    ),
+    "ent_coef": Option(1.5, "Weight of entities in a score, at the start.", positive_number),
+    "rel_coef": Option(0.5, "Weight of relations in a score, at the start.", positive_number),
+    "score_chunk_mb": Option(
+        256.0,
+        "Largest tensor while images are scored with graphs, megabytes. Smaller takes less memory; larger is faster "
+        "where a batch's scores fit 32 times, since the backward pass then computes nothing again.",
+        positive_number,
+    ),
+}
+LOSSES: Group = {
+    "logit_scale": Option(
+        "learned",
+        "Inverse temperature of both losses; none follows the paper exactly, which has no temperature.",
+        choices=("learned", "none"),
+    ),
+    "rel_loss_weight": Option(
+        1.0, "Weight of the local loss, which tells a graph from its own with other relations; 0 leaves it out."
+    ),
+    "rel_negatives": Option(
+        "all", "Which relations of a graph are altered in its two false graphs.", choices=RELATION_NEGATIVES
+    ),
+    "symmetric": Option(
+        None,
+        "Predicates that hold both ways, such as next to, one per line: relations with them are not altered. The paper "
+        "alters all.",
+        metavar="FILE",
+    ),
+}
+PART_RATES: Group = {
+    "lr_image": Option(
+        None,
+        "Learning rate of the image encoder, by default that of --lr. Small for a pretrained encoder: the paper's is "
+        "1e-6.",
+        number_from_0,
+    ),
+    "lr_text": Option(
+        None, "Learning rate of the text encoder, by default that of --lr. The paper's is 2e-5.", number_from_0
+    ),
+    "warmup_image": Option(
+        None, "Steps of warm-up of the image encoder, by default those of --warmup_steps.", whole_number
+    ),
+    "warmup_text": Option(
+        None, "Steps of warm-up of the text encoder, by default those of --warmup_steps.", whole_number
+    ),
+}
 
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = Parser()
-    add_preset_option(parser, RECIPES)
-    add_pair_options(parser)
-    add_source_options(parser, ["split"])
-    _add_graph_options(parser)
-    add_normalization_options(parser, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
-    add_image_options(parser, RECIPES)
-    add_text_options(parser, RECIPES)
-    _add_binding_options(parser)
-    _add_loss_options(parser)
-    group = add_optimization_options(parser, RECIPES)
-    for name, usual in (("lr_image", "1e-6"), ("lr_text", "2e-5")):
-        group.add_argument(
-            f"--{name}",
-            type=float,
-            default=None,
-            help="Learning rate of that encoder; by default the preset's, else that of --lr. Small for an encoder that "
-            f"is pretrained: the paper's is {usual}.",
-        )
-    for name in ("warmup_image", "warmup_text"):
-        group.add_argument(
-            f"--{name}",
-            type=int,
-            default=None,
-            help="Steps of warm-up of that encoder; by default the preset's, else those of --warmup_steps.",
-        )
-    add_pair_run_options(parser)
-    add_device_options(parser)
-    return parser
-
-
-def _add_graph_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("captions -> scene graphs")
-    group.add_argument(
-        "--graphs",
-        default=DEFAULT_GRAPHS,
-        help="The captions' graphs: a .jsonl file of dino-sparo parse, or a parser that needs no file: templates, for "
-        "the built-in scenes and captions made by a template; spacy, where it is installed.",
-    )
-    group.add_argument("--val_graphs", default=None, help="The same for --val_path; by default as --graphs.")
-    group.add_argument(
-        "--graph_key",
-        default=None,
-        help="For shards: the key of the .json members that holds the graph, instead of --graphs.",
-    )
-    group.add_argument(
-        "--max_nodes", type=int, default=MAX_NODES, help="Most entities of a graph; the first ones are kept."
-    )
-    group.add_argument(
-        "--max_relations", type=int, default=MAX_RELATIONS, help="Most relations of a graph; the first ones are kept."
-    )
-
-
-def _add_binding_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("binding and scoring: patches, entities, relations -> scores")
-    for name, text in (("bind_dim", "Width of entities, keys, values and slots."), ("rel_dim", "Width of relations.")):
-        group.add_argument(f"--{name}", type=int, default=None, help=RECIPES.with_default(text, name))
-    add_numbers(
-        group,
-        bind_layers=(2, "Self-attention blocks on the patches."),
-        bind_heads=(4, "Heads of these blocks."),
-        position_std=(1.0, "Standard deviation of the patches' positions at the start."),
-        num_default=(4, "Default tokens, which take the patches that no entity names."),
-    )
-    group.add_argument(
-        "--competition",
-        choices=COMPETITIONS,
-        default="queries",
-        help="What the softmax runs over: queries, entities compete for each patch; keys, an ordinary attention (the "
-        "paper's ablation, with --num_default 0).",
-    )
-    group.add_argument(
-        "--relation",
-        choices=RELATION_SCORES,
-        default="additive",
-        help="Score of a relation: one MLP each for subject and object, added; or one MLP of both.",
-    )
-    add_numbers(
-        group,
-        ent_coef=(1.5, "Weight of entities in a score, at the start."),
-        rel_coef=(0.5, "Weight of relations in a score, at the start."),
-    )
-    group.add_argument(
-        "--score_chunk_mb",
-        type=float,
-        default=256,
-        help="Largest tensor while images are scored with graphs, megabytes. Smaller takes less memory; larger is "
-        "faster where a batch's scores fit 32 times, since the backward pass then computes nothing again.",
-    )
-
-
-def _add_loss_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("losses")
-    group.add_argument(
-        "--logit_scale",
-        choices=["learned", "none"],
-        default="learned",
-        help="Inverse temperature of both losses; none follows the paper exactly, which has no temperature.",
-    )
-    group.add_argument(
-        "--rel_loss_weight",
-        type=float,
-        default=1.0,
-        help="Weight of the local loss, which tells a graph from its own with other relations; 0 leaves it out.",
-    )
-    group.add_argument(
-        "--rel_negatives",
-        choices=RELATION_NEGATIVES,
-        default="all",
-        help="Which relations of a graph are altered in its two false graphs.",
-    )
-    group.add_argument(
-        "--symmetric",
-        default=None,
-        metavar="FILE",
-        help="Predicates that hold both ways, such as next to, one per line: relations with them are not altered. The "
-        "paper alters all.",
+    return Parser(
+        {
+            **preset_option(*PRESETS),
+            "pairs of images and captions": PAIRS,
+            "captions -> scene graphs": CAPTION_GRAPHS,
+            **PAIR_FILES,
+            "image encoder: images -> tokens": IMAGE_ENCODER,
+            "text encoder: captions -> tokens": TEXT_ENCODER,
+            "binding and scoring: patches, entities, relations -> scores": BINDING,
+            "losses": LOSSES,
+            "optimisation": OPTIMIZATION | PART_RATES,
+            "run": PAIR_RUN,
+            "device and processes": DEVICE,
+        },
+        presets=PRESETS,
+        defaults=DEFAULTS,
     )
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill in the preset's values, then refuse numbers that cannot be.
+    """Give both encoders their learning rates; refuse options that do not fit each other.
 
     Raises:
         ValueError: names the option and what would fit.
     """
-    RECIPES.apply(args)
     for part in ("image", "text"):
         if getattr(args, f"lr_{part}") is None:
             setattr(args, f"lr_{part}", args.lr)
@@ -170,7 +199,7 @@ def check_options(args: argparse.Namespace) -> None:
             "--shards streamed: false graphs are drawn by a pair's number, which a stream does not have; use --shards "
             "indexed"
         )
-    check_pair_options(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS)
+    check_pair_options(args)
     if args.graph_key is not None:
         _check_graph_key(args)
     if args.competition == "keys" and args.num_default:
@@ -194,3 +223,81 @@ def _check_graph_key(args: argparse.Namespace) -> None:
         raise ValueError("--graph_key with --val_share: give --val_path and --val_graphs")
     if args.val_path is not None and args.val_graphs is None:
         raise ValueError(f"--graph_key with --val_path {args.val_path}: its captions need graphs; give --val_graphs")
+
+
+CAPTIONS: Group = {
+    "captions": Option(
+        None,
+        "Text file with a caption per line; table (.csv, .tsv, .jsonl); JSON of COCO or of a benchmark; or any pairs "
+        "that training reads: shards, scenes, class folders. With vg region_graphs.json, with gqa scene graphs.",
+    ),
+    "caption": Option(None, "Show the graph of this one caption, and write nothing.", metavar="TEXT"),
+    "caption_key": Option(None, "Column or key of the captions, if it has no usual name."),
+    "image_key": Option(None, "Column of the images in a table, if it has no usual name."),
+    "image_folder": Option(
+        None,
+        "Folder that the paths of images start from; by default the table's. With COCO's annotations, vg and gqa the "
+        "output names images only with this option.",
+    ),
+    "split": Option("all", "Part of the pairs: a split's name, or all."),
+}
+CAPTION_PARSER: Group = {
+    "parser": Option(
+        "templates",
+        "templates: closed word lists, for captions made from templates. spacy: dependency trees. llm: a language "
+        "model, the most accurate. vg, gqa: no parser, but the graphs of Visual Genome or GQA.",
+        choices=PARSER_NAMES,
+    ),
+    "server": Option(
+        None,
+        "For llm: address of a server with OpenAI's protocol, such as http://localhost:8000/v1. All captions are sent "
+        "there. The key comes from the environment variable OPENAI_API_KEY.",
+    ),
+    "model": Option(None, "For llm: name of the model on the server; with --local its folder."),
+    "local": Option(False, "For llm: run the model here, with transformers."),
+    "concurrency": Option(16, "For llm: number of requests at the same time.", positive_int),
+    "timeout_s": Option(120.0, "For llm: seconds that a request may take.", positive_number),
+    "cache": Option(
+        None, "For llm: database of all answers; by default OUTPUT.cache.sqlite. Runs may share a database."
+    ),
+    "seed": Option(0, "For vg and gqa: random seed of the captions."),
+    "captions_per_image": Option(1, "For vg and gqa: captions drawn per image.", positive_int),
+    "exclude_images": Option(None, "For vg and gqa: file of image ids or file names to leave out, one per line."),
+}
+
+
+def parse_parser() -> Parser:
+    """The options of `parsers/command.py`, in data-flow order."""
+    output = Option(None, "File of graphs, .jsonl; an existing file is resumed.")
+    return Parser({"captions": CAPTIONS, "parser": CAPTION_PARSER, "result": {"output": output, **GRAPH_SIZES}})
+
+
+def pictures_parser() -> Parser:
+    """The options of `pictures/draw.py`, in data-flow order."""
+    return Parser(
+        {
+            **picture_groups("Checkpoint of OC-CLIP training."),
+            "graphs": {"graphs": GRAPHS},
+            "choice of pairs": {
+                "pairs": Option(
+                    None,
+                    "Numbers of the pairs to show, from 0; by default --max_rows, evenly spread over those whose "
+                    "caption has two relations; where they are too few, one, or none.",
+                    whole_number,
+                    nargs="+",
+                ),
+                "max_rows": Option(4, "Pairs to show, if they are not named.", positive_int),
+                "max_pairs": Option(
+                    400, "Look for relations in so many captions, evenly spread over the data.", positive_int
+                ),
+            },
+            "maps": {
+                "default_tokens": Option(
+                    False,
+                    "Draw the map of every default token too, on the scale of the entities. Without it one panel shows "
+                    "what they take together.",
+                )
+            },
+            "result": PICTURE_RESULT,
+        }
+    )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
+from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.pairs.tars import TarCaptions
@@ -34,7 +35,6 @@ from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
-from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.faults import require
@@ -58,7 +58,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Train OC-CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, OCCLIPObjective, check_options, lambda _: RECIPES.defaults_of(get_args_parser()))
+    run.train(args, OCCLIPObjective, check_options, lambda _: vars(get_args_parser().parse_args([])))
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
@@ -105,7 +105,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         args = self.args
         model = build_model(args)
         model.binding.chunk_mb = args.score_chunk_mb
-        RECIPES.fill_in_warmup(args, args.epochs * self.sampler.steps_per_epoch)
+        shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
         for name in ("warmup_image", "warmup_text"):
             if getattr(args, name) is None:
                 setattr(args, name, args.warmup_steps)

@@ -1,19 +1,21 @@
-"""Options shared by the commands, one group per stage, and their output.
+"""Options of commands as tables, their parser, configuration files, and the output of commands.
 
-Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that `--help` and
-mistakes are answered at once.
+A command's parser is made from groups of options: title -> name -> `Option`. Options that several rooms share are
+defined here, those of one room in its file of options. Parsing opens no file but `--config`, touches no device, asks no
+network. It imports no torch either, so that `--help` and mistakes are answered at once.
 """
 
 import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn
 
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
-    DINO_READOUTS,
     IMAGENET_MEAN,
     IMAGENET_STD,
     KEY_DIM,
@@ -24,15 +26,6 @@ from dino_sparo.runtime.choices import (
     NUM_SLOTS,
     SLOT_DIM,
 )
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Prints every option's default after its help, no `(default: None)`, and the description as it was written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default == "":
-            return action.help
-        return super()._get_help_string(action)
 
 
 def printable(words: str, keep: str = "") -> str:
@@ -60,15 +53,243 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Parser(argparse.ArgumentParser):
-    """Options of a command, spelled in full; help shows the defaults, and a mistake is answered in one line."""
+def number(kind: type[int] | type[float], fits: Callable[[float], bool], valid: str) -> Callable[[str], Any]:
+    """The type of an option that takes numbers in a range; `valid` is the range in words."""
 
-    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        super().__init__(prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    def parse(text: str) -> int | float:
+        if not fits(value := kind(text)):
+            raise argparse.ArgumentTypeError(f"{text}: give {valid}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names the type: "invalid int value"
+    return parse
+
+
+positive_int = number(int, lambda value: value > 0, "a positive number")
+positive_number = number(float, lambda value: value > 0, "a positive number")
+whole_number = number(int, lambda value: value >= 0, "0 or more")
+number_from_0 = number(float, lambda value: value >= 0, "0 or more")
+share = number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+share_below_1 = number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+
+
+BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+def bool_flag(text: str) -> bool:
+    """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
+    if text.lower() not in BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return BOOLEANS[text.lower()]
+
+
+MAX_SHOWN = 15
+# `--help` of a command with more options than that shows these alone; `--help-all` shows all.
+MAIN_OPTIONS = {
+    *("pretrained_weights", "data_path", "data_root", "output_dir", "output", "checkpoint", "repository", "out"),
+    *("format", "private", "epochs", "batch_size", "batch_size_per_gpu", "lr", "arch", "img_size"),
+    *("global_crops_size", "readout", "sparo_slots", "out_dim", "init_from", "init_clip", "preset", "graphs"),
+    *("device", "val_path", "captions", "caption", "parser", "server", "model", "split", "slots", "keep", "nb_knn"),
+    *("n_last_blocks", "avgpool_patchtokens", "fast", "numbers", "choosing_images", "probe", "what", "dtype"),
+    *("overwrite", "image_path", "image_size", "max_images", "num_images", "num_pairs", "threshold", "save_each"),
+    *("max_maps", "compare", "atlas", "masks", "maps", "match", "classnames", "templates", "images", "benchmarks"),
+    *("blind", "failures", "k", "parts", "pairs", "method", "models", "seeds", "short"),
+}
+
+# Type of a default -> type of the option, unless it names another.
+TYPES: dict[type, Callable[[str], Any]] = {
+    bool: bool_flag,
+    int: whole_number,
+    float: number_from_0,
+    str: str,
+    NoneType: str,
+}
+
+
+class Option(NamedTuple):
+    """One option of a command; its name is the key in its group.
+
+    Attributes:
+        default: value if the option is not given. A tuple takes as many values, a list any number.
+        help: advice in a sentence; the default is added.
+        type: text -> value; by default that of `default`, see `TYPES`.
+        choices: valid values; None: all.
+        nargs: number of values as in argparse, if `default` does not say it.
+        metavar: value in the help.
+        is_positional: given without name.
+        is_required: the command ends without the option.
+        spellings: further names without hyphens in front.
+        old_names: names in the version before, which print the new one.
+    """
+
+    default: Any
+    help: str
+    type: Callable[[str], Any] | None = None
+    choices: Iterable[Any] | None = None
+    nargs: str | None = None
+    metavar: str | None = None
+    is_positional: bool = False
+    is_required: bool = False
+    spellings: Sequence[str] = ()
+    old_names: Sequence[str] = ()
+
+    def add_to(self, group: argparse._ArgumentGroup, name: str) -> None:
+        """Add the option to a group of a parser."""
+        several = isinstance(self.default, (list, tuple))
+        kind = self.type or TYPES[type((self.default or [None])[0] if several else self.default)]
+        nargs: str | int | None = self.nargs
+        if several and nargs is None:
+            nargs = len(self.default) if isinstance(self.default, tuple) else "+"
+        keywords: dict[str, Any] = {"type": kind, "nargs": nargs, "metavar": self.metavar, "help": self.help}
+        keywords |= {"default": self.default, "choices": self.choices}
+        if kind is bool_flag:
+            keywords |= {"nargs": "?", "const": True, "metavar": "true|false"}
+        if self.is_positional:
+            group.add_argument(name, **keywords)
+        else:
+            spellings = [f"--{spelling}" for spelling in (name, *self.spellings)]
+            group.add_argument(*spellings, dest=name, required=self.is_required, **keywords)
+
+
+Group = dict[str, Option]
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints every option's default after its help, no `(default: None)`, and the description as it was written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default == "":
+            return action.help
+        return super()._get_help_string(action)
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`: show every option and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        say(parser.format_help(everything=True))
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of a command, spelled in full; a mistake is answered in one line.
+
+    Values come from the command line, else from `--config`, else from `--preset`, else from the table.
+
+    Args:
+        groups: title -> name -> option.
+        prog: name of the command.
+        description: input and output of the command.
+        presets: name -> option -> value, for a command with `--preset`.
+        defaults: option -> default, where the table has another.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group] | None = None,
+        prog: str | None = None,
+        description: str | None = None,
+        presets: Mapping[str, Mapping[str, Any]] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False, add_help=False
+        )
+        self.groups: dict[str, Group] = {}
+        self.presets = presets or {}
+        self.command: str | None = None  # that a configuration file may name
+        self.source = ""  # of the options, for messages
         self.raises_errors = False
+        self._optionals.title = "help and configuration"
+        self.add_argument("-h", "--help", action="help", help="Show the most important options and examples.")
+        no_default: Any = {"default": argparse.SUPPRESS}
+        self.add_argument("--help_all", "--help-all", action=_HelpAll, nargs=0, help="Show all options.", **no_default)
+        self.add_argument("--config", metavar="FILE", help="YAML file of lines `option: value`.", **no_default)
+        self.add_argument("--print_config", action="store_true", help="Print such a file and end.", **no_default)
+        for title, options in (groups or {}).items():
+            self.add_options(title, options)
+        self.set_defaults(**(defaults or {}))
+
+    def add_options(self, title: str, options: Group) -> None:
+        """Add a group of options."""
+        group = self.add_argument_group(title)
+        for name, option in options.items():
+            option.add_to(group, name)
+        self.groups[title] = options
+
+    @property
+    def options(self) -> Group:
+        """All options by name."""
+        return {name: option for group in self.groups.values() for name, option in group.items()}
+
+    def format_help(self, everything: bool = False) -> str:
+        """Usage, description, options and examples; by default the most important options alone."""
+        options, formatter = self.options, self._get_formatter()
+        is_short = not everything and len(options) > MAX_SHOWN
+        positional = [action.dest for action in self._actions if not action.option_strings]
+        formatter.add_usage(" ".join(["%(prog)s [options]", *positional]), [], [])
+        formatter.add_text(self.description)
+        for group in [*self._action_groups[2:], self._action_groups[1]]:
+            formatter.start_section(group.title)
+            shown = [a for a in group._group_actions if not is_short or a.dest not in options or a.dest in MAIN_OPTIONS]
+            formatter.add_arguments(shown)
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words, with those of the configuration file and of the preset before them."""
+        given = self._with_values([self._current_spelling(w) for w in map(str, sys.argv[1:] if args is None else args)])
+        words = given
+        if (path := last_value(given, "--config")) is not None:
+            self.source = f" --config {path}"
+            words = self._words_of_config(Path(path)) + given
+        if self.presets and (preset := last_value(words, "--preset")) in self.presets:
+            words = self.words(self.presets[str(preset)]) + words
+        parsed, rest = super().parse_known_args(words, namespace)
+        parsed.__dict__.pop("config", None)
+        if parsed.__dict__.pop("print_config", False) and not rest:
+            say(config_text(vars(parsed), self.command).rstrip())
+            self.exit()
+        return parsed, rest
+
+    def _with_values(self, words: list[str]) -> list[str]:
+        """Give options without a value the value true, where words without an option may follow."""
+        if all(action.option_strings for action in self._actions):
+            return words
+        flags = {f"--{action.dest}" for action in self._actions if action.type is bool_flag}
+        following = [*words, ""][1:]
+        return [
+            f"{word}=true" if word in flags and next_word.lower() not in BOOLEANS else word
+            for word, next_word in zip(words, following, strict=True)
+        ]
+
+    def _current_spelling(self, word: str) -> str:
+        """A word of the command line, its option with underscores and with the new name."""
+        if not word.startswith("--") or word == "--":
+            return word
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        for new, option in self.options.items():
+            if name in option.old_names:
+                sys.stderr.write(f"{self.prog}: --{name} is now --{new}\n")
+                name = new
+        return f"--{name}{equals}{value}"
+
+    def _words_of_config(self, path: Path) -> list[str]:
+        """The options of a configuration file as a command line."""
+        try:
+            values = read_config(path)
+        except ValueError as error:
+            self.error(str(error))
+        command = values.pop("command", None)
+        if None not in (command, self.command) and command != self.command:
+            self.error(f"the file is for the command {command}")
+        return self.words(values)
 
     def parse_keywords(self, keywords: Mapping[str, Any]) -> argparse.Namespace:
-        """Parse option names with their values, as a call from Python or a configuration file gives them.
+        """Parse option names with their values, as a call from Python gives them.
 
         Raises:
             ValueError: one line, without the name of the command: an unknown option with the nearest ones, a value of
@@ -81,17 +302,13 @@ class Parser(argparse.ArgumentParser):
             self.raises_errors = False
 
     def words(self, keywords: Mapping[str, Any]) -> list[str]:
-        """Option names with their values -> the command line that says the same; None: the option is left out.
-
-        Raises:
-            ValueError: an option takes one value, and several are given.
-        """
+        """Option names with their values -> the command line that says the same; None: the option is left out."""
         actions = {action.dest: action for action in self._actions}
         words, positional = [], []
-        for name, value in keywords.items():
-            name = name.replace("-", "_")
+        for given_name, value in keywords.items():
+            name = self._current_spelling(f"--{given_name}")[2:]
             action = actions.get(name)
-            takes_several = action is not None and action.nargs not in (None, "?", 0)
+            takes_several = action is not None and action.nargs not in (None, "?")
             if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not takes_several):
                 self.error(f"argument --{name}: expected one value, not {value}")
             if value is None or value == []:
@@ -100,8 +317,6 @@ class Parser(argparse.ArgumentParser):
                 words += [f"--{name}", *map(str, value)]
             elif action is not None and not action.option_strings:
                 positional.append(str(value))
-            elif action is not None and action.nargs == 0:
-                words += [f"--{name}"] if bool_flag(str(value)) else []
             else:
                 words.append(f"--{name}={value}")
         return positional + words
@@ -114,7 +329,7 @@ class Parser(argparse.ArgumentParser):
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         if self.raises_errors:
             raise ValueError(message + hint)
-        self.exit(2, f"{self.prog}: {message}{hint}; --help lists the options\n")
+        self.exit(2, f"{self.prog}{self.source}: {message}{hint}; --help-all lists the options\n")
 
     def _nearest(self, word: str) -> list[str]:
         """The options that begin with a word, else the one that resembles it most."""
@@ -122,259 +337,135 @@ class Parser(argparse.ArgumentParser):
         return [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
 
 
-def positive_int(text: str) -> int:
-    """The type of an option that takes a whole number from 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def bool_flag(text: str) -> bool:
-    """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
-    values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-    if text.lower() not in values:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return values[text.lower()]
-
-
-def positive_number(text: str) -> float:
-    """A number above 0."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+def last_value(words: Sequence[str], option: str) -> str | None:
+    """The value that a command line gives an option; None: none."""
+    value = None
+    for word, following in zip(words, [*words, None][1:], strict=True):
+        if word == option:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
     return value
 
 
-def add_architecture_options(parser: argparse.ArgumentParser) -> None:
-    """How the encoder is built, for training."""
-    group = parser.add_argument_group("encoder: images -> tokens -> slots")
-    group.add_argument(
-        "--arch",
-        default="vit_small",
-        help=f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
-    )
-    group.add_argument(
-        "--patch_size",
-        type=int,
-        default=16,
-        help="Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits images of 32 pixels.",
-    )
-    group.add_argument(
-        "--readout",
-        default="sparo",
-        help=f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
-        "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, "
-        "gap averages all tokens.",
-    )
-    add_slot_options(group, NUM_SLOTS, SLOT_DIM, KEY_DIM)
-    group.add_argument(
-        "--pre_norm",
-        type=bool_flag,
-        default=False,
-        help="CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs.",
-    )
-    group.add_argument(
-        "--quick_gelu",
-        type=bool_flag,
-        default=False,
-        help="OpenAI's activation, which --init_from OpenAI's CLIP needs.",
-    )
-    group.add_argument(
-        "--drop_path_rate", type=float, default=0.1, help="Stochastic depth of the student; 0 for short runs."
-    )
-    group.add_argument(
-        "--init_from",
-        default=None,
-        help="Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of "
-        "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. A read-out of the same sizes is "
-        "taken, too; another one, and the head, start at random. A resumed run takes its own weights.",
-    )
+def read_config(path: Path) -> dict[str, Any]:
+    """The options of a configuration file: texts, lists of texts, or None.
 
-
-def add_slot_options(
-    group: argparse._ArgumentGroup,
-    num_slots: int | None,
-    slot_dim: int | None,
-    key_dim: int | None,
-    describe: Callable[[str, str], str] = lambda text, option: text,
-) -> None:
-    """Sizes of a read-out with slots.
-
-    Args:
-        group: gets the options.
-        num_slots: default.
-        slot_dim: likewise.
-        key_dim: likewise.
-        describe: (help, option) -> the help of an option with such a default.
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
     """
-    for name, default, text in (
-        ("sparo_slots", num_slots, "Number of slots L."),
-        ("sparo_slot_dim", slot_dim, "Width of a slot V; the encoding has L*V numbers."),
-        ("sparo_key_dim", key_dim, "Width of the attention's keys and queries."),
-    ):
-        group.add_argument(f"--{name}", type=int, default=default, help=describe(text, name))
-    group.add_argument(
-        "--sparo_group_size",
-        type=int,
-        default=1,
-        help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
-    )
+    import yaml  # not above: most commands come without a file
+
+    try:
+        # The plain loader leaves types to the options: 1e-3 is no number in YAML, and `off` would be a boolean.
+        values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"the file cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError("the file holds no options; give lines like `epochs: 100`")
+    return {name: None if value in ("", "null", "~") else value for name, value in values.items()}
 
 
-def add_download_option(group: argparse._ArgumentGroup) -> None:
-    """`--download`."""
-    group.add_argument("--download", action="store_true", help="Download a torchvision set that is not on disk.")
+def config_text(options: Mapping[str, Any], command: str | None = None) -> str:
+    """The configuration file, in YAML, that repeats a command with these options."""
+    import yaml  # not above: most commands write none
+
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    return yaml.safe_dump({**({"command": command} if command else {}), **values}, sort_keys=False)
 
 
-def add_checkpoint_options(group: argparse._ArgumentGroup) -> None:
-    """Which encoder of which checkpoint."""
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint, ours or the reference's.")
-    group.add_argument(
-        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
-    )
-    group.add_argument(
-        "--untrained",
-        action="store_true",
-        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
-        "or without a checkpoint as options like --arch and --patch_size say.",
-    )
+DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
+USE_CUDA = Option(True, "Keep features on the GPU, where there is one; false if they do not fit.")
+FIGURE_FORMAT = Option("png", "File format of figures with words.", choices=("png", "pdf", "svg"))
+WEIGHTS = Option("", "Checkpoint, ours or the reference's.")
+DEVICE_OPTION = Option("auto", "auto (cuda where there is one, else cpu), cpu, cuda or cuda:N.")
 
-
-def add_feature_options(group: argparse._ArgumentGroup) -> None:
-    """Where features are kept, and whether they are computed."""
-    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
-    group.add_argument(
-        "--load_features", default=None, help="Folder to read them from; then neither weights nor images are needed."
-    )
-    add_storage_option(group)
-
-
-def add_storage_option(group: argparse._ArgumentGroup) -> None:
-    """`--use_cuda`."""
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep features on the GPU, where there is one; false if they do not fit.",
-    )
-
-
-def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] = ("path", "label", "split")) -> None:
-    """How the files of --data_path are read.
-
-    Args:
-        parser: gets the options.
-        columns: of a table, which can be named.
-    """
-    group = parser.add_argument_group("files of images")
-    for name, holds in (("path", "paths"), ("label", "labels"), ("split", "splits")):
-        if name in columns:
-            group.add_argument(
-                f"--{name}_column", default=None, help=f"Column of the {holds} in a table, if it has no usual name."
-            )
-    group.add_argument(
-        "--max_image_mb",
-        type=float,
-        default=MAX_IMAGE_MB,
-        help="Largest image file, 10^6 bytes; larger ones count as unreadable.",
-    )
-    group.add_argument(
-        "--max_image_mpix",
-        type=float,
-        default=MAX_IMAGE_MPIX,
-        help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
-        "each process that loads images.",
-    )
-    add_max_value_option(group)
-
-
-def add_max_value_option(group: argparse._ArgumentGroup) -> None:
-    """`--max_value`."""
-    group.add_argument(
-        "--max_value",
-        type=int,
-        default=MAX_VALUE,
-        help="Value of 16-bit grayscale images that becomes white; 4095 for images of 12 bits, as in medicine.",
-    )
-
-
-def add_training_data_options(group: argparse._ArgumentGroup, unreadable: str) -> None:
-    """Which of the data of --data_path are trained on, and how many may be `unreadable`, in words."""
-    group.add_argument(
-        "--split",
-        default=None,
-        help="Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a "
-        "table's column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
-    )
-    add_download_option(group)
-    group.add_argument(
-        "--max_corrupt",
-        type=float,
-        default=0.01,
-        help=f"Share of {unreadable} above which the run stops; {MIN_CORRUPT} are always allowed, except with 0.",
-    )
-
-
-def add_normalization_options(
-    parser: argparse.ArgumentParser,
-    mean: tuple[float, float, float] = IMAGENET_MEAN,
-    std: tuple[float, float, float] = IMAGENET_STD,
-) -> None:
-    """Mean and standard deviation of the images; the arguments are the defaults."""
-    group = parser.add_argument_group("normalisation")
-    group.add_argument("--norm_mean", type=float, nargs=3, default=mean, help="Mean per channel, of pixels in [0, 1].")
-    group.add_argument("--norm_std", type=float, nargs=3, default=std, help="Standard deviation per channel, likewise.")
-
-
-def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -> None:
-    """Where to compute, and how processes find each other."""
-    group = parser.add_argument_group("device and processes")
-    group.add_argument(
-        "--device", default="auto", help="auto (cuda where there is one, else cpu), cpu, cuda or cuda:N."
-    )
-    group.add_argument(
-        "--num_workers", type=int, default=num_workers, help="Processes that load images, per GPU; about one per core."
-    )
-    group.add_argument(
-        "--dist_url",
-        default="env://",
-        help="Where several processes meet; not needed under torchrun and Slurm.",
-    )
-    group.add_argument(
-        "--dist_timeout_min",
-        type=positive_number,
-        default=10.0,
-        help="Minutes that a process waits for another one, or for images, before the run ends. While one process "
-        "works for all others, as when it saves, they wait six times as long.",
-    )
-    group.add_argument(
-        "--local_rank",
-        "--local-rank",
-        type=int,
-        default=0,
-        help="Ignored. Older launchers set it; the rank comes from the environment.",
-    )
-
-
-def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
-    """Overrides for weights that do not say how their model was built."""
-    group = parser.add_argument_group("foreign weights")
-    group.add_argument(
-        "--arch",
-        default=None,
-        help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the shapes of foreign "
-        "weights do not show it.",
-    )
-    group.add_argument(
-        "--patch_size",
-        type=int,
-        default=None,
-        help="Side of a patch in pixels; weights show it, so it is only for --untrained without weights.",
-    )
-    group.add_argument(
-        "--quick_gelu",
-        type=bool_flag,
-        default=False,
-        help="true if the weights are a CLIP's image tower trained with OpenAI's activation; needed only if no "
+DEVICE: Group = {
+    "device": DEVICE_OPTION,
+    "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
+    "dist_url": Option("env://", "Where several processes meet; not needed under torchrun and Slurm."),
+    "dist_timeout_min": Option(
+        10.0,
+        "Minutes that a process waits for another one, or for images, before the run ends. While one process works for "
+        "all others, as when it saves, they wait six times as long.",
+        positive_number,
+    ),
+    "local_rank": Option(0, "Ignored. Older launchers set it; the rank comes from the environment."),
+}
+SLOT_SIZES: Group = {
+    "sparo_slots": Option(NUM_SLOTS, "Number of slots L.", positive_int),
+    "sparo_slot_dim": Option(SLOT_DIM, "Width of a slot V; the encoding has L*V numbers.", positive_int),
+    "sparo_key_dim": Option(KEY_DIM, "Width of the attention's keys and queries.", positive_int),
+    "sparo_group_size": Option(
+        1, "Slots that share one key projection; 2 or 4 save parameters when there are many slots.", positive_int
+    ),
+}
+CHECKPOINT: Group = {
+    "pretrained_weights": WEIGHTS,
+    "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student."),
+    "untrained": Option(
+        False,
+        "Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, or "
+        "without a checkpoint as options like --arch and --patch_size say.",
+    ),
+}
+FOREIGN_WEIGHTS: Group = {
+    "arch": Option(
+        None,
+        f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the shapes of foreign weights do not "
+        "show it.",
+    ),
+    "patch_size": Option(
+        None, "Side of a patch in pixels; weights show it, so it is only for --untrained without weights.", positive_int
+    ),
+    "quick_gelu": Option(
+        False,
+        "true if the weights are a CLIP's image tower trained with OpenAI's activation; needed only if no "
         "open_clip_config.json lies beside them.",
-    )
+    ),
+}
+FEATURE_FILES: Group = {
+    "dump_features": Option(None, "Folder to write features and labels to."),
+    "load_features": Option(None, "Folder to read them from; then neither weights nor images are needed."),
+    "use_cuda": USE_CUDA,
+}
+IMAGE_LIMITS: Group = {
+    "max_image_mb": Option(
+        MAX_IMAGE_MB, "Largest image file, 10^6 bytes; larger ones count as unreadable.", positive_number
+    ),
+    "max_image_mpix": Option(
+        MAX_IMAGE_MPIX,
+        "Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in each "
+        "process that loads images.",
+        positive_number,
+    ),
+    "max_value": Option(
+        MAX_VALUE,
+        "Value of 16-bit grayscale images that becomes white; 4095 for images of 12 bits, as in medicine.",
+        positive_int,
+    ),
+}
+SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if it has no usual name.")}
+COLUMNS: Group = {
+    "path_column": Option(None, "Column of the paths in a table, if it has no usual name."),
+    "label_column": Option(None, "Column of the labels in a table, if it has no usual name."),
+    **SPLIT_COLUMN,
+}
+NORMALIZATION: Group = {
+    "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", float),
+    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", float),
+}
+TRAINING_DATA: Group = {
+    "split": Option(
+        None,
+        "Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a table's "
+        "column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
+    ),
+    "download": DOWNLOAD,
+    "max_corrupt": Option(
+        0.01,
+        "Share of the items that may be without readable image, or without caption; above it the run stops. "
+        f"{MIN_CORRUPT} are always allowed, except with 0.",
+        share,
+    ),
+}

@@ -9,27 +9,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.cli import Group, Option, Parser, say
 
 # A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
 RunCommand = Callable[[str, Sequence[str]], Any]
 
 
-def demo_parser(names: Iterable[str], option: str = "readouts", default: Sequence[str] = ("sparo",)) -> Parser:
-    """The options of a demo.
+OPTIONS: Group = {
+    "method": Option("dino", "Objective to train with.", choices=("dino", "clip", "oc-clip")),
+    "models": Option(
+        None,
+        "Models to compare: read-outs with dino and clip, by default sparo; with oc-clip oc_clip, cls and sparo, by "
+        "default all.",
+        nargs="+",
+        old_names=("readouts",),
+    ),
+    "seeds": Option([0], "Random seeds; one training run each."),
+    "output_dir": Option(None, "Where everything is written; by default in output/."),
+    "device": Option("cpu", "auto, cpu or cuda."),
+    "short": Option(False, "Train for a minute only, to see that all parts work."),
+}
 
-    Args:
-        names: what can be compared.
-        option: that names some of them.
-        default: of this option.
-    """
-    parser = Parser()
-    parser.add_argument(f"--{option}", nargs="+", default=list(default), choices=sorted(names), help="What to compare.")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
-    parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
-    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    parser.add_argument("--short", action="store_true", help="Train for a minute only, to see that all parts work.")
-    return parser
+
+def demo_parser() -> Parser:
+    """The options of all demos."""
+    return Parser({"demo": OPTIONS})
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
@@ -41,6 +45,13 @@ def spread(values: Sequence[float], unit: str = " %") -> str:
     """Mean, and with several values the standard deviation."""
     mean = f"{statistics.mean(values):.1f}{unit}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def choose_models(args: argparse.Namespace, models: Iterable[str], default: Sequence[str] = ("sparo",)) -> None:
+    """Fill in `--models`; ValueError if one is not among `models`."""
+    args.models = args.models or list(default)
+    if unknown := [model for model in args.models if model not in models]:
+        raise ValueError(f"--models {' '.join(unknown)}: choose among {', '.join(sorted(models))}")
 
 
 def start_demo(args: argparse.Namespace, name: str) -> None:

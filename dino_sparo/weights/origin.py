@@ -67,7 +67,7 @@ def scores_beside(checkpoint: Path) -> dict[str, str]:
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     """The main scores in the content of a result file; empty if this version knows none of them."""
-    if "measures" in result:  # of slot-score, from 0 to 1
+    if "measures" in result:  # of slots score, from 0 to 1
         return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
     if "text_recall" in result:
         return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}

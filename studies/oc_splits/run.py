@@ -24,7 +24,7 @@ import numpy as np
 
 from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import INK, PANEL, PAPER, require_matplotlib
-from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
@@ -87,7 +87,7 @@ SHORT = Amount(num_images=960, num_questions=40, epochs=1, batch_size=64)
 
 def get_args_parser() -> Parser:
     """The options of the experiment."""
-    parser = Parser("studies oc-splits")
+    parser = Parser(prog="studies oc-splits")
     group = parser.add_argument_group("split: what is trained on")
     group.add_argument(
         "--split",

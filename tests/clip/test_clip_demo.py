@@ -25,7 +25,7 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
     monkeypatch.setattr(demos, "SHORT_NUM_PAIRS", 6)
     monkeypatch.setattr(demos, "SHORT_NUM_IMAGES", 20)
-    [run] = run_command("demo-clip", ["--short", "--readouts", "cls", "--output_dir", str(tmp_path)])
+    [run] = run_command("demo", ["--method", "clip", "--short", "--models", "cls", "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "demo.json").read_text()) == [run]
     assert all(0 <= run[score] <= 100 for score in CHANCE)
     folder = Path(run["folder"])

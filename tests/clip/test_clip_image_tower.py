@@ -15,8 +15,8 @@ import eval_linear
 import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.clip import clip_description, create_clip, load_clip
-from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.convert import to_open_clip
+from dino_sparo.clip.options import TOWERS
 from dino_sparo.weights.checkpoint import load_checkpoint, normalization_of
 
 SIZES = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 17}

@@ -55,7 +55,7 @@ def random_pairs(seed: int = 0, num_images: int = 7) -> EncodedQuestions:
 
 
 def run(*options: object) -> dict:
-    return evaluate("mask", *options)
+    return evaluate("slots mask", *options)
 
 
 # --- the mask and its loss
@@ -189,21 +189,6 @@ def test_a_mask_that_is_no_longer_finite_is_refused():
         fit_mask(features, PARTS, FitSettings(epochs=3))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"epochs": 0}, "epochs=0"),
-        ({"batch_size": 0}, "mask_batch_size=0"),
-        ({"lr": 0.0}, "lr=0.0"),
-        ({"bound": "clip"}, r"mask_scale='clip'; choose min, for min\(100, exp\(alpha\)\)"),
-        ({"momentum": 1.0}, r"momentum=1.0; give lr > 0 and a momentum in \[0, 1\)"),
-    ],
-)
-def test_settings_out_of_range_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        FitSettings(**values)
-
-
 def test_the_papers_settings_are_the_defaults():
     settings = FitSettings()
     assert (settings.epochs, settings.lr, settings.momentum) == (100, 0.02, 0.9)
@@ -333,7 +318,7 @@ def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
     options = ["--pretrained_weights", str(weights), "--data_path", str(pairs), "--device", "cpu"]
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
-        run_command("mask", options)
+        run_command("slots mask", options)
     assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text
     with pytest.raises(ValueError, match="--data_path is empty"):
         run("--pretrained_weights", weights)
@@ -353,4 +338,4 @@ def test_the_options_are_known():
         "evaluate",
         "download",
     }
-    assert own <= vars(parser_of("mask").parse_args([])).keys()
+    assert own <= vars(parser_of("slots mask").parse_args([])).keys()

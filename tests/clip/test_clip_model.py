@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import dino_sparo
 from dino_sparo.clip import CLIP, CLIPConfig, clip_description, create_clip, load_clip, normalize_slots, tokenize
-from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.model import clip_from_config
+from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.text import TextConfig, check_token_ids, end_token_mask, simple_tokenizer
 from dino_sparo.models.readouts import READOUTS, readout_kind
 from dino_sparo.weights.checkpoint import CheckpointError

@@ -268,13 +268,10 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     [
         (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5, numbered 0 to 4"),
         (["--slots", 1, 1], "slot 1 twice"),
-        (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo select"),
+        (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots select"),
         (["--slots", "nowhere.json"], "does not exist"),
         (["--min_cosine", 0], r"min_cosine=0.0 is not a share; give a number in \(0, 1\]"),
         (["--min_sharpness", 1.5], "min_sharpness=1.5 is not a share"),
-        (["--max_pairs", 0], "max_pairs=0; give a positive number"),
-        (["--max_columns", 0], "max_columns=0"),
-        (["--max_slots", -1], "max_slots=-1"),
         (["--image_size", 5], "smaller than one patch"),
     ],
 )
@@ -285,7 +282,7 @@ def test_options_that_do_not_fit_are_refused(options, message, weights, tmp_path
 
 def test_a_mask_names_no_slots_to_show(weights, tmp_path):
     (tmp_path / "mask.json").write_text(json.dumps(SlotMask((0.5,) * 5).to_dict()))
-    with pytest.raises(ValueError, match="is a mask; give the selection"):
+    with pytest.raises(ValueError, match="is a mask; give a file of dino-sparo slots select"):
         run("--pretrained_weights", weights, "--slots", tmp_path / "mask.json")
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dino_sparo.clip.choices import CROSS_ATTENTION, NORM_FIRST, TOWERS
 from dino_sparo.clip.model import create_clip
+from dino_sparo.clip.options import CROSS_ATTENTION, NORM_FIRST, TOWERS
 from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout, sparsemax
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.models.readouts import READOUTS, ReadoutSizes, readout_kind

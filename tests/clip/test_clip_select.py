@@ -48,7 +48,7 @@ def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProd
 
 
 def run(*options: object) -> dict:
-    return evaluate("select", *options)
+    return evaluate("slots select", *options)
 
 
 # --- scores
@@ -201,9 +201,7 @@ def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--keep", 0], "keep=0 of num_slots=5"),
         (["--keep", 6], "keep=6 of num_slots=5 slots; give a number from 1 to 5"),
-        (["--max_images", 0], "max_images=0; give a positive number"),
         (["--output", "slots.png"], "names a picture"),
     ],
 )
@@ -214,15 +212,16 @@ def test_options_that_do_not_fit_are_refused(weights, options, message):
 
 def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    words = ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"]
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        run_command("select", ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"])
+        run_command("slots select", words)
     assert stopped.value.code == 1
     assert "readout 'gap' has no slots to choose among" in caplog.text
 
 
 def test_the_options_are_known():
     own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
-    assert own <= vars(parser_of("select").parse_args([])).keys()
+    assert own <= vars(parser_of("slots select").parse_args([])).keys()
 
 
 @pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])

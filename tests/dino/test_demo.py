@@ -18,7 +18,7 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
     monkeypatch.setattr(demo, "SHORT_EVALUATION_DATA", "scenes:60:48")
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
-    [run] = run_command("demo", ["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
+    [run] = run_command("demo", ["--short", "--models", readout, "--output_dir", str(tmp_path)])
     printed = capsys.readouterr().out
     for state in ("untrained", "trained"):
         assert 0 <= run[state]["20-NN"] <= 100

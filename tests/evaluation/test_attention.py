@@ -399,8 +399,6 @@ def test_only_the_first_of_several_processes_draws(
         (["--image_path", "broken.png"], "broken.png: "),
         (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
         (["--image_size", "4"], "smaller than one patch of 5 px"),
-        (["--threshold", "1.5"], r"threshold=1.5 is not a share"),
-        (["--max_maps", "0"], "max_maps=0; give a positive number"),
         (["--pretrained_weights", ""], "--pretrained_weights is empty"),
         (["--pretrained_weights", "none.pth"], "no checkpoint at none.pth"),
     ],

@@ -147,7 +147,7 @@ def test_a_resumed_run_embeds_only_what_is_left(
 
 def embed_on_a_rank(weights: Path, images: Path, out: Path) -> None:
     from dino_sparo.evaluation.embed.command import embed_images
-    from dino_sparo.evaluation.embed.options import embed_parser
+    from dino_sparo.evaluation.options import embed_parser
 
     store.CHUNK_BATCHES = 1
     words = ["--pretrained_weights", weights, "--data_path", images, "--output_dir", out, "--batch_size_per_gpu", "2"]

@@ -268,7 +268,7 @@ def evaluate_scenes(folder: str, batch_size: int) -> None:
     cached = ["--load_features", cache, *knn[:-1], f"{folder}/cached"]
     eval_knn.main(["--device", "cpu", "--dist_url", f"file://{folder}/cached_knn", *cached])
     slots = ["--numbers", "4", "--draws", "2", "--nb_knn", "3", "--batch_size_per_gpu", "6", "--output_dir", folder]
-    run("slot-study", [*common, f"file://{folder}/slots", *slots])
+    run("slots study", [*common, f"file://{folder}/slots", *slots])
     for mode in ("--live", "--fast"):
         probe = ["--epochs", "2", "--lr", "0.5", "2", "--n_last_blocks", "2", "--batch_size_per_gpu", str(batch_size)]
         probe += ["--data_path", "scenes:46:32"]  # of 45 images two processes would take one twice

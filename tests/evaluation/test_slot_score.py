@@ -1,4 +1,4 @@
-"""`dino-sparo slot-score`: masks of every layout, the view of them, and the command from checkpoint to plots."""
+"""`dino-sparo slots score`: masks of every layout, the view of them, and the command from checkpoint to plots."""
 
 import argparse
 import copy
@@ -439,7 +439,7 @@ def few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(*words: object) -> dict:
-    return run("slot-score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, *words)])
+    return run("slots score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, *words)])
 
 
 @pytest.fixture

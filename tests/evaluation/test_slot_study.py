@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def study(checkpoint: Path) -> dict[str, Any]:
     """The study of that encoder, with probes."""
-    return command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
+    return command("slots study", "--pretrained_weights", checkpoint, *STUDY)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,11 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
     ("text", "content", "message"),
     [
         ("1,1", None, "slot 1 twice"),
-        ("1,x", None, "slots='1,x' does not exist; give a file of dino-sparo slot-study or dino-sparo select, or num"),
+        (
+            "1,x",
+            None,
+            "slots='1,x' does not exist; give a file of dino-sparo slots study or dino-sparo slots select",
+        ),
         ("slots.json", '{"mask": [0.5]}', "no choice of slots; expected .*; masks are for CLIP"),
         ("slots.json", '{"slots": [0, 9], "num_slots": 4}', r"slots\.json: slots name slot 9"),
     ],
@@ -132,7 +136,7 @@ def test_encoders_without_slots_are_refused_before_the_images_are_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     weights = ("--pretrained_weights", save_encoder(tmp_path / "checkpoint.pth", "gap"), "--data_path", "nowhere")
-    for words in (("slot-study", *weights), ("knn", *weights, "--slots", "0"), ("linear", *weights, "--slots", "0")):
+    for words in (("slots study", *weights), ("knn", *weights, "--slots", "0"), ("linear", *weights, "--slots", "0")):
         caplog.clear()
         with pytest.raises(SystemExit):
             command(*words, *ON_CPU)
@@ -215,7 +219,7 @@ def test_the_table_shows_the_curve_on_held_out_images(study: dict[str, Any]) -> 
 
 @pytest.mark.slow
 def test_the_same_study_gives_the_same_file(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    command("slot-study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
+    command("slots study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
     for name in ("slot_study.json", "slot_study.png"):
         assert (tmp_path / name).read_bytes() == checkpoint.with_name(name).read_bytes()
 
@@ -320,7 +324,7 @@ def test_features_that_probes_cannot_hold_are_refused_before_any_image_is_encode
     monkeypatch.setattr(slot_study_command, "require_memory", refuse)
     monkeypatch.setattr(EvaluationTask, "features", lambda *_, **__: pytest.fail("encoded"))
     with pytest.raises(SystemExit):
-        command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
+        command("slots study", "--pretrained_weights", checkpoint, *STUDY)
     ((num_images, width, device, option, more_rows),) = asked
     assert (num_images, width, device.type, option) == (40, SLOTS * SLOT_DIM, "cpu", "--probe")
     assert more_rows == 40 + 2 * 40

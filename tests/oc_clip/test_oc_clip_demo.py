@@ -15,7 +15,6 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.image_text import demos
 from dino_sparo.image_text.demos import CHANCE
 from dino_sparo.oc_clip import demo
-from dino_sparo.oc_clip.choices import DEMO_MODELS
 
 # What the equal comparison rests on.
 EQUAL = (
@@ -37,18 +36,20 @@ def test_all_models_of_the_demo_get_equal_towers_images_and_steps(
         return {"top1": 10.0, "splits": splits}
 
     tmp_path.joinpath("pairs").mkdir()
-    demo.demo(parser_of("demo-oc-clip").parse_args(["--output_dir", str(tmp_path)]), record)
+    demo.demo(parser_of("demo").parse_args(["--method", "oc-clip", "--output_dir", str(tmp_path)]), record)
     trainings = [words for words in commands.values() if words[0].startswith("train-")]
     options = [vars(parser_of(name).parse_args(words)) for name, *words in trainings]
-    assert len(options) == len(DEMO_MODELS)
+    assert len(options) == len(demo.MODELS)
     assert [{name: found[name] for name in EQUAL} for found in options] == [
         {name: options[0][name] for name in EQUAL}
     ] * 3
     assert sum("graphs" in found for found in options) == 1
 
 
-def test_the_demos_models_are_those_that_can_be_asked_for() -> None:
-    assert tuple(demo.MODELS) == DEMO_MODELS
+def test_a_model_that_the_demo_has_not_is_named_with_those_it_has(tmp_path: Path) -> None:
+    args = parser_of("demo").parse_args(["--models", "gap", "--output_dir", str(tmp_path)])
+    with pytest.raises(ValueError, match="--models gap: choose among cls, oc_clip, sparo"):
+        demo.demo(args, lambda name, words: None)
 
 
 @pytest.mark.slow
@@ -61,7 +62,8 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     monkeypatch.setitem(demo.SHARED, "num_workers", "0")
     monkeypatch.setattr(demos, "SHORT_NUM_PAIRS", 6)
     monkeypatch.setattr(demos, "SHORT_NUM_IMAGES", 20)
-    runs = run_command("demo-oc-clip", ["--short", "--output_dir", str(tmp_path), "--models", "oc_clip", "cls"])
+    words = ["--method", "oc-clip", "--short", "--output_dir", str(tmp_path), "--models", "oc_clip", "cls"]
+    runs = run_command("demo", words)
     assert json.loads((tmp_path / "demo.json").read_text()) == runs
     assert [run["model"] for run in runs] == ["oc_clip", "cls"]
     assert all(0 <= run[score] <= 100 for run in runs for score in CHANCE)

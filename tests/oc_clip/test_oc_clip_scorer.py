@@ -374,12 +374,12 @@ def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
     assert f"{option[0]} is for open_clip's weights" in error_line(caplog)
 
 
-@pytest.mark.parametrize("name", ["select", "mask", "pictures"])
+@pytest.mark.parametrize("name", ["slots select", "slots mask", "pictures"])
 def test_commands_on_slots_refuse_an_oc_clip(
     weights: Path, crepe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     data = ("--output_dir", tmp_path / "o") if name == "pictures" else ("--output", tmp_path / "o.json")
-    path = crepe if name == "mask" else "scenes:12:32"
+    path = crepe if name == "slots mask" else "scenes:12:32"
     refused(name, "--pretrained_weights", weights, "--data_path", path, "--device", "cpu", *data)
     assert "holds another image-text model than a CLIP" in error_line(caplog)
 

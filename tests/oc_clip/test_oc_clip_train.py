@@ -1,4 +1,4 @@
-"""oc_clip/train.py, step.py, pairs.py, presets.py: gradients, a run and its files, resuming, graphs, and bad input."""
+"""oc_clip/train.py, step.py, pairs.py, gradients, a run and its files, resuming, graphs, and bad input."""
 
 import argparse
 import json
@@ -47,7 +47,6 @@ from dino_sparo.image_text.pairs.batches import PairDataset, PairTransform
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts, train_step
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.oc_clip import presets
 from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.config import OCCLIPConfig
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
@@ -641,12 +640,7 @@ SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}
         ({"competition": "keys"}, "--competition keys with --num_default 4: .* give --num_default 0"),
         ({"bind_heads": 5}, "--bind_heads 5 does not divide --bind_dim 12"),
         ({"graphs": "nowhere.jsonl"}, "graphs='nowhere.jsonl' is no file of graphs; give templates, spacy, or"),
-        ({"ent_coef": 0}, "ent_coef 0.0: give a positive number"),
         ({"rel_coef": 0.0001}, "rel_coef=0.0001 is too small"),
-        ({"score_chunk_mb": 0}, "score_chunk_mb 0.0: give a positive number"),
-        ({"max_nodes": 0}, "max_nodes 0: give a positive number"),
-        ({"rel_loss_weight": -1}, "rel_loss_weight -1.0: give 0 or more"),
-        ({"preset": "oc-coco2"}, "unknown preset 'oc-coco2'; choose one of .*oc-scenes"),
         ({"init_clip": "nowhere.pt"}, "nowhere.pt"),
         ({"context_length": 2}, "context_length=2 has no room"),
     ],
@@ -705,7 +699,6 @@ RECIPES: dict[str, dict[str, tuple[Any, Any]]] = {
 def test_every_value_of_the_papers_presets_is_where_the_paper_states_it(source: str) -> None:
     for column, name in enumerate(("oc-coco", "oc-cc12m")):
         args = parsed("--preset", name)
-        presets.RECIPES.fill_in_warmup(args, 10**6)
         for part in ("warmup_image", "warmup_text"):
             setattr(args, part, args.warmup_steps if getattr(args, part) is None else getattr(args, part))
         expected = {option: values[column] for option, values in RECIPES[source].items()}

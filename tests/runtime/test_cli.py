@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -21,10 +22,10 @@ from options_read import definitions_of, names_in, options_read
 import dino_sparo.clip
 import main_dino
 from dino_sparo import submit
-from dino_sparo.__main__ import COMMANDS, main, parse_keywords
+from dino_sparo.__main__ import COMMANDS, main, parse_keywords, parser_of
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import Parser, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.runtime.cli import DEVICE, FOREIGN_WEIGHTS, Parser, bool_flag
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
@@ -114,18 +115,20 @@ NEW: dict[str, Any] = {
     "run_name": None,
 }
 
-# Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.
-IGNORED = {"local_rank"}
+# Accepted and ignored by the code: launchers of old pass the first, the environment says what counts; the parser
+# reads the second.
+IGNORED = {"local_rank", "preset"}
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
 
 ROOT = Path(main_dino.__file__).parent
 SCRIPTS = ("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "visualize_attention.py")
-PARSERS = {name: command.parser for name, command in COMMANDS.items() if command.parser is not None}
+PARSERS = {name: partial(parser_of, name) for name, command in COMMANDS.items() if command.parser is not None}
+OF_EVERY_PARSER = {"help", "help_all", "config", "print_config"}
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in parser._actions if action.dest != "help"]
+    return [action for action in parser._actions if action.dest not in OF_EVERY_PARSER]
 
 
 def parse(command_line: str = "") -> argparse.Namespace:
@@ -144,10 +147,9 @@ def test_no_option_is_both_the_references_and_new_and_every_change_is_a_change()
     assert all(REFERENCE[name] != default for name, default in CHANGED.items())
 
 
-def test_every_option_is_spelled_as_its_name_and_only_local_rank_has_a_second_spelling() -> None:
+def test_every_option_is_spelled_as_its_name() -> None:
     for action in options(main_dino.get_args_parser()):
-        expected = [f"--{action.dest}"] + ["--local-rank"] * (action.dest == "local_rank")
-        assert action.option_strings == expected
+        assert action.option_strings == [f"--{action.dest}"]
 
 
 def test_defaults_have_the_type_that_parsing_gives() -> None:
@@ -176,21 +178,16 @@ def test_a_command_line_of_the_reference_is_understood() -> None:
 @pytest.mark.parametrize("glue", [" ", "="])
 def test_both_spellings_of_local_rank_are_taken(spelling: str, glue: str) -> None:
     assert parse(f"{spelling}{glue}3").local_rank == 3
-    parser = argparse.ArgumentParser()
-    add_device_options(parser)
-    assert parser.parse_args(f"{spelling}{glue}5".split()).local_rank == 5
 
 
 def test_shared_device_options_take_their_own_number_of_workers() -> None:
-    parser = argparse.ArgumentParser()
-    add_device_options(parser, num_workers=4)
+    parser = Parser({"device": DEVICE}, defaults={"num_workers": 4})
     expected = {"device": "auto", "num_workers": 4, "dist_url": "env://", "dist_timeout_min": 10.0, "local_rank": 0}
     assert vars(parser.parse_args([])) == expected
 
 
 def test_overrides_for_foreign_weights_are_off_unless_given() -> None:
-    parser = argparse.ArgumentParser()
-    add_foreign_weights_options(parser)
+    parser = Parser({"foreign weights": FOREIGN_WEIGHTS})
     assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None, "quick_gelu": False}
     given = parser.parse_args(["--arch", "vit_base", "--patch_size", "8", "--quick_gelu", "true"])
     assert vars(given) == {"arch": "vit_base", "patch_size": 8, "quick_gelu": True}
@@ -235,6 +232,36 @@ def test_what_cannot_be_parsed_is_named(words: str, message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("train", "--momentum_teacher 1.5", "1.5: give a number from 0 to 1"),
+        ("train", "--patch_size 0", "0: give a positive number"),
+        ("train", "--max_steps 0", "0: give a positive number"),
+        ("train", "--lr -1", "-1: give 0 or more"),
+        ("train-clip", "--beta2 1", "1: give a number from 0 to below 1"),
+        ("train-clip", "--max_corrupt nan", "nan: give a number from 0 to 1"),
+        ("train-clip", "--batch_size 0", "0: give a positive number"),
+        ("train-clip", "--preset cc4m", "invalid choice: 'cc4m' (choose from"),
+        ("train-oc-clip", "--ent_coef 0", "0: give a positive number"),
+        ("train-oc-clip", "--rel_loss_weight -1", "-1: give 0 or more"),
+        ("train-oc-clip", "--bind_heads 1.5", "invalid int value: '1.5'"),
+        ("knn", "--nb_knn 10 0", "0: give a positive number"),
+        ("slots study", "--draws 0", "0: give a positive number"),
+        ("slots select", "--keep 0", "0: give a positive number"),
+        ("pictures", "--max_slots -1", "-1: give a positive number"),
+        ("oc-pictures", "--pairs 0 -1", "-1: give 0 or more"),
+        ("attention", "--threshold 1.5", "1.5: give a number from 0 to 1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused(
+    command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser_of(command).parse_args(words.split())
+    assert f"argument {words.split()[0]}: {message}" in capsys.readouterr().err
+
+
 def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
     assert json.loads(json.dumps(vars(parse())))["global_crops_scale"] == [0.4, 1.0]
 
@@ -245,7 +272,7 @@ def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_every_option_has_help_that_can_be_printed(name: str) -> None:
     parser = PARSERS[name]()
-    text = parser.format_help()
+    text = parser.format_help(everything=True)
     for action in options(parser):
         assert action.help, action.dest
         assert (action.option_strings or [action.metavar or action.dest])[0] in text
@@ -253,9 +280,13 @@ def test_every_option_has_help_that_can_be_printed(name: str) -> None:
 
 def test_the_options_of_training_stand_in_groups() -> None:
     parser = main_dino.get_args_parser()
-    titles = [line for line in parser.format_help().splitlines() if line.endswith(":") and not line.startswith(" ")]
+    titles = [
+        line
+        for line in parser.format_help(everything=True).splitlines()
+        if line.endswith(":") and not line.startswith(" ")
+    ]
     assert len(titles) > 5
-    assert [action.dest for action in parser._optionals._group_actions] == ["help"]
+    assert {action.dest for action in parser._optionals._group_actions} == OF_EVERY_PARSER
 
 
 def test_help_prints_defaults_unless_there_is_none() -> None:
@@ -266,7 +297,7 @@ def test_help_prints_defaults_unless_there_is_none() -> None:
     text = " ".join(parser.format_help().split())
     assert "A rate. (default: 0.5)" in text
     assert text.count("(default") == 1
-    training = " ".join(main_dino.get_args_parser().format_help().split())
+    training = " ".join(main_dino.get_args_parser().format_help(everything=True).split())
     assert "(default: 65536)" in training
     assert "default: None" not in training
 
@@ -283,7 +314,7 @@ def test_help_begins_with_what_the_command_turns_into_what(capsys: pytest.Captur
     with pytest.raises(SystemExit, match="0"):
         run_command(command, ["--help"])
     usage, description, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage.startswith(f"usage: dino-sparo {command} ")
+    assert usage.startswith(f"usage: dino-sparo {command} [options]")
     assert description == COMMANDS[command].summary
     assert re.fullmatch(r"[A-Z][^>]+ -> [^>]+\.", description)
 
@@ -298,7 +329,7 @@ def test_submit_shows_the_command_that_was_called() -> None:
 # Speed: the seconds that torch takes to import are not worth waiting for.
 
 
-@pytest.mark.parametrize("command", [*(f"dino_sparo {name}" for name in PARSERS), "dino_sparo submit", *SCRIPTS])
+@pytest.mark.parametrize("command", ["dino_sparo train", "dino_sparo slots mask", "dino_sparo submit", *SCRIPTS])
 def test_help_and_mistakes_are_answered_before_torch_is_imported(command: str) -> None:
     answer = """
 import runpy, sys
@@ -335,7 +366,7 @@ def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pyte
     ):
         with pytest.raises(SystemExit, match="2"):
             main(words)
-        assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help lists the options\n"
+        assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help-all lists the options\n"
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -358,7 +389,7 @@ def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.Cap
     main([])
     lines = capsys.readouterr().out.splitlines()
     for name, command in COMMANDS.items():
-        assert any(line.split() == [name, *command.summary.split()] for line in lines), name
+        assert any(line.split() == [*name.split(), *command.summary.split()] for line in lines), name
         assert "->" in command.summary
 
 
@@ -448,14 +479,14 @@ def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def definition(name: str) -> tuple[str, str]:
-    return "dino_sparo.__main__", name.replace("-", "_")
+    return "dino_sparo.__main__", COMMANDS[name].function.__name__
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
     """Regression: `select` and `mask` parsed --max_missing_graphs, and no code of theirs asked for it."""
     parsed = {action.dest for action in options(PARSERS[name]())}
-    ignored = IGNORED | (OF_PEERS if name in ("attention", "slot-score") else set())
+    ignored = IGNORED | (OF_PEERS if name in ("attention", "slots score") else set())
     assert parsed - options_read(definition(name)) <= ignored, "parsed but never used"
 
 

@@ -61,7 +61,6 @@ def clip(tmp_path: Path, parts: int = 1, texts: int = 1, **changes: object) -> S
     words = options(tmp_path, "train-clip", grad_accum_steps=parts, **changes)
     args = clip_options.get_args_parser().parse_args(words)
     clip_options.check_options(args)
-    clip_options.RECIPES.apply(args)
     training = clip_train.CLIPObjective(args, PROCESS)
     training.contrast = create_loss(args.logits, texts_per_image=texts)
     images, ids = torch.zeros(3, 3, 32, 32, dtype=torch.uint8), torch.zeros(3 * texts, 20).long()
@@ -73,7 +72,6 @@ def oc_clip(tmp_path: Path, parts: int = 1, **changes: object) -> Step:
     given = {**TINY, "img_size": IMG_SIZE, "context_length": CONTEXT, "grad_accum_steps": parts, **changes}
     args = oc_options.get_args_parser().parse_args(options(tmp_path, "train-oc-clip", **given))
     oc_options.check_options(args)
-    oc_options.RECIPES.apply(args)
     training = oc_train.OCCLIPObjective(args, PROCESS)
     batches = [batch_of(some_graphs(), range(6 * part, 6 * part + 6)).to(DEVICE) for part in range(parts)]
     return lambda: contrastive_step(training, batches)

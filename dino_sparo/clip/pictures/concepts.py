@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.clip.choices import Criteria
 from dino_sparo.clip.model import CLIP
+from dino_sparo.clip.options import Criteria
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView

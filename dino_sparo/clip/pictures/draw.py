@@ -29,6 +29,7 @@ from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, write_pictures
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.cli import printable
@@ -62,7 +63,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """
     if is_only_a_peer():
         return {}
-    device = begin_pictures(args, ("max_pairs", "max_slots", "max_columns"))
+    device = begin_pictures(args)
     criteria = Criteria(args.min_cosine, args.min_sharpness)
     for name, value in criteria._asdict().items():
         check_share(name, value)
@@ -73,7 +74,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     slots = slots_of_option(args.slots, loaded)
     image_size = args.image_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
-    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
+    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder, limits_of(args))
     tokens = partial(tokenize, context_length=config.text.context_length)
     pairs = see_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
     if slots is None:
@@ -160,11 +161,11 @@ def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int
     if len(slots) == 1 and not slots[0].isdecimal():
         selection = read_slots(slots[0])
         if not isinstance(selection, SlotSelection):
-            raise ValueError(f"{slots[0]} is a mask; give the selection of dino-sparo select, or numbers of slots")
+            raise ValueError(f"{slots[0]} is a mask; give a file of dino-sparo slots select, or numbers of slots")
         check_fits(selection, config, loaded.record["sha256"])
         return list(selection.indices)
     if not all(word.isdecimal() for word in slots):
-        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of dino-sparo select")
+        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one file of dino-sparo slots select")
     return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
 
 

@@ -1,6 +1,6 @@
 """True and false captions of images -> a mask of image encodings that tells them apart, and what it does elsewhere.
 
-    dino-sparo mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+    dino-sparo slots mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
 
 One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or
@@ -14,18 +14,19 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
+from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
+from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.compositional.answers import SplitResult, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -67,7 +68,9 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
     return int(parts)
 
 
-def change_elsewhere(scorer: DotProductScorer, mask: SlotMask, data_path: str, download: bool) -> dict[str, Any]:
+def change_elsewhere(
+    scorer: DotProductScorer, mask: SlotMask, data_path: str, download: bool, limits: ImageLimits
+) -> dict[str, Any]:
     """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask.
 
     Args:
@@ -75,8 +78,9 @@ def change_elsewhere(scorer: DotProductScorer, mask: SlotMask, data_path: str, d
         mask: what to apply.
         data_path: labelled images.
         download: fetch a torchvision set that is not on disk.
+        limits: larger images count as unreadable.
     """
-    source = open_evaluation_images(data_path, None, download)
+    source = open_evaluation_images(data_path, None, download, limits)
     classes = open_classes(source, data_path=data_path)
     images = apply_classes(source, classes)
     templates = open_templates("auto", data_path)
@@ -104,12 +108,12 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
-    pairs = encode_folder(scorer, local, args.max_missing)
+    pairs = encode_folder(scorer, local, args.max_missing, limits_of(args))
     before = split_results(pairs, scorer.score_pairs)
     fit_result = fit_mask(pairs, num_parts, settings)
     mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
     after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
-    elsewhere = [change_elsewhere(scorer, mask, where, args.download) for where in args.evaluate]
+    elsewhere = [change_elsewhere(scorer, mask, where, args.download, limits_of(args)) for where in args.evaluate]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.choices import FitSettings, check_bound
+from dino_sparo.clip.options import FitSettings
 from dino_sparo.clip.slots.subsets import mask_features
 from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, macro, split_results
 from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, DotProductScorer
@@ -44,7 +44,6 @@ class Mask(nn.Module):
 
     def __init__(self, num_parts: int, bound: str = "min") -> None:
         super().__init__()
-        check_bound(bound)
         self.bound = bound
         self.theta = nn.Parameter(torch.zeros(num_parts))
         self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA[bound]))

@@ -1,6 +1,6 @@
 """Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
 
-    dino-sparo select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
+    dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --slots output/slots.json
 
@@ -38,7 +38,7 @@ from dino_sparo.evaluation.slots.curve import (
 )
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -191,12 +191,10 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     num_slots = config.image.num_slots
     if args.keep is not None:
         check_number("keep", args.keep, num_slots)
-    source = open_evaluation_images(args.data_path, args.split, args.download)
+    source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
     classes = open_classes(source, args.classnames, args.data_path)
     images = apply_classes(source, classes)
     if args.max_images is not None:
-        if args.max_images < 1:
-            raise ValueError(f"max_images={args.max_images}; give a positive number of images")
         (images,) = disjoint_subsets(images, (args.max_images,))
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))

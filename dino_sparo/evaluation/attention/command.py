@@ -51,10 +51,6 @@ def visualize(args: argparse.Namespace) -> None:
     require_matplotlib()
     if args.threshold is not None:
         check_share("threshold", args.threshold)
-    for name in ("max_images", "max_maps", "atlas_images", "atlas_max_images"):
-        number = getattr(args, name)
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number}; give a positive number")
     subject, folder = task.subject, task.folder
     limits = ImageLimits(max_value=args.max_value)
     images = read_images(args.image_path, args.max_images, limits)

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.embed.options import FEATURES
+from dino_sparo.evaluation.options import FEATURES
 from dino_sparo.runtime.records import differences, write_json
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"

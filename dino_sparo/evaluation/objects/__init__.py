@@ -1,4 +1,4 @@
-"""Attention maps and true masks of objects -> how well maps find objects: `dino-sparo slot-score`.
+"""Attention maps and true masks of objects -> how well maps find objects: `dino-sparo slots score`.
 
     layouts.py    built-in scenes, VOC, images beside masks, COCO -> images with masks, as an encoder sees them
     measures.py   maps and objects -> Jaccard, mBO, foreground ARI, pointing; bounds, moved maps, subsets

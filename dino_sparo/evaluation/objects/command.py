@@ -1,9 +1,9 @@
 """A checkpoint and images with masks -> how well its maps find objects: table, slot_score.json, plots.
 
-    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path scenes
-    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path VOCdevkit/VOC2012
-    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path val2017 --masks instances_val2017.json
-    dino-sparo slot-score --pretrained_weights seed0/checkpoint.pth --match seed1/checkpoint.pth --output_dir scores
+    dino-sparo slots score --pretrained_weights output/checkpoint.pth --data_path scenes
+    dino-sparo slots score --pretrained_weights output/checkpoint.pth --data_path VOCdevkit/VOC2012
+    dino-sparo slots score --pretrained_weights output/checkpoint.pth --data_path val2017 --masks instances_val2017.json
+    dino-sparo slots score --pretrained_weights seed0/checkpoint.pth --match seed1/checkpoint.pth --output_dir scores
 
 `docs/slot_score.md` explains measures, controls and layouts.
 """
@@ -104,7 +104,7 @@ def check_has_maps(subject: Subject, other: Subject | None) -> None:
     config = subject.encoder.config
     if config.kind.shows == "average":
         raise ValueError(
-            f"slot-score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
+            f"slots score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
             "checkpoint whose read-out has slots or heads"
         )
     for compared in (subject, other) if other is not None else ():

@@ -1,4 +1,4 @@
-"""Results of `slot-score` -> a table for people, and plots of measures, classes and matched slots."""
+"""Results of `slots score` -> a table for people, and plots of measures, classes and matched slots."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots 0,3,7
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study.json
 
-`study.py` chooses slots of an encoder of images, `dino-sparo select` those of a CLIP; both write the same form of
+`study.py` chooses slots of an encoder of images, `dino-sparo slots select` those of a CLIP; both write the same form of
 file, which every evaluation takes as --slots.
 """
 
@@ -21,7 +21,7 @@ from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.records import file_sha256
 
-MAKERS = "dino-sparo slot-study or dino-sparo select"
+MAKERS = "dino-sparo slots study or dino-sparo slots select"
 FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional; masks are for CLIP'
 Choice = TypeVar("Choice")
 

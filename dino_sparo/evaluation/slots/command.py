@@ -1,6 +1,6 @@
 """Checkpoint and labelled images -> what each slot alone knows, and how many slots are needed.
 
-    dino-sparo slot-study --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+    dino-sparo slots study --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     python eval_knn.py    --pretrained_weights output/checkpoint.pth --data_path data/imagenet \
         --slots output/slot_study.json
 
@@ -49,8 +49,6 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     config = task.subject.encoder.config
     check_has_slots(config)
     numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
-    if args.draws < 1:
-        raise ValueError(f"draws={args.draws}; give a positive number of random orders, e.g. 5")
     settings = ProbeSettings(args.epochs, tuple(args.lr), args.seed)
     path = task.result_path("slot_study")
     images, record = extract(task)

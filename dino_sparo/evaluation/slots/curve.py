@@ -1,8 +1,8 @@
 """Accuracy against the number of slots kept: which number is best, the rows of a table, the panels of a plot.
 
-`slot-study` and `select` measure it, for an encoder and for a CLIP. Their results hold the same entries: `ranking`, one
-row per slot, best first; and `curve`, one row per number of slots with `num_kept`, `top1_choosing` (on the images that
-rank the slots) and `top1_held_out`.
+`slots study` and `slots select` measure it, for an encoder and for a CLIP. Their results hold the same entries:
+`ranking`, one row per slot, best first; and `curve`, one row per number of slots with `num_kept`, `top1_choosing` (on
+the images that rank the slots) and `top1_held_out`.
 """
 
 from collections.abc import Mapping, Sequence

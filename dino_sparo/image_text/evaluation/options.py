@@ -1,347 +1,269 @@
-"""The options of the commands that evaluate a CLIP or an OC-CLIP, without torch.
+"""The options of the commands that evaluate a CLIP or an OC-CLIP; no torch here, so that `--help` is fast."""
 
-Each command imports its parser from here and parses before it imports torch.
-"""
-
-import argparse
-from typing import Any
-
-from dino_sparo.image_text.choices import AUTO, PICTURE_SCENES, PROBE_BATCH_SIZE
-from dino_sparo.image_text.options import add_pair_key_options
+from dino_sparo.image_text.options import AUTO, PAIR_KEYS
 from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
+    DEVICE,
+    DEVICE_OPTION,
+    DOWNLOAD,
+    FEATURE_FILES,
+    FIGURE_FORMAT,
+    IMAGE_LIMITS,
+    Group,
+    Option,
     Parser,
-    add_device_options,
-    add_download_option,
-    add_feature_options,
-    add_max_value_option,
-    bool_flag,
     positive_int,
+    positive_number,
+    share,
+    share_below_1,
 )
 
-SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
+PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
+PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
 
-
-def add_model_options(parser: argparse.ArgumentParser, several: bool = False, reads_graphs: bool = True) -> None:
-    """The model.
-
-    Args:
-        parser: to add to.
-        several: take more than one model.
-        reads_graphs: whether an OC-CLIP, which reads scene graphs, is one of the models that the command takes.
-    """
-    group = parser.add_argument_group("model: what is evaluated")
-    number: dict[str, Any] = {"nargs": "+", "default": []} if several else {"default": ""}
-    what = f"Checkpoint of {'CLIP or OC-CLIP' if reads_graphs else 'CLIP'} training, or open_clip's weights"
-    group.add_argument("--pretrained_weights", **number, help=what + ("; several." if several else "."))
-    group.add_argument(
-        "--quick_gelu",
-        type=bool_flag,
-        default=False,
-        help="Activation of open_clip's weights, which do not name it: true for OpenAI's and models named -quickgelu.",
-    )
-    group.add_argument(
-        "--text_heads", type=int, default=None, help="Heads of open_clip's text encoder; by default they are 64 wide."
-    )
-    if reads_graphs:
-        add_graphs_option(group)
-        group.add_argument(
-            "--max_missing_graphs",
-            type=float,
-            default=0.01,
-            help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
-        )
-    group.add_argument(
-        "--slots",
-        default=None,
-        help="Evaluate some slots, or masked slots: numbers (0,3,7) or a file of dino-sparo select or mask.",
-    )
-
-
-def add_graphs_option(group: argparse._ArgumentGroup) -> None:
-    """The scene graphs of captions."""
-    group.add_argument(
-        "--graphs",
-        default=None,
-        help="Scene graphs of the captions, for an OC-CLIP: a .jsonl file that dino-sparo parse wrote, or the parser "
-        "templates or spacy; by default templates.",
-    )
-
-
-def add_computation_options(parser: argparse.ArgumentParser, result: str, where: str = "beside the checkpoint") -> None:
-    """Computation and result file.
-
-    Args:
-        parser: to add to.
-        result: name of the result file.
-        where: in words, where the result file lies by default.
-    """
-    group = parser.add_argument_group("computation and result")
-    group.add_argument(
-        "--img_size",
-        type=positive_int,
-        default=None,
-        help="Side of the view in pixels; by default as in training.",
-    )
-    group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images, or captions, per process and step.")
-    group.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="fp32",
-        help="Of the model; fp32 to report numbers. tf32: fp32 with rounded factors of matrix products on GPUs.",
-    )
-    group.add_argument("--output", default=None, help=f"Result file; by default {result} {where}.")
-    add_device_options(parser)
-
-
-def add_image_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Labelled images; returns the group, for what a command adds."""
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default="",
-        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
-    )
-    group.add_argument("--split", default=None, help=SPLIT_HELP)
-    add_download_option(group)
-    return group
-
-
-def add_class_options(parser: argparse.ArgumentParser) -> None:
-    """Names of classes, and the captions made of them."""
-    group = parser.add_argument_group("classes in words")
-    group.add_argument(
-        "--classnames",
-        default=AUTO,
-        help="auto: the set's own names, or ImageNet's where folders are WordNet ids; imagenet: all 1000, for V2; "
+PRECISION = Option(
+    "fp32",
+    "Precision of the model; take fp32 for numbers that you report. tf32 is fp32 with rounded factors of matrix "
+    "products on GPUs.",
+    choices=PRECISIONS,
+)
+GRAPHS = Option(
+    None,
+    "Scene graphs of the captions, for an OC-CLIP: a .jsonl file that dino-sparo parse wrote, or the parser templates "
+    "or spacy; by default templates.",
+)
+CLIP_MODEL: Group = {
+    "pretrained_weights": Option("", "Checkpoint of CLIP training, or open_clip's weights."),
+    "quick_gelu": Option(
+        False, "Activation of open_clip's weights, which do not name it: true for OpenAI's and models named -quickgelu."
+    ),
+    "text_heads": Option(None, "Heads of open_clip's text encoder; by default they are 64 wide.", positive_int),
+    "slots": Option(
+        None, "Evaluate some slots, or masked slots: numbers (0,3,7) or a file of dino-sparo slots select or mask."
+    ),
+}
+MODEL: Group = {
+    **CLIP_MODEL,
+    "pretrained_weights": Option("", "Checkpoint of CLIP or OC-CLIP training, or open_clip's weights."),
+    "graphs": GRAPHS,
+    "max_missing_graphs": Option(
+        0.01, "Share of the captions that may be without a graph in --graphs; above it the evaluation ends.", share
+    ),
+}
+SEVERAL_MODELS: Group = {
+    **MODEL,
+    "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or open_clip's weights."),
+}
+SPLIT = Option(
+    None, "Name of a split of the images; all takes everything. By default val where there is one, else everything."
+)
+LABELLED_IMAGES: Group = {
+    "data_path": Option("", "Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes."),
+    "split": SPLIT,
+    "download": DOWNLOAD,
+    **IMAGE_LIMITS,
+}
+CLASSES: Group = {
+    "classnames": Option(
+        AUTO,
+        "auto: the set's own names, or ImageNet's where folders are WordNet ids; imagenet: all 1000, for V2; "
         "objectnet:DIR/mappings; folders; or a file: one name per line, or JSON (FILE.json:KEY for one list of many).",
-    )
-    group.add_argument(
-        "--templates",
-        default=AUTO,
-        help="auto: the set's own, or openai, ImageNet's 80 (of an OC-CLIP the bare name); the name of a list (a wrong "
-        "name shows all); or a file with one sentence per line, {} or {c} where the name belongs.",
-    )
+    ),
+    "templates": Option(
+        AUTO,
+        "auto: the set's own, or openai, ImageNet's 80 (of an OC-CLIP the bare name); the name of a list (a wrong name "
+        "shows all); or a file with one sentence per line, {} or {c} where the name belongs.",
+    ),
+}
+ANNOTATED_IMAGES: Group = {
+    **IMAGE_LIMITS,
+    "allow_outside": Option(
+        False,
+        "Read images outside of the folder of the images, which annotations name by absolute paths or ../; only for "
+        "annotations that you trust.",
+    ),
+}
+IMAGE_RULES: Group = {
+    "max_missing": Option(0.01, "Share of a benchmark's images that may be missing.", share),
+    **ANNOTATED_IMAGES,
+}
+QUESTIONS: Group = {
+    "data_path": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs."),
+    "images": Option(None, "Folder of the images; by default `images` in --data_path."),
+    **IMAGE_RULES,
+}
+PICTURE_RESULT: Group = {
+    "output_dir": Option(None, "Where to write; by default beside the checkpoint."),
+    "figure_format": FIGURE_FORMAT,
+    "device": DEVICE_OPTION,
+}
 
 
-def add_question_options(
-    parser: argparse.ArgumentParser, holds: str = "SugarCrepe's JSON files, or those of scene-pairs"
-) -> None:
-    """A folder of true and false captions, and their images."""
-    group = parser.add_argument_group("questions")
-    group.add_argument("--data_path", default="", help=f"Folder with {holds}.")
-    group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
-    add_image_rules(group)
+def computation(result: str, where: str = "beside the checkpoint") -> dict[str, Group]:
+    """Groups of computation and device; the result is called `result` and lies by default `where`, in words."""
+    group: Group = {
+        "img_size": Option(None, "Side of the view in pixels; by default as in training.", positive_int),
+        "batch_size_per_gpu": Option(128, "Images, or captions, per process and step.", positive_int),
+        "precision": PRECISION,
+        "output": Option(None, f"Result file; by default {result} {where}."),
+    }
+    return {"computation and result": group, "device and processes": DEVICE}
 
 
-def add_image_rules(group: argparse._ArgumentGroup) -> None:
-    """Which images annotations may name, and how many may be missing."""
-    group.add_argument(
-        "--max_missing", type=float, default=0.01, help="Share of a benchmark's images that may be missing."
-    )
-    add_outside_option(group)
-
-
-def add_outside_option(group: argparse._ArgumentGroup) -> None:
-    """Which files annotations may name."""
-    group.add_argument(
-        "--allow_outside",
-        action="store_true",
-        help="Read images outside of the folder of the images, which annotations name by absolute paths or ../; only "
-        "for annotations that you trust.",
-    )
-
-
-def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argparse._ArgumentGroup:
-    """A model and the pairs to draw; returns the group of the pairs, for what a command adds.
-
-    Args:
-        parser: to add to.
-        weights: help of `--pretrained_weights`.
-    """
-    group = parser.add_argument_group("model")
-    group.add_argument("--pretrained_weights", default="", help=weights)
-    group = parser.add_argument_group("pairs of images and captions")
-    group.add_argument(
-        "--data_path",
-        default=PICTURE_SCENES,
-        help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
+def picture_groups(weights: str) -> dict[str, Group]:
+    """Groups of a model and the pairs to draw; `weights` is the help of `--pretrained_weights`."""
+    data_path = Option(
+        PICTURE_SCENES,
+        "A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
-    add_pair_key_options(group)
-    return group
-
-
-def add_picture_result_options(parser: argparse.ArgumentParser) -> None:
-    """The folder of the pictures, and the device."""
-    group = parser.add_argument_group("result")
-    group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
-    group.add_argument(
-        "--figure_format", choices=("png", "pdf", "svg"), default="png", help="File format of figures with words."
-    )
-    group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
+    return {
+        "model": {"pretrained_weights": Option("", weights)},
+        "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **IMAGE_LIMITS},
+    }
 
 
 def zero_shot_parser() -> Parser:
     """The options of `zero_shot.py`, in data-flow order."""
-    parser = Parser()
-    add_model_options(parser)
-    group = add_image_options(parser)
-    add_max_value_option(group)
-    group.add_argument(
-        "--crop_border",
-        type=int,
-        default=0,
-        help="Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave "
-        "it in.",
+    crop_border = Option(
+        0,
+        "Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave it "
+        "in.",
     )
-    add_class_options(parser)
-    add_computation_options(parser, "zero_shot.json")
-    return parser
+    return Parser(
+        {
+            "model: what is evaluated": MODEL,
+            "images": LABELLED_IMAGES | {"crop_border": crop_border},
+            "classes in words": CLASSES,
+            **computation("zero_shot.json"),
+        }
+    )
+
+
+CAPTIONED_IMAGES: Group = {
+    "data_path": Option("", "Folder of the images, or pairs without --captions: tables, shards, scenes."),
+    "captions": Option("", "Karpathy's or COCO's JSON, or Flickr's lines of image and caption."),
+    "split": Option(
+        None,
+        "Part to evaluate. With Karpathy's JSON in --captions, by default test. Without --captions a part of "
+        "--data_path, by default val.",
+    ),
+    "image_list": Option(None, "File with names of images, to use these alone."),
+    **ANNOTATED_IMAGES,
+}
 
 
 def retrieval_parser() -> Parser:
     """The options of `retrieval.py`, in data-flow order."""
-    parser = Parser()
-    add_model_options(parser)
-    group = parser.add_argument_group("images and captions")
-    group.add_argument(
-        "--data_path", default="", help="Folder of the images, or pairs without --captions: tables, shards, scenes."
+    return Parser(
+        {
+            "model: what is evaluated": MODEL,
+            "images and captions": CAPTIONED_IMAGES,
+            "recall": {"k": Option([1, 5, 10], "Numbers of candidates to look at.", positive_int)},
+            **computation("retrieval.json"),
+        }
     )
-    group.add_argument(
-        "--captions", default="", help="Karpathy's or COCO's JSON, or Flickr's lines of image and caption."
-    )
-    group.add_argument(
-        "--split",
-        default=None,
-        help="Part to evaluate. With Karpathy's JSON in --captions, by default test. Without --captions a part of "
-        "--data_path, by default val.",
-    )
-    group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
-    add_outside_option(group)
-    group = parser.add_argument_group("recall")
-    group.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="Numbers of candidates to look at.")
-    add_computation_options(parser, "retrieval.json")
-    return parser
 
 
 def sugarcrepe_parser() -> Parser:
     """The options of the command `sugarcrepe`."""
-    parser = Parser()
-    add_model_options(parser)
-    add_question_options(parser)
-    add_computation_options(parser, "sugarcrepe.json")
-    return parser
+    return Parser({"model: what is evaluated": MODEL, "questions": QUESTIONS, **computation("sugarcrepe.json")})
 
 
 def winoground_parser() -> Parser:
     """The options of the command `winoground`."""
-    parser = Parser()
-    add_model_options(parser)
-    add_question_options(parser, "Winoground's examples.jsonl")
-    add_computation_options(parser, "winoground.json")
-    return parser
+    folder = Option("", "Folder with Winoground's examples.jsonl.")
+    questions = QUESTIONS | {"data_path": folder}
+    return Parser({"model: what is evaluated": MODEL, "questions": questions, **computation("winoground.json")})
+
+
+BENCHMARKS: Group = {
+    "data_root": Option("", "Folder; every benchmark in it or below is evaluated."),
+    "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name lists them.", nargs="+"),
+    "images": Option(None, "Folder of the images; by default those that docs/compositional.md lists."),
+    **IMAGE_RULES,
+    "write_captions": Option(
+        None, "Only write all captions to this .txt file, for dino-sparo parse; the images must be there."
+    ),
+}
+COMPARISON: Group = {
+    "chunk_images": Option(2048, "Images encoded at a time; an OC-CLIP keeps up to 0.4 MB of each.", positive_int),
+    "blind": Option(False, "Repeat with the images of other questions: accuracy without seeing."),
+    "seed": Option(0, "Random seed of bootstrap and shuffled images."),
+    "failures": Option(
+        0,
+        "Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside the "
+        "result. Typical are 5 to 20.",
+        metavar="N",
+    ),
+}
 
 
 def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
-    parser = Parser()
-    add_model_options(parser, several=True)
-    group = parser.add_argument_group("benchmarks")
-    group.add_argument("--data_root", default="", help="Folder; every benchmark in it or below is evaluated.")
-    group.add_argument(
-        "--benchmarks", nargs="+", default=None, help="Names of benchmarks, by default all; a wrong name lists them."
+    return Parser(
+        {
+            "models: what is evaluated": SEVERAL_MODELS,
+            "benchmarks": BENCHMARKS,
+            "evaluation": COMPARISON,
+            **computation("compositional.json", where="beside each checkpoint; give a folder"),
+        }
     )
-    group.add_argument(
-        "--images", default=None, help="Folder of the images; by default those that docs/compositional.md lists."
-    )
-    add_image_rules(group)
-    group.add_argument(
-        "--write_captions",
-        default=None,
-        help="Only write all captions to this .txt file, for dino-sparo parse; the images must be there.",
-    )
-    group = parser.add_argument_group("evaluation")
-    group.add_argument(
-        "--chunk_images",
-        type=int,
-        default=2048,
-        help="Images encoded at a time; an OC-CLIP keeps up to 0.4 MB of each.",
-    )
-    group.add_argument(
-        "--blind", action="store_true", help="Repeat with the images of other questions: accuracy without seeing."
-    )
-    group.add_argument("--seed", type=int, default=0, help="Random seed of bootstrap and shuffled images.")
-    group.add_argument(
-        "--failures",
-        type=int,
-        default=0,
-        metavar="N",
-        help="Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside "
-        "the result. Typical are 5 to 20.",
-    )
-    add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
-    return parser
 
 
 def order_captions_parser() -> Parser:
-    """The options of `image_text/evaluation/compositional/sets/aro.py`."""
-    parser = Parser()
-    group = parser.add_argument_group("captions")
-    group.add_argument(
-        "--captions",
-        required=True,
-        help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
-        "lines.",
-    )
-    group.add_argument("--split", default=None, help="Part of Karpathy's JSON, by default test.")
-    group = parser.add_argument_group("result")
-    group.add_argument(
-        "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
-    )
-    group.add_argument("--seed", type=int, default=0, help="Another seed shuffles otherwise.")
-    return parser
+    """The options of `compositional/sets/aro.py`."""
+    captions: Group = {
+        "captions": Option(
+            None,
+            "Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
+            "lines.",
+            is_required=True,
+        ),
+        "split": Option(None, "Part of Karpathy's JSON, by default test."),
+    }
+    result: Group = {
+        "output": Option(None, "File to write; dino-sparo compositional looks for coco_order.json.", is_required=True),
+        "seed": Option(0, "Random seed of the shuffled captions."),
+    }
+    return Parser({"captions": captions, "result": result})
+
+
+PROBE: Group = {
+    "epochs": Option(10, "Passes over the training images.", positive_int),
+    "lr": Option(0.1, "Learning rate at the start; it falls to 0 on a cosine.", positive_number),
+    "probe_batch_size": Option(
+        PROBE_BATCH_SIZE,
+        "Images per step, over all processes; more is faster, and another protocol than CLIP benchmark's.",
+        positive_int,
+    ),
+    "weight_decay": Option(None, "Weight decay of the probe; by default the sweep finds the best.", type=float),
+    "val_share": Option(0.2, "Share of the training images on which the sweep compares.", share_below_1),
+    "seed": Option(0, "Random seed of the weights, the order and the images that compare."),
+}
 
 
 def probe_parser() -> Parser:
     """The options of `probe.py`, in data-flow order."""
-    parser = Parser()
-    add_model_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+    data_path = Option("", "Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes.")
+    return Parser(
+        {
+            "model: what is evaluated": MODEL,
+            "images": {"data_path": data_path, "download": DOWNLOAD, **IMAGE_LIMITS},
+            "features": FEATURE_FILES,
+            "probe": PROBE,
+            **computation("probe.json"),
+        }
     )
-    add_download_option(group)
-    add_max_value_option(group)
-    group = parser.add_argument_group("features")
-    add_feature_options(group)
-    group = parser.add_argument_group("probe")
-    group.add_argument("--epochs", type=int, default=10, help="Passes over the training images.")
-    group.add_argument("--lr", type=float, default=0.1, help="Learning rate at the start; it falls to 0 on a cosine.")
-    group.add_argument(
-        "--probe_batch_size",
-        type=int,
-        default=PROBE_BATCH_SIZE,
-        help="Images per step, over all processes; more is faster, and another protocol than CLIP benchmark's.",
-    )
-    group.add_argument(
-        "--weight_decay", type=float, default=None, help="Use this one; by default the sweep finds the best."
-    )
-    group.add_argument(
-        "--val_share", type=float, default=0.2, help="Share of the training images on which the sweep compares."
-    )
-    group.add_argument("--seed", type=int, default=0, help="Of the weights, the order and the images that compare.")
-    add_computation_options(parser, "probe.json")
-    return parser
 
 
 def scene_pairs_parser() -> Parser:
-    """The options of `scene_pairs.py`."""
-    parser = Parser()
-    group = parser.add_argument_group("scenes")
-    group.add_argument("--output_dir", required=True, help="Folder to write to.")
-    group.add_argument("--num_pairs", type=int, default=1000, help="Scenes, each with one entry in either file.")
-    group.add_argument("--image_size", type=positive_int, default=SCENE_SIZE, help="Side in pixels.")
-    group.add_argument("--split", choices=["train", "val"], default="val", help="val was not trained on.")
-    group.add_argument("--seed", type=int, default=0, help="Another seed gives other scenes.")
-    return parser
+    """The options of `sets/scene_pairs.py`."""
+    scenes: Group = {
+        "output_dir": Option(None, "Folder to write to.", is_required=True),
+        "num_pairs": Option(1000, "Scenes, each with one entry in either file.", positive_int),
+        "image_size": Option(SCENE_SIZE, "Side in pixels.", positive_int),
+        "split": Option("val", "val was not trained on.", choices=("train", "val")),
+        "seed": Option(0, "Another seed gives other scenes."),
+    }
+    return Parser({"scenes": scenes})

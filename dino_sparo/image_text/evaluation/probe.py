@@ -40,7 +40,7 @@ from dino_sparo.evaluation.linear.probe import (
     train_one_epoch,
 )
 from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
+from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel

@@ -16,7 +16,6 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.agree import rank_0_first
-from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.records import file_sha256
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
@@ -24,8 +23,8 @@ OpenModel = Callable[..., Scorer]
 
 
 def limits_of(args: argparse.Namespace) -> ImageLimits:
-    """The images that are read: `--max_value`, where the command has it."""
-    return ImageLimits(max_value=getattr(args, "max_value", MAX_VALUE))
+    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`."""
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
 
 
 def open_evaluation_images(

@@ -20,6 +20,7 @@ from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.pixels import Picture
+from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
@@ -43,11 +44,11 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Draw what the options ask for; returns the content of oc_pictures.json."""
     if is_only_a_peer():
         return {}
-    device = begin_pictures(args, ("max_pairs", "max_rows"))
+    device = begin_pictures(args)
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = load_oc_clip(args.pretrained_weights)
     config, scoring = loaded.model.config, loaded.model.scoring
-    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
+    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder, limits_of(args))
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.answers import (
     Answer,
@@ -58,9 +59,11 @@ def require_readable(local: LocalBenchmark, num_readable: int, max_missing: floa
     require_few_missing(total - num_readable, total, f"questions' images in {local.images}", share=max_missing)
 
 
-def encode_folder(scorer: Scorer, local: LocalBenchmark, max_missing: float) -> EncodedQuestions:
+def encode_folder(
+    scorer: Scorer, local: LocalBenchmark, max_missing: float, limits: ImageLimits = DEFAULT_LIMITS
+) -> EncodedQuestions:
     """Its questions, encoded once for several uses; raises ValueError if too many images cannot be read."""
-    encoded = encode_questions(scorer, local.questions)
+    encoded = encode_questions(scorer, local.questions, limits)
     require_readable(local, 0 if encoded is None else len(encoded.questions), max_missing)
     assert encoded is not None
     return encoded
