@@ -52,10 +52,10 @@ class CaptionSet:
 
     Attributes:
         images: the images.
-        captions: those of image 0, then those of image 1, ...
-        image_of: (captions,), the image of each caption.
-        left_out: reason -> number of images, or captions, that are not among these.
-        split: of Karpathy's; None: the captions have no splits, or `--split` says which.
+        captions: captions of image 0, then captions of image 1, ...
+        image_of: (captions,), index of the image of each caption.
+        left_out: reason -> number of images or captions that are left out.
+        split: Karpathy's split; None: the captions have no splits, or `--split` names the split.
     """
 
     images: ImageSource
@@ -69,9 +69,9 @@ class CaptionFile(NamedTuple):
     """Content of a file of captions.
 
     Attributes:
-        captions_of: captions of every image, by its file name.
-        left_out: captions of no image.
-        split: the split that was read, in Karpathy's layout; None in others.
+        captions_of: captions by file name of their image.
+        left_out: captions without image.
+        split: the split in Karpathy's layout; None in other layouts.
     """
 
     captions_of: dict[str, list[str]]

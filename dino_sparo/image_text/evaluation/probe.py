@@ -1,17 +1,17 @@
-"""Frozen image features -> accuracy of a linear probe, its weight decay chosen on a part of the training images.
+"""Frozen image features -> accuracy of a linear probe, with a weight decay chosen on part of the training images.
 
     dino-sparo clip-probe --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Every image is encoded once, without crops and flips. Probes that differ in their weight decay alone are trained side by
-side on part of the training images and compared on the rest; the best decay is then used on all of them, and tested.
-Prints a table and writes probe.json, the numbers with all that they depend on.
+Every image is encoded once, without crops and flips. Probes with different weight decays are trained side by side on
+part of the training images and compared on the rest. A probe with the best decay is then trained on all training images
+and tested. The command prints a table and writes probe.json: the numbers and their protocol.
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
-AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
-around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. The number of images that
-choose the decay is ours: none of these sources states it.
+AdamW with learning rate 0.1, 10 epochs, 97 decays from 1e-6 to 1e2, searched first coarsely and then finely around the
+best. Batches of 64 and the initial weights of `nn.Linear` are the benchmark's. The share of images that choose the
+decay is ours: none of the sources states it.
 
-Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
+Every process keeps the features of all training images: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
 """
 
 import argparse
@@ -51,8 +51,8 @@ from dino_sparo.runtime.records import versions
 logger = logging.getLogger(__name__)
 
 WEIGHT_DECAYS = np.logspace(-6, 2, 97).tolist()
-COARSE = range(0, len(WEIGHT_DECAYS), 16)  # places in WEIGHT_DECAYS that are tried first
-SPANS = (8, 4, 2, 1)  # then the places so far to the left and right of the best
+COARSE = range(0, len(WEIGHT_DECAYS), 16)  # indices of WEIGHT_DECAYS that are tried first
+SPANS = (8, 4, 2, 1)  # then the indices at these distances from the best
 CPU = torch.device("cpu")
 TEST_ROWS = 1024  # images whose logits exist at a time
 
@@ -63,11 +63,11 @@ class ProbeSettings:
 
     Attributes:
         num_classes: number of classes.
-        lr: learning rate at the start; it falls to 0 on a cosine, step by step.
+        lr: initial learning rate, which falls to 0 on a cosine, step by step.
         epochs: passes over the images.
         batch_size: images per step, over all processes.
-        seed: of weights and order.
-        device: of the probe; the features may lie elsewhere.
+        seed: random seed of the weights and the order.
+        device: device of the probe; the features may lie elsewhere.
     """
 
     num_classes: int
@@ -90,9 +90,9 @@ def train_probes(
 
     Args:
         train: features of length one.
-        rows: (n,), images to train on.
+        rows: (n,), indices of the images to train on.
         weight_decays: one per probe.
-        settings: the rest.
+        settings: all other settings.
     """
     share = max(1, settings.batch_size // world_size())
     size = (train.features.shape[1], settings.num_classes, len(weight_decays))
@@ -107,15 +107,15 @@ def train_probes(
 
 
 def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tuple[int, dict[int, float]]:
-    """Find the best of `WEIGHT_DECAYS`: every sixteenth first, then 8, 4, 2 and 1 places left and right of the best.
+    """Find the best of `WEIGHT_DECAYS`: first every sixteenth, then 8, 4, 2 and 1 steps left and right of the best.
 
-    Of equally good ones the smallest counts as best.
+    Of equally good decays the smallest wins.
 
     Args:
-        accuracies_of: places in the list -> accuracies of probes with these decays.
+        accuracies_of: indices of decays -> accuracies of their probes.
 
     Returns:
-        The place of the best, and the accuracy of each place that was tried.
+        The index of the best decay, and the accuracy of each index that was tried.
     """
     tried: dict[int, float] = {}
 
@@ -134,15 +134,10 @@ def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tu
 def choose_weight_decay(
     train: Features, val_share: float, settings: ProbeSettings
 ) -> tuple[float, list[dict[str, float]], int]:
-    """Train on part of the training images, compare on the rest.
-
-    Args:
-        train: features of all training images.
-        val_share: share of them that compares.
-        settings: how the probes are trained.
+    """Train probes on part of the training images and compare them on the share `val_share`.
 
     Returns:
-        The best weight decay, what was tried, and how many images compared.
+        The best weight decay, the accuracy of each decay that was tried, and the number of images that compared them.
     """
     number = len(train.features)
     num_val = round(val_share * number)
@@ -169,12 +164,7 @@ def choose_weight_decay(
 
 @torch.no_grad()
 def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
-    """Accuracies of one probe, in percent.
-
-    Args:
-        probe: a single one.
-        test: features of all test images.
-    """
+    """Accuracies of a single probe on all test images, in percent."""
     device = probe.bias.device
     hits = ClassCounts(probe.bias.shape[1], device)
     for features, labels in zip(test.features.split(TEST_ROWS), test.labels.split(TEST_ROWS), strict=True):
@@ -186,7 +176,7 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
 
 
 def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFeatureModel]) -> dict[str, Any]:
-    """Train and test what the options say, write the result, show the table."""
+    """Train and test the probe that the options describe, write the result, print the table."""
     process = start_evaluation(args)
     storage = process.device if args.use_cuda else CPU
     train, test, record = _features(args, process, storage, open_model)
@@ -233,7 +223,7 @@ def _features(
         if args.slots:
             raise ValueError("--slots chooses among a model's slots, and --load_features has features: leave out one")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
-        if not record:  # somebody else's, of any length
+        if not record:  # features of another program, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
         return train.to(storage), test.to(storage), record
     model = open_model(args, process)

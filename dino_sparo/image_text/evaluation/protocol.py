@@ -1,6 +1,7 @@
 """Start and end of an evaluation of an image-text model: its images, and the file of its result.
 
-As in `evaluation/task.py` a result file holds all that its numbers depend on. The same command writes the same file.
+As in `evaluation/task.py`, a result file holds the whole protocol of its numbers, and the same command writes the same
+file.
 """
 
 import argparse
@@ -30,9 +31,9 @@ def limits_of(args: argparse.Namespace) -> ImageLimits:
 def open_evaluation_images(
     data_path: str, split: str | None = None, download: bool = False, limits: ImageLimits = DEFAULT_LIMITS
 ) -> ImageSource:
-    """The images of a data path: the split `val` where there is one and no other is named, else all.
+    """The images of a data path: the named split, else the split `val` if there is one, else all images.
 
-    The built-in scenes are those of CLIP training, whose attributes are independent of each other.
+    The built-in scenes are those of CLIP training, with independent attributes.
     """
     if not data_path:
         raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")

@@ -4,17 +4,17 @@
         --captions data/coco/dataset_coco.json
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
-Every image is scored with every caption, some images at a time, shared by all processes. The command prints a table and
-writes retrieval.json, the numbers with all that they depend on. Two numbers are called Recall@k; both are reported:
+The processes share the images, and score some of them at a time with every caption. The command prints a table and
+writes retrieval.json: the numbers and their protocol. Recall@k has two definitions, and both are reported:
 
-    any    the share of queries that have at least one match among their k nearest
-    share  the mean over queries of the share of the k nearest that match
+    any    share of queries with at least one match among their k nearest candidates
+    share  mean over queries of the share of matches among their k nearest candidates
 
-Equal captions, apart from case and white space, are one text: one query, which all their images match. (As texts of
-their own they would tie with each other, and ties count as wrong.)
+Captions that differ in case and white space alone are one text, which matches all of their images. Separate texts would
+tie, and ties count as wrong.
 
-`share` is what SPARO's section 4.2 describes. Its table 2, made with LAION's CLIP benchmark, reports `any`: a caption
-has one image, so that among five images at most a fifth can match, and the table has up to 0.85.
+SPARO describes `share` in section 4.2. Its table 2, made with LAION's CLIP benchmark, reports `any`: with one image per
+caption, `share` of five images is at most 0.2, and the table has up to 0.85.
 """
 
 import argparse
@@ -54,11 +54,11 @@ class RetrievalResult:
     Attributes:
         text: k -> recall of captions by image.
         image: k -> recall of images by caption.
-        num_images: images, each a query and a candidate.
-        num_captions: captions of these images.
-        num_texts: different captions, each a query and a candidate.
+        num_images: readable images.
+        num_captions: captions of the readable images.
+        num_texts: different captions.
         num_corrupt: unreadable images, left out with their captions.
-        num_truncated: captions cut off because they are longer than the context.
+        num_truncated: captions that are longer than the context.
     """
 
     text: dict[int, Recall]
@@ -76,22 +76,22 @@ def recall(
 ) -> tuple[dict[int, Recall], dict[int, Recall]]:
     """Recall of captions by image, and of images by caption.
 
-    A match ranks behind every other candidate of exactly its score: ties count as wrong, so that a model which cannot
-    tell candidates apart gains nothing from their order.
+    Ties count as wrong: a match ranks behind every other candidate with an equal score, so that the order of candidates
+    never helps a model.
 
-    Each score is computed once and serves both directions. An image's captions are ranked as soon as its scores are
-    there. Of a caption's scores only those of its matches and the max(k) greatest others are stored, which decide
-    whether a match is among its k nearest. Every process scores its share of the images and gets the result.
+    Each score is computed once and serves both directions. The captions of an image are ranked at once. A caption keeps
+    the scores of its matches and its max(k) highest other scores, which decide whether a match is among the k nearest.
+    Every process scores its share of the images and gets the result.
 
     Args:
         scorer: the model.
         images: payload of images.
         texts: payload of captions.
-        matches: (matches, 2), image and caption that belong together, sorted by image, none twice.
+        matches: (matches, 2), index of an image and of its caption, without repetition, sorted by image.
         k: numbers of candidates.
 
     Raises:
-        ValueError: a k out of range, or scores that are not finite.
+        ValueError: a k is out of range, or a score is not finite.
     """
     for candidates in (len(texts), len(images)):
         if not k or min(k) < 1 or max(k) > candidates:
@@ -122,14 +122,14 @@ def recall(
 
 
 def _greatest(scores: Float[Tensor, "queries candidates"], number: int) -> Float[Tensor, "queries _"]:
-    """The greatest scores of each row, at most so many."""
+    """The highest scores of each row, at most `number`."""
     return scores.topk(min(number, scores.shape[1]), dim=1).values
 
 
 def _by_query(
     own: Float[Tensor, " matches"], queries: Int64[Tensor, " matches"], num_queries: int
 ) -> Float[Tensor, "queries most_matches"]:
-    """The scores of each query's matches, one row per query, filled up with -inf."""
+    """The scores of the matches of each query, one row per query, padded with -inf."""
     order = queries.argsort(stable=True)
     counts = torch.bincount(queries, minlength=num_queries)
     starts = counts.cumsum(0) - counts
@@ -145,8 +145,8 @@ def _count_hits(
     """Number of matches among the k nearest candidates of each query, for each k.
 
     Args:
-        own: scores of the matches; -inf where a query has fewer.
-        rivals: the greatest scores of candidates that do not match: all of them, or at least max(k).
+        own: scores of the matches, padded with -inf.
+        rivals: the highest scores of other candidates: all of them, or at least max(k).
         k: numbers of candidates.
     """
     own = own.sort(dim=1, descending=True).values[:, : max(k)]  # a later match is behind these
@@ -189,10 +189,7 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
 
 
 def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " captions"]]:
-    """Captions -> the different ones, in order, and the index of each caption among them.
-
-    Case and white space make no difference, as in the tokenizer.
-    """
+    """Captions -> the different texts in order, and the text of each caption; as the tokenizer, ignores case and space."""
     keys = [" ".join(caption.lower().split()) for caption in captions]
     texts: dict[str, str] = {}
     for key, caption in zip(keys, captions, strict=True):

@@ -37,7 +37,7 @@ class Validation:
 
     Attributes:
         pairs: the pairs.
-        num_compared: pairs that the loss compares with each other, as many as in a training step.
+        num_compared: pairs per group of the loss, as in a training step.
     """
 
     pairs: PairSource
@@ -47,8 +47,8 @@ class Validation:
     def measure(self, scorer: Scorer, logit_scale: Tensor) -> dict[str, float]:
         """`val_loss` in nats, `val_text_r1` and `val_image_r1` in percent, on every process.
 
-        The loss is the mean over whole groups of `num_compared` pairs, so that it compares with the training loss. Ties
-        count as wrong: pairs with equal captions are never found.
+        The loss is the mean over whole groups of `num_compared` pairs and comparable with the training loss. Ties count
+        as wrong: pairs with equal captions are never found.
 
         Args:
             scorer: the model.
@@ -89,19 +89,19 @@ def _captions_of(captions: Captions, indices: np.ndarray, index: int) -> Sequenc
 
 
 def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
-    """Some pairs of a source, under new indices."""
+    """A subset of the pairs of a source, under new indices."""
     captions = partial(_captions_of, source.captions, indices)
     negatives = None if source.negatives is None else partial(_captions_of, source.negatives, indices)
     return PairSource(Subset(source.images, indices), captions, source.left_out, negatives)
 
 
 def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, PairSource]:
-    """Split pairs into training and validation pairs, both in the source's order.
+    """Split pairs into training and validation pairs, both in the order of the source.
 
     Args:
         source: all pairs.
-        share: of the validation pairs, in (0, 1); they are at most `MAX_PAIRS`.
-        seed: random seed; the choice depends on it and on the number of pairs alone.
+        share: share of validation pairs, in (0, 1); at most `MAX_PAIRS` pairs are held out.
+        seed: random seed; the split depends on the seed and the number of pairs alone.
 
     Raises:
         ValueError: a part would be empty.
@@ -143,10 +143,10 @@ class ZeroShotProbe:
 
 
 def open_zero_shot_probe(zero_shot_path: str | None, data_path: str, download: bool = False) -> ZeroShotProbe:
-    """The probe of a run: on images of its own, else on those of its pairs; held-out ones where there are any.
+    """The probe of a run, on held-out images if there are any.
 
     Args:
-        zero_shot_path: labelled images, or None.
+        zero_shot_path: labelled images; None: the images of the pairs.
         data_path: the pairs.
         download: fetch a torchvision set that is not on disk.
     """

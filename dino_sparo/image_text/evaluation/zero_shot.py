@@ -7,9 +7,9 @@
         --classnames data/wds_vtab-dtd/classnames.txt \
         --templates data/wds_vtab-dtd/zeroshot_classification_templates.txt
 
-An image is of the class with the greatest score. ImageNet V1, Sketch, A and R are recognised by their folders; V2,
-ObjectNet and sets of your own say with --classnames what their classes are called. Prints a table and writes
-zero_shot.json, the numbers with all that they depend on.
+The class with the highest score is the prediction. ImageNet V1, Sketch, A and R are recognised by their folders; for
+V2, ObjectNet and your own sets, name the classes with --classnames. The command prints a table and writes
+zero_shot.json: the numbers and their protocol.
 """
 
 import argparse
@@ -37,13 +37,13 @@ class ZeroShotResult:
     """Zero-shot accuracies in percent.
 
     Attributes:
-        top1: images whose class has the greatest score.
-        top5: images whose class has one of the five greatest scores.
-        mean_per_class: mean of the classes' recalls, over classes with images.
-        num_images: images that were classified.
-        num_corrupt: unreadable images, which were left out.
-        num_ties: images with several classes of the greatest score.
-        per_class: numbers of images and of hits of each class.
+        top1: share of images whose class has the highest score.
+        top5: share of images whose class has one of the five highest scores.
+        mean_per_class: mean recall of the classes that have images.
+        num_images: readable images.
+        num_corrupt: unreadable images, which are left out.
+        num_ties: images for which several classes have the highest score.
+        per_class: numbers of images and of top-1 hits of each class.
         truncated_prompts: captions of classes that are longer than the context.
     """
 

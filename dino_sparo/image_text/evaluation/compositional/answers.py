@@ -3,27 +3,28 @@
 The rule: right means strictly greater. Equal scores count as wrong, and ties are counted, so that a model which cannot
 tell captions apart gains nothing.
 
-The questions are ordered by the file of their first image, so that an image is decoded once for all benchmarks that ask
-about it. `chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
+Questions are sorted by the file of their first image, so that an image that several benchmarks share is decoded once.
+`chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
 """
 
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, file_of, named_source
-from dino_sparo.image_text.scoring.scorer import EncodedTexts, Scorer
+from dino_sparo.image_text.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ class Answer(NamedTuple):
         image: the caption of each image prefers that image to all others.
         text_tied: an image has equal scores for its own caption and the best of the others.
         image_tied: a caption has equal scores for its own image and the best of the others.
-        worst_image: index of the image whose best false caption lies most above its own, or least below.
-        false_caption: index of that caption.
-        true_score: of that image and its own caption.
-        false_score: of that image and that false caption.
+        worst_image: index of the image with the greatest difference between the best false score and the true score.
+        false_caption: index of the best false caption of that image.
+        true_score: score of that image with its own caption.
+        false_score: score of that image with the false caption.
         marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
             one from another), or a mark of the model's own.
     """
@@ -74,8 +75,8 @@ def judge(
         image  S(i, m_i) > S(j, m_i) for all images i and j other than i
 
     Args:
-        scores: of every image and caption; -inf where a question has fewer than others.
-        matches: m, the true caption of each image; -1 where a question has fewer images.
+        scores: S of every image and caption, padded with -inf.
+        matches: m, index of the true caption of each image, padded with -1.
     """
     is_image = matches >= 0
     own_caption = matches.clamp(min=0)[:, :, None]
@@ -93,7 +94,7 @@ def judge(
 
 
 def by_split(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, SplitResult]:
-    """Accuracy of each split, in the order of the questions; right is an image that prefers its caption."""
+    """Accuracy of each split, in the order of the questions: the share of images that prefer their own caption."""
     own: dict[str, list[Answer]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
         own[question.split].append(answer)
@@ -114,13 +115,13 @@ class EncodedQuestions:
 
     Attributes:
         questions: the questions.
-        images: payload of the images, each of them once.
+        images: payload of the different images.
         texts: payload of the different captions.
-        image_of: (questions, images), row of each question's images in `images`; -1 where it has fewer than others.
-        text_of: (questions, captions), row of its captions in `texts`; -1 where it has fewer.
-        numbers: of the questions among those that were to be encoded.
-        marks: name -> (questions,), as in `Answer`.
-        truncated: different captions that were cut off because they are longer than the context.
+        image_of: (questions, images), rows of a question's images in `images`, padded with -1.
+        text_of: (questions, captions), rows of a question's captions in `texts`, padded with -1.
+        numbers: index of each question in the list that was to be encoded.
+        marks: marks of each question, as in `Answer`.
+        truncated: different captions that are longer than the context.
     """
 
     questions: list[Question]
@@ -129,7 +130,7 @@ class EncodedQuestions:
     image_of: Int64[Tensor, "questions images"]
     text_of: Int64[Tensor, "questions captions"]
     numbers: Sequence[int] = ()
-    marks: Mapping[str, Bool[Tensor, " questions"]] = field(default_factory=dict)
+    marks: Sequence[Mapping[str, bool]] = ()
     truncated: Sequence[str] = ()
 
 
@@ -160,16 +161,20 @@ def encode_questions(
     text_row = {text: row for row, text in enumerate(captions)}
     texts = scorer.encode_texts(captions)
     image_of = _filled([[image_row[name] for name in question.images] for question in readable])
-    text_of = _filled([[text_row[text] for text in question.captions] for question in readable])
-    marks = _question_marks(text_of, [question.matches[0] for question in readable], texts)
-    is_truncated = texts.marks.get("truncated", torch.zeros(len(captions))).tolist()
-    truncated = [text for text, is_cut in zip(captions, is_truncated, strict=True) if is_cut]
-    rows = image_of.to(scorer.device), text_of.to(scorer.device)
-    return EncodedQuestions(readable, images.payload, texts.payload, *rows, numbers, marks, truncated)
+    text_rows = [[text_row[text] for text in question.captions] for question in readable]
+    text_marks = {name: values.tolist() for name, values in texts.marks.items()}
+    marks = [{name: any(values[row] for row in rows) for name, values in text_marks.items()} for rows in text_rows]
+    if texts.alike is not None:
+        alike = texts.alike.tolist()
+        for own, rows, question in zip(marks, text_rows, readable, strict=True):
+            own["alike"] = [alike[row] for row in rows].count(alike[rows[question.matches[0]]]) > 1
+    truncated = list(compress(captions, text_marks.get("truncated", ())))
+    places = image_of.to(scorer.device), _filled(text_rows).to(scorer.device)
+    return EncodedQuestions(readable, images.payload, texts.payload, *places, numbers, marks, truncated)
 
 
 def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
-    """Rows of different lengths, filled up with -1."""
+    """Rows of different lengths, padded with -1."""
     most = max(map(len, rows))
     return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
 
@@ -190,11 +195,9 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
     scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
     scores[is_pair] = pairs
     answers = judge(scores, _filled([question.matches for question in encoded.questions]).to(pairs.device))
-    marks = {name: values.tolist() for name, values in encoded.marks.items()}
-    return [
-        answer._replace(marks={name: values[row] for name, values in marks.items()})
-        for row, answer in enumerate(answers)
-    ]
+    if not encoded.marks:
+        return answers
+    return [answer._replace(marks=marks) for answer, marks in zip(answers, encoded.marks, strict=True)]
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
@@ -228,10 +231,10 @@ def answer_questions(
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:
-    """Numbers of the questions, in parts with a limited number of images; those of one file lie together.
+    """Indices of the questions, in parts with a limited number of images; questions about one file lie together.
 
-    The parts are about equal, since a small one of nothing but unreadable images would end the run. A single question
-    may have more images than the limit.
+    The parts are about equal: a small part with only unreadable images would end the run. A single question may have
+    more images than the limit.
     """
     num_images = len({image for question in questions for image in question.images})
     limit = math.ceil(num_images / math.ceil(num_images / chunk_images))
@@ -253,26 +256,12 @@ def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[in
         yield part
 
 
-def _question_marks(
-    text_of: Int64[Tensor, "questions captions"], true_captions: Sequence[int], texts: EncodedTexts
-) -> dict[str, Bool[Tensor, " questions"]]:
-    """Marks of captions -> marks of the questions that have them."""
-    is_caption = text_of >= 0
-    marks = {name: (values.cpu()[text_of] & is_caption).any(dim=1) for name, values in texts.marks.items()}
-    if texts.alike is not None:
-        numbers = texts.alike.cpu()[text_of]
-        same = (numbers == numbers.gather(1, torch.tensor(true_captions)[:, None])) & is_caption
-        marks["alike"] = same.sum(dim=1) > 1
-    return marks
-
-
 def with_shuffled_images(
     questions: Sequence[Question], seed: int, group_of: Callable[[Question], str]
 ) -> list[Question]:
-    """Each question with the images of another one of its group: a model that is still right does not need them.
+    """Each question with the images of the next question of its group, in a random order.
 
-    The other one is the next in a random order. It may show the same images; then the question keeps its own.
-    `group_of` is a benchmark's `blind_group`.
+    A model that still answers correctly does not need the images. `group_of` is the `blind_group` of a benchmark.
     """
     rng = np.random.default_rng(seed)
     by_group: dict[str, list[int]] = defaultdict(list)

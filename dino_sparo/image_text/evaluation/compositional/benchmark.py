@@ -30,10 +30,10 @@ class Outcome(NamedTuple):
     """One comparison that counts in an accuracy.
 
     Attributes:
-        split: whose accuracy it counts in.
-        question: its number.
-        right: whether the true one is strictly greater.
-        tied: whether the best false one has an equal score; then it is not right.
+        split: the split that counts the comparison.
+        question: index of the question.
+        right: whether the true caption, or image, scores strictly higher than all false ones.
+        tied: whether the best false one scores equally; a tie is not right.
     """
 
     split: str
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     tied: bool
 
     def worth(self, tie_credit: float) -> float:
-        """Value by a benchmark's own rule, 0 to 1."""
+        """Credit by a benchmark's own rule, 0 to 1."""
         return 1.0 if self.right else tie_credit * self.tied
 
 
@@ -53,7 +53,7 @@ def one_per_question(questions: Sequence[Question], answers: Sequence[Answer]) -
 
 
 def equal_means(splits: Collection[str]) -> dict[str, Weights]:
-    """One macro average, in which every split counts the same; none without splits."""
+    """One macro average, to which all splits contribute equally; none without splits."""
     return {"macro": dict.fromkeys(splits, 1 / len(splits))} if splits else {}
 
 
@@ -62,24 +62,24 @@ class Benchmark:
     """One benchmark.
 
     Attributes:
-        name: on the command line and in result files.
-        title: in tables.
-        files: its annotations; a folder that holds one of them holds the benchmark.
-        read: folder -> questions, whose images are named from one of the folders in `images`.
-        images: folders where the images may lie, seen from the annotations, the folder above, and --data_root.
-        source: where to get it.
-        chance: accuracy of guessing, percent; of every split, or by its name.
-        counts: questions per split of the whole benchmark, where known.
-        total: questions in all, where known.
-        tie_credit: value of a tie in the benchmark's own code, on average: 1 where that code lists the true caption
-            first and takes the first of the greatest.
-        means: counts -> averages by name; empty where the splits are not to be averaged.
+        name: name on the command line and in result files.
+        title: name in tables.
+        files: annotation files; a folder with one of them holds the benchmark.
+        read: folder -> questions, with names of images relative to one of the folders `images`.
+        images: folders of the images, relative to the annotations, the folder above, or --data_root.
+        source: where to get the benchmark.
+        chance: accuracy of guessing in percent, of all splits or per split.
+        counts: questions per split of the complete benchmark, where known.
+        total: questions of the complete benchmark, where known.
+        tie_credit: mean credit of a tie in the benchmark's own code: 1 if that code lists the true caption first and
+            takes the first maximum.
+        means: questions per split -> averages by name; empty if splits must not be averaged.
         outcomes: questions and answers -> comparisons that count.
-        more: questions and their values, 0 to 1 -> further accuracies, percent.
-        part_of: question -> the part of the images that it needs; one may have a part without the others.
-        blind_group: question -> the group within which images are exchanged, for a control; by default its split, which
-            must not give away the answer.
-        is_own: whether a folder with such files is this benchmark's.
+        more: questions and their credits, 0 to 1 -> further accuracies in percent.
+        part_of: question -> the part of the images that the question needs; a user may have some parts only.
+        blind_group: question -> the group in which the control with shuffled images exchanges images. The group must
+            not reveal the answer.
+        is_own: whether a folder with such files belongs to this benchmark.
     """
 
     name: str
@@ -100,11 +100,11 @@ class Benchmark:
     is_own: Callable[[Path], bool] = lambda folder: True
 
     def is_in(self, folder: Path) -> bool:
-        """Whether a folder holds it, or a part of it."""
+        """Whether a folder holds the benchmark or a part of it."""
         return bool(self.own_files(folder)) and self.is_own(folder)
 
     def own_files(self, folder: Path) -> list[str]:
-        """Those of its annotation files that a folder holds."""
+        """Annotation files in a folder."""
         return [name for name in self.files if (folder / name).is_file()]
 
 

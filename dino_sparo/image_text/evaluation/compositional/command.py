@@ -99,7 +99,7 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
 
 
 def labels_of(weights: Sequence[str]) -> list[str]:
-    """Names of models in the table: a checkpoint's folder, another file's name; numbered where they agree."""
+    """Names of models in the table: the folder of checkpoint.pth, else the name of the file; numbered if equal."""
     names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
     times = Counter(names)
     return [name if times[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
@@ -123,19 +123,19 @@ def evaluate(
     num_failures: int,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> tuple[Result, dict[str, Failures]]:
-    """Answer the questions of all benchmarks with one model.
+    """Evaluate one model on all benchmarks.
 
     Args:
         scorer: the model.
-        benchmarks: with their questions.
+        benchmarks: the benchmarks.
         chunk_images: largest number of images encoded at a time.
         seed: random seed of the bootstrap and of shuffled images.
-        blind: answer everything once more with the images of other questions.
-        num_failures: number of errors to list per benchmark, the clearest ones.
+        blind: repeat the evaluation with the images of other questions.
+        num_failures: number of errors to list per benchmark.
         limits: larger images count as unreadable.
 
     Returns:
-        The result, and the errors of each benchmark, which the result has too.
+        The result, and its errors of each benchmark.
 
     Raises:
         ValueError: no image of any benchmark can be read.
@@ -175,7 +175,7 @@ def evaluate(
 
 
 def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -> Result:
-    """The result of one benchmark; `every` has the answers to its questions."""
+    """The result of one benchmark; `every` holds an answer, or None, for each of its questions."""
     benchmark = local.benchmark
     pairs = [(question, answer) for question, answer in zip(local.questions, every, strict=True) if answer]
     questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]

@@ -30,14 +30,14 @@ class LocalBenchmark:
     """A benchmark on disk: its questions, and what is missing.
 
     Attributes:
-        benchmark: which.
-        folder: of its annotations.
-        title: the benchmark's, with the folder where it lies in several.
+        benchmark: the benchmark.
+        folder: folder of the annotations.
+        title: title of the benchmark, with the folder if several folders hold the benchmark.
         images: folder that names of images start from.
-        questions: those that have their captions and image files; an image is its absolute path, or a part of it.
-        without_image: split -> questions whose image files are missing.
-        with_empty_caption: split -> questions with an empty caption.
-        lacks: reasons why it is incomplete, a sentence each.
+        questions: questions with captions and image files; an image is an absolute path or a crop of such a file.
+        without_image: number of questions without image file, per split.
+        with_empty_caption: number of questions with an empty caption, per split.
+        lacks: what is missing, a sentence each.
     """
 
     benchmark: Benchmark
@@ -55,10 +55,10 @@ class ImageRules:
     """Folders of images, and the share that may be missing.
 
     Attributes:
-        root: `--data_root`; images may lie there, too.
-        images: the folder of the images; None: the benchmark's own folders are tried.
-        max_missing: share of the image files of a part that may be missing. A part without any image is left out.
-        allow_outside: whether annotations may name files outside of `root` and of the folder of the images.
+        root: `--data_root`, where images may lie, too.
+        images: folder of the images; None: try the folders of the benchmark.
+        max_missing: largest share of missing files in a part of the images. A part without any image is left out.
+        allow_outside: whether annotations may name files outside of `root` and `images`.
         limits: larger images count as unreadable.
     """
 
@@ -181,7 +181,7 @@ def _located(question: Question, folder: Path, paths: Mapping[str, str]) -> Ques
 
 
 def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence[str]) -> Path:
-    """The folder in which images lie: the first of the benchmark's that has one of the first few."""
+    """The folder of the images: the first folder of the benchmark that has one of the first few images."""
     tries = [start / name for start in (folder, folder.parent, root) for name in benchmark.images]
     there = [path for path in tries if path.is_dir()]
     seen = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
@@ -189,7 +189,7 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
 
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:
-    """Sentences on annotations that are missing or incomplete."""
+    """Missing and incomplete annotations, a sentence each."""
     lacks = []
     if missing := [name for name in benchmark.files if not (folder / name).is_file()]:
         first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")

@@ -1,11 +1,11 @@
-"""Answers -> the clearest errors of a benchmark -> a page and sheets, for `compositional --failures N`.
+"""Answers -> the clearest errors of a benchmark -> an HTML page and sheets: `compositional --failures N`.
 
-An error is an image that scores more with a false caption than with its own. Of each benchmark those with the largest
-margin are shown, one per image. Otherwise the largest benchmark would fill the page, and in some sets one odd image
-would. A tie is no clear error.
+An error is an image that scores higher with a false caption than with its own. The page shows the errors with the
+largest margins of each benchmark, one per image, so that neither a large benchmark nor one odd image fills the page. A
+tie is no clear error.
 
-A figure shows the image, beside it the true and the false caption with their scores, and below each caption the maps
-that the model has for the caption (`ExplainableScorer`). Of a model without maps it shows the captions alone.
+A figure shows the image, the true and the false caption with their scores, and below each caption the maps of an
+`ExplainableScorer`.
 """
 
 import difflib
@@ -41,16 +41,16 @@ MAX_FAILURES = 50  # per benchmark: a page holds all its pictures, about 0.3 MB 
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that scores more with a false caption than with its own.
+    """An image that scores higher with a false caption than with its own.
 
     Attributes:
-        split: of the question.
-        image: path of the file.
-        box: part of it that the question shows: left, top, right, bottom, pixels; None: all of it.
-        true_caption: the image's.
-        false_caption: of the question's others the one that scores most.
-        true_score: of image and `true_caption`.
-        false_score: of image and `false_caption`.
+        split: split of the question.
+        image: path of the image file.
+        box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
+        true_caption: the caption of the image.
+        false_caption: the false caption with the highest score.
+        true_score: score of the image with the true caption.
+        false_score: score of the image with the false caption.
     """
 
     split: str
@@ -63,18 +63,18 @@ class Failure:
 
     @property
     def name(self) -> ImageName:
-        """The image, as questions name it."""
+        """The image as questions name it."""
         return self.image if self.box is None else Crop(self.image, self.box)
 
 
 class Failures(NamedTuple):
-    """The errors of a benchmark, as its result holds them.
+    """The errors of a benchmark in its result file.
 
     Attributes:
-        num_asked: questions.
-        num_wrong: images that score more, or as much, with a false caption.
-        num_tied: those that score as much.
-        clearest: errors with the largest margins, the largest first.
+        num_asked: answered questions.
+        num_wrong: questions with a false caption that scores at least as high as the true one.
+        num_tied: wrong questions with equal scores.
+        clearest: errors by margin, largest first.
     """
 
     num_asked: int
@@ -119,10 +119,10 @@ def write_failures(
 
     Args:
         scorer: the model.
-        model: what to call it.
-        failures: benchmark -> its errors.
-        stem: path that the files' names begin with.
-        limits: as the images were read before.
+        model: name of the model.
+        failures: errors by title of the benchmark.
+        stem: beginning of the paths of all files.
+        limits: larger images count as unreadable.
     """
     figure = Figure(TITLE, f"{model}  ·  scores: {scorer.measure}", [], LAYOUT, explanation=RULE, ends=None)
     names = file_names([title.replace("/", "_") for title in failures])
