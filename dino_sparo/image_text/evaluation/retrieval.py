@@ -189,7 +189,7 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
 
 
 def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " captions"]]:
-    """Captions -> the different texts in order, and the text of each caption; as the tokenizer, ignores case and space."""
+    """Captions -> the different texts, and the text of each caption; case and white space make no difference."""
     keys = [" ".join(caption.lower().split()) for caption in captions]
     texts: dict[str, str] = {}
     for key, caption in zip(keys, captions, strict=True):
