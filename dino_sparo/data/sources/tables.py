@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 
 TABLE_ENDINGS = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",\t;|"
+_HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # of a surrogate pair in JSON, without the other half
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class TableRows:
                 cell.encode()
         except UnicodeEncodeError:
             self._warn_once("a text is not UTF-8 and is read as Latin-1", lines)
-            return cell.encode("utf-8", "surrogateescape").decode("latin-1")
+            return _HALF_CHARACTER.sub("?", cell).encode("utf-8", "surrogateescape").decode("latin-1")
         return cell
 
     def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
