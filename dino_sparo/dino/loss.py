@@ -20,10 +20,10 @@ class LossDiagnostics(NamedTuple):
     """Signs of collapse; scalar tensors, nats.
 
     Attributes:
-        teacher_entropy: mean entropy of the teacher's distribution for one image; ln K: it is flat.
-        kl: loss - teacher_entropy, the student's distance from the teacher.
-        marginal_entropy: entropy of the teacher's distribution averaged over this rank's batch; 0: all images fall on
-            one prototype.
+        teacher_entropy: mean entropy of the teacher's distribution for one image; ln K for a flat distribution.
+        kl: loss - teacher_entropy, the distance of the student from the teacher.
+        marginal_entropy: entropy of the teacher's mean distribution over this rank's batch; 0 if all images have one
+            prototype.
     """
 
     teacher_entropy: Tensor
@@ -84,12 +84,11 @@ class DINOLoss(nn.Module):
         super().__init__()
         if chunk_size < 0:
             raise ValueError(f"chunk_size={chunk_size} prototypes; give 0 for all at once, or a positive number")
-        if num_crops < NUM_TEACHER_CROPS:
-            raise ValueError(f"num_crops={num_crops}; DINO needs at least the {NUM_TEACHER_CROPS} global crops")
-        if out_dim < 2:
-            raise ValueError(f"out_dim={out_dim}: DINO needs at least 2 prototypes; give more")
-        if not 0 <= center_momentum <= 1:
-            raise ValueError(f"center_momentum={center_momentum} is no momentum; give a number from 0 to 1")
+        if num_crops < NUM_TEACHER_CROPS or out_dim < 2:
+            raise ValueError(
+                f"num_crops={num_crops}, out_dim={out_dim}: DINO needs at least the {NUM_TEACHER_CROPS} global crops, "
+                "and 2 prototypes"
+            )
         temperatures = {
             "warmup_teacher_temp": warmup_teacher_temp,
             "teacher_temp": teacher_temp,
@@ -126,9 +125,8 @@ class DINOLoss(nn.Module):
         Args:
             student_logits: (S*B, K), crop by crop, global crops first.
             teacher_logits: (2*B, K), crop by crop.
-            epoch: counted from 0; gives the teacher's temperature.
-            update_center: False for gradient accumulation: all parts of a batch use the same center, and the caller
-                moves it once (`begin_center_update`).
+            epoch: counted from 0, for the teacher's temperature.
+            update_center: False for gradient accumulation, where the caller moves the center (`begin_center_update`).
         """
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
         batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
@@ -145,11 +143,6 @@ class DINOLoss(nn.Module):
 
     def teacher_probabilities(self, teacher_logits: Float[Tensor, "TB K"], epoch: int) -> Float[Tensor, "T B K"]:
         """q = softmax((teacher - center) / tau_teacher), without gradient."""
-        if teacher_logits.ndim != 2 or teacher_logits.shape[1] != self.out_dim or len(teacher_logits) % 2:
-            raise ValueError(
-                f"teacher logits have shape {tuple(teacher_logits.shape)}; they need "
-                f"({NUM_TEACHER_CROPS} * batch, {self.out_dim}), one row per image and global crop"
-            )
         temperature = float(self.teacher_temp_schedule[epoch])
         centered = teacher_logits.detach() - self.center
         return (centered / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
@@ -183,7 +176,7 @@ class DINOLoss(nn.Module):
         self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
-        """Move the center towards the mean of the teacher's logits; arguments as for `begin_center_update`."""
+        """Move the center towards the mean of the teacher's logits; the arguments are those of the next function."""
         self.begin_center_update(logits_sum, count)(None)
 
     @torch.no_grad()
@@ -194,10 +187,10 @@ class DINOLoss(nn.Module):
 
         Args:
             logits_sum: (1, K), sum over this rank's rows.
-            count: number of rows summed, the same on every rank.
+            count: number of rows, equal on every rank.
 
         Returns:
-            A function of a flag (), which does not move the center where the flag is not zero.
+            A function of a flag (); it does not move the center if the flag is not zero.
         """
         wait = all_reduce_sum_async(logits_sum.clone())
 
@@ -226,14 +219,14 @@ def diagnose_collapse(
 ) -> str | None:
     """A line for the log that names the collapse and what usually helps; None if there is no collapse.
 
-    The information the teacher's prototype carries about the image, I = marginal_entropy - teacher_entropy, is zero
-    when it answers the same for every image. Its entropy then tells which of DINO's two collapses this is (DINO,
-    section 5.3: without sharpening the uniform one, without centring the one on a single prototype).
+    I = marginal_entropy - teacher_entropy is the information in the teacher's prototype about the image. I is zero if
+    every image gets the same distribution. The entropy then distinguishes DINO's two collapses (DINO, section 5.3:
+    uniform without sharpening, on one prototype without centring).
 
     Args:
-        loss: nats.
-        teacher_entropy: mean over images, nats.
-        marginal_entropy: of the mean over images, nats.
+        loss: nats, like the entropies, which are those of `LossDiagnostics`.
+        teacher_entropy: mean over images.
+        marginal_entropy: of the mean over images.
         feature_rank: effective rank of the encodings of a batch.
         out_dim: K.
         batch_size: images on one rank.

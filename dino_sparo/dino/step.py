@@ -25,15 +25,15 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     center, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
 
-    No value is copied to the CPU, so the step never waits for a GPU. After a loss or gradients that are not finite, on
-    any rank, student, optimizer and center stay as they are until the trainer reads the report and ends the run. The
-    teacher still moves towards the student in these steps; that teacher is never saved.
+    No value is copied to the CPU, so the step never waits for a GPU. If the loss or gradients of any rank are not
+    finite, student, optimizer and center do not change until the trainer reads the report and ends the run. Meanwhile
+    the teacher still moves; that teacher is never saved.
 
     Args:
         dino: changed in place.
         batches: `accum_steps` micro-batches of this rank.
         epoch: counted from 0.
-        diagnose: also look at the teacher's entropies.
+        diagnose: also report the teacher's entropies.
     """
     updater, loss_of = dino.updater, dino.loss
     updater.begin_step()

@@ -40,11 +40,7 @@ DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entr
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, before a job waits in a queue: their ranges, and sizes of networks and loss.
-
-    Raises:
-        ValueError: names the option or the value and what would fit.
-    """
+    """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of networks and loss."""
     options.check_options(args)
     with torch.device("meta"):  # takes no memory
         build_network(args, args.drop_path_rate)

@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.crops import MultiCropAugmentation
-from dino_sparo.data.dataset import (
-    Batch,
-    ImageDataset,
-    open_images,
-)
+from dino_sparo.data.dataset import Batch, ImageDataset, open_images
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
@@ -41,11 +37,11 @@ PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe duri
 
 
 class Examples(NamedTuple):
-    """Images to look at after every epoch.
+    """Example images for TensorBoard and for the rank of the encodings.
 
     Attributes:
         crops: per view a batch (B, C, H, W), augmented as for training.
-        views: (B, C, H, W), the central squares of a few, not augmented.
+        views: (B, C, H, W), the central squares of a few images, not augmented.
     """
 
     crops: list[Tensor]
@@ -58,10 +54,10 @@ class CropData:
 
     Attributes:
         source: the images.
-        sampler: which images come when.
-            loader: batches of crops.
-        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
-        examples: to look at after every epoch; rank 0 only.
+        sampler: the order of the images.
+        loader: batches of crops.
+        distort: distorts 8-bit crops on the device; None if the loader's crops are finished.
+        examples: on rank 0 only.
     """
 
     source: ImageSource
@@ -72,15 +68,7 @@ class CropData:
 
 
 def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
-    """Open the images that the options name.
-
-    Args:
-        args: the options of `main_dino.py` about images, crops, normalisation and processes.
-        process: this process among its peers.
-
-    Raises:
-        ValueError: there are no such images, or too few for one step.
-    """
+    """Open the images of the options; ValueError if there are none, or too few for one step."""
     source = open_images(
         args.data_path,
         args.split,
@@ -103,9 +91,8 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    dataset = ImageDataset(source, augmentation(defer), args.seed)
     loader = create_loader(
-        dataset,
+        ImageDataset(source, augmentation(defer), args.seed),
         sampler,
         num_workers=args.num_workers,
         pin_memory=process.device.type == "cuda",
@@ -117,7 +104,7 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
 
 
 def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: MultiCropAugmentation) -> Examples:
-    """A few images of different classes, then others spread over the data: their crops, and of the few their views."""
+    """Crops of a few images of different classes and of others spread over the data; views of the few."""
     few = of_different_classes(source, SHOWN_IMAGES)
     indices = [*few, *(index for index in spread_out(source, LOOK_IMAGES) if index not in few)][:LOOK_IMAGES]
     cropped = ImageDataset(source, augmentation, args.seed)
@@ -140,14 +127,7 @@ def crops_on_device(batch: Batch, distort: Distortions | None, device: torch.dev
 def create_updater(
     network: nn.Module, schedules: Sequence[GroupSchedule], args: argparse.Namespace, device: torch.device
 ) -> Updater:
-    """The optimizer and precision that the options name.
-
-    Args:
-        network: what is trained, on the device.
-        schedules: one per group of `optim.param_groups`.
-        args: the options of `main_dino.py` about the optimisation.
-        device: where to compute.
-    """
+    """Optimizer and precision of the options; `schedules` has one entry per group of `optim.param_groups`."""
     return Updater(
         create_optimizer(args.optimizer, param_groups(network)),
         schedules,

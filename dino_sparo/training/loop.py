@@ -45,22 +45,16 @@ class TooManyCorruptError(MendableError):
 def train_one_epoch(
     run: Run, end_step: int, log: RunLog, watchdog: Watchdog
 ) -> tuple[dict[str, float], Signals | None]:
-    """Train until the end of an epoch, from wherever in it the run stands, or until the ranks agree to stop.
+    """Train until the end of the epoch under way or of the run (`end_step`), or until the ranks agree to stop.
 
-    The run is saved when it is time, and when it ends within the epoch. A whole epoch is left to the caller to save.
-
-    Args:
-        run: changed in place.
-        end_step: step at which the run ends, perhaps before the epoch does.
-        log: gets the numbers of every step.
-        watchdog: gets a beat at every step.
+    The run is saved when a checkpoint is due, and when it ends within the epoch. The caller saves a whole epoch.
 
     Returns:
         Means over the epoch's steps and all ranks, with speed and counts; the signal that ended the epoch early.
 
     Raises:
-        NonFiniteLossError: on every rank, if the loss or the gradients of any are not finite.
-        TooManyCorruptError: on every rank, when more items are unreadable than `--max_corrupt` allows.
+        NonFiniteLossError: on every rank, if the loss or the gradients of any rank are not finite.
+        TooManyCorruptError: on every rank, if more items are unreadable than `--max_corrupt` allows.
     """
     objective, sampler, updater = run.objective, run.objective.sampler, run.objective.updater
     for network in objective.networks.values():
@@ -104,7 +98,7 @@ def train_one_epoch(
 
 
 def check_unreadable(run: Run) -> None:
-    """Stop where more items are unreadable than `--max_corrupt` allows; those left out at the start count too."""
+    """Raise TooManyCorruptError beyond `--max_corrupt`; items skipped when the source was opened count too."""
     objective, max_corrupt, met = run.objective, run.args.max_corrupt, run.counts[UNREADABLE]
     number, total = met + objective.num_left_out, objective.sampler.num_images + objective.num_left_out
     if met and number > (most := most_corrupt(max_corrupt, total)):
@@ -117,7 +111,7 @@ def check_unreadable(run: Run) -> None:
 
 @dataclass
 class UnreadReports:
-    """Reports of the steps since the ranks last agreed; `add` waits for no device, `read` reads all at once.
+    """Reports of the steps since the last agreement of the ranks; `add` does not wait for the device, `read` does.
 
     Attributes:
         steps: (steps of the run so far, report, indices of each micro-batch).
@@ -128,7 +122,7 @@ class UnreadReports:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, step: int, report: StepReport, batches: list[TrainingBatch], objective: Objective[Any]) -> None:
-        """Note a step, and name the unreadable items in the log; of the batches only the indices are kept."""
+        """Add a step, and log its unreadable items; only the indices of the batches are kept."""
         for batch in batches:
             for location, reason in batch.corrupt:
                 logger.warning("skipped an unreadable %s: %s (%s)", objective.noun, location, reason)
@@ -159,13 +153,9 @@ def write(log: RunLog, numbers: list[tuple[int, dict[str, float]]]) -> None:
 
 
 def raise_nonfinite(unread: UnreadReports, objective: Objective[Any], epoch: int) -> None:
-    """End all ranks, naming the items of the ranks whose loss is not finite.
-
-    Raises:
-        NonFiniteLossError: always.
-    """
+    """Raise NonFiniteLossError on all ranks, with the items of the ranks whose loss is not finite."""
     noun, own = objective.noun, None
-    # With fp16's scale a rank knows of its own loss alone: to the others the gradients look like an overflow.
+    # With fp16's scale a rank knows its own loss only: on the others the gradients look like an overflow.
     first = next((each for each in unread.steps if each[1].nonfinite), None)
     if first is not None:
         step, report, indices = first

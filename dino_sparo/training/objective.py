@@ -67,8 +67,8 @@ class EpochResult:
     """The evaluation after an epoch.
 
     Attributes:
-        values: named numbers for the log.
-        score: percent; the run keeps the checkpoint with the highest. None where nothing was evaluated.
+        values: numbers for the log.
+        score: percent, or None without an evaluation; the run keeps the checkpoint with the highest score.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -79,17 +79,17 @@ class Objective(ABC, Generic[AnyBatch]):
     """One way to train the encoder. The constructor builds data, networks, loss and optimizer from the options.
 
     Attributes:
-        noun: the data's item, "image" or "pair"; for messages and the checkpoint's keys.
+        noun: an item of the data, "image" or "pair"; for messages and the checkpoint's keys.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
-        fixed_options: options that the optimizer's state depends on, so that resuming refuses other values.
-        harmless_options: options that may change on resuming without a warning, beside `resume.HARMLESS_OPTIONS`.
+        fixed_options: options that the optimizer's state depends on; resuming refuses other values.
+        harmless_options: options that may change without a warning, beside `resume.HARMLESS_OPTIONS`.
         source: the data.
         sampler: the order of the items.
-        loader: their batches.
+        loader: batches of items.
         updater: gradients -> weights.
-        num_left_out: samples that the source left out when it was opened.
+        num_left_out: samples that the source skipped when it was opened.
     """
 
     noun: ClassVar[str] = "image"
@@ -125,13 +125,7 @@ class Objective(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
-        """Take one step.
-
-        Args:
-            batches: the step's micro-batches of this rank, on the device.
-            epoch: counted from 0.
-            is_last: whether the epoch, or the run, ends with this step.
-        """
+        """Take one step on this rank's micro-batches, on the device; `is_last`: the epoch or the run ends with it."""
 
     def initialize(self) -> None:
         """Load the weights that the options name for the start of a run, if any."""
@@ -152,18 +146,12 @@ class Objective(ABC, Generic[AnyBatch]):
         return {UNREADABLE: len(batch.corrupt)}
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Called every few steps with the counts of this epoch over all ranks, and the number of its items so far."""
+        """Called every few steps with the counts of this epoch over all ranks, and its number of items so far."""
 
     def is_evaluated(self, epoch: int) -> bool:
         """Whether `after_epoch` takes long after this epoch, so that the run saves before it too."""
         return False
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
-        """Evaluate; every rank calls this.
-
-        Args:
-            epoch: the one that has ended, counted from 0.
-            means: of the epoch's numbers.
-            log: for pictures.
-        """
+        """Evaluate, on every rank, after an epoch (counted from 0) with these means; `log` takes pictures."""
         return EpochResult()

@@ -42,17 +42,12 @@ class LARS(torch.optim.Optimizer):
         params: parameters or groups of them.
         lr: learning rate.
         weight_decay: lambda.
-        momentum: momentum of the update.
+        momentum: of the update.
         eta: trust coefficient.
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.9,
-        eta: float = 0.001,
+        self, params: Any, lr: float = 0.0, weight_decay: float = 0.0, momentum: float = 0.9, eta: float = 0.001
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eta": eta})
 
@@ -96,7 +91,7 @@ class SkippingSGD(torch.optim.SGD):
         """Update every parameter that has a gradient."""
         flag = getattr(self, "skip_where", None)
         moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter in moving:  # zeros are what torch starts from; made now, so that a first step can be skipped too
+        for parameter in moving:  # torch starts from zeros; created here, so that the first step can be skipped too
             if self.state[parameter].get("momentum_buffer") is None:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in moving]
@@ -115,9 +110,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
 
 
 def create_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of this name, a key of `OPTIMIZERS`, for the groups of `param_groups`."""
-    if name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}; choose one of {sorted(OPTIMIZERS)}")
+    """An optimizer of `OPTIMIZERS` for the groups of `param_groups`."""
     return OPTIMIZERS[name](groups)
 
 
@@ -129,13 +122,6 @@ def cosine_schedule(
         value_i = final + (base - final) (1 + cos(pi i / n)) / 2,   i = 0 .. n - 1 after the warm-up
 
     The warm-up runs from `start` to `base` inclusive, so `base` stands twice, as in the reference.
-
-    Args:
-        base: value after the warm-up.
-        final: value the cosine tends to.
-        total_steps: length of the schedule, steps.
-        warmup_steps: length of the warm-up, steps.
-        start: first value of the warm-up.
 
     Returns:
         (total_steps,) float64.
@@ -159,14 +145,8 @@ def clip_gradients_(
 
         g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
 
-    Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device. All factors are computed
-    together, so that the number of kernels beside the products does not grow with the number of parameters. A GPU takes
-    one product per parameter: torch has none for lists of numbers on the device.
-
-    Args:
-        parameters: those without a gradient are passed over.
-        max_norm: largest norm left unchanged.
-        norms: of `gradient_norms`, where they are known already.
+    Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device, and all factors are computed
+    together. `norms` are those of `gradient_norms`, if known.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
@@ -183,13 +163,9 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parame
 
 
 def skip_update_where(optimizer: torch.optim.Optimizer, flag: Float[Tensor, ""]) -> None:
-    """Make the optimizer's next steps do nothing while `flag` is not zero, without reading it.
+    """Make the steps of an optimizer of `OPTIMIZERS` do nothing while `flag`, on the device, is not zero.
 
-    torch's fused AdamW takes the flag by the attributes through which the gradient scaler tells it of overflows.
-
-    Args:
-        optimizer: one of `OPTIMIZERS`.
-        flag: (), on the parameters' device; read by the device at every step.
+    torch's fused AdamW takes the flag as an overflow of the gradient scaler.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
@@ -198,6 +174,6 @@ def skip_update_where(optimizer: torch.optim.Optimizer, flag: Float[Tensor, ""])
 
 
 def drop_gradients(module: nn.Module) -> None:
-    """Forget the gradients of a module's parameters, so that the optimizer leaves them alone (not even decay)."""
+    """Drop the gradients of a module, so that the optimizer does not change its parameters (not even by decay)."""
     for parameter in module.parameters():
         parameter.grad = None

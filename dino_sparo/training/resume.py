@@ -43,14 +43,14 @@ class Run:
     Attributes:
         objective: networks, loss, data.
         args: the options.
-        checkpoints: where the run is saved.
-        agreement: when the ranks agree on what to do next.
+        checkpoints: folder of the run.
+        agreement: decisions of all ranks.
         counts: of the epoch under way over all ranks, by the keys of `Objective.counters`.
         meters: this rank's means of the epoch under way.
         best_score: the highest so far, percent.
-        unlogged_epoch: the means of an epoch that is trained and saved, and has yet to be evaluated and logged.
+        unlogged_epoch: the means of an epoch that is trained and saved, and not yet evaluated and logged.
         saved_step: of the newest checkpoint; None before the first.
-        first_step: steps taken before this process started.
+        first_step: step at which this process began.
     """
 
     objective: Objective[Any]

@@ -40,14 +40,14 @@ def train(
     check_options: Callable[[argparse.Namespace], None],
     defaults_of: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
-    """Build everything the options describe, resume if there is a checkpoint, train.
+    """Build a run from the options, resume if there is a checkpoint, train.
 
     SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint. `train_one_epoch` saves an
-    epoch that a signal or `--max_steps` cuts short; the resumed run evaluates and logs it.
+    epoch that a signal or `--max_steps` cuts short; the resumed run evaluates and logs the epoch.
 
     Args:
         args: the options.
-        objective_class: what to train.
+        objective_class: class of the objective.
         check_options: refuses options that do not fit, before anything is opened.
         defaults_of: sets options whose defaults depend on the run, and returns the defaults of all, for the log.
 
@@ -119,15 +119,7 @@ def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None
     """Evaluate, log and save the trained epoch whose means are `unlogged_epoch`.
 
     If the evaluation takes long, the run is saved before it too. After a signal the run is saved and not evaluated.
-
-    Args:
-        run: at an epoch's end.
-        log: gets the epoch's line.
-        watchdog: is patient with saves.
-        stop: the signal that came in the epoch's last steps.
-
-    Returns:
-        The signal that came before the evaluation; else None.
+    Returns the signal: `stop`, or one that came before the evaluation.
     """
     args, epoch, means = run.args, run.epochs_done, run.unlogged_epoch or {}
     if stop is None and run.objective.is_evaluated(epoch):

@@ -29,11 +29,11 @@ class Updater:
     Attributes:
         optimizer: of the trained network.
         schedules: one per parameter group.
-        parameters: of the trained network, in its order.
-        device: where to compute.
+        parameters: of the trained network.
+        device: of the trained network.
         dtype: of autocast; float32 switches it off.
         accum_steps: micro-batches per step.
-        seed: of what is random within a step (stochastic depth).
+        seed: of stochastic depth.
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
         nonfinite: (), 1 once a loss (without fp16: or a gradient) was not finite on any rank. From then on the
@@ -58,7 +58,7 @@ class Updater:
         self.nonfinite, self.overflow = (torch.zeros((), device=self.device) for _ in range(2))
 
     def begin_step(self) -> None:
-        """Set the step's hyperparameters, forget the last step's gradients, seed what is random."""
+        """Set the hyperparameters of the step, drop the gradients of the last step, seed stochastic depth."""
         for group, schedule in zip(self.optimizer.param_groups, self.schedules, strict=True):
             group.update({name: float(values[self.step]) for name, values in schedule.items()})
         self.optimizer.zero_grad(set_to_none=True)
@@ -78,29 +78,17 @@ class Updater:
         return nullcontext()
 
     def backward(self, value: Float[Tensor, ""], loss: Float[Tensor, ""], parts: int = 1) -> None:
-        """Add the gradients of `value` / `parts`.
+        """Add the gradients of `value` / `parts`, where `parts` micro-batches share a step.
 
-        They are NaN if the loss is not finite, or was not in an earlier step. Their mean carries that to all ranks, so
-        that no rank updates its weights.
-
-        Args:
-            value: what to differentiate.
-            loss: what has to be finite.
-            parts: micro-batches that share a step.
+        The gradients are NaN if the loss is not finite, or was not in an earlier step. The mean over the ranks is then
+        NaN too, so that no rank updates its weights.
         """
         is_fine = loss.detach().isfinite() & (self.nonfinite == 0)
         scaled = value if self.scaler is None else self.scaler.scale(value)
         (scaled / parts * torch.where(is_fine, 1.0, math.nan)).backward()
 
     def finish_gradients(self, loss: Float[Tensor, ""]) -> Float[Tensor, " parameters"]:
-        """Undo fp16's scale, and note if the loss or a gradient is not finite.
-
-        Args:
-            loss: of the step.
-
-        Returns:
-            (parameters,), the norm of every gradient there is.
-        """
+        """Undo fp16's scale, and set the flags if the loss or a gradient is not finite; returns `gradient_norms`."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norms = gradient_norms(self.parameters)
