@@ -301,6 +301,17 @@ def export(args: argparse.Namespace) -> Any:
     return export_checkpoint(args)
 
 
+@command(EVALUATE, evaluation_options.info_parser)
+def info(args: argparse.Namespace) -> Any:
+    """A checkpoint, export, embeddings, cached features or result -> what it is, and whether it is damaged.
+
+    dino-sparo info runs/vits16/checkpoint.pth
+    """
+    from dino_sparo.evaluation.info import show
+
+    return show(args, lambda name: vars(parse_keywords(name, {})))
+
+
 @command(EVALUATE, evaluation_options.push_parser)
 def push(args: argparse.Namespace) -> Any:
     """A checkpoint -> a repository of the Hugging Face hub.

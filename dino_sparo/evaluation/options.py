@@ -374,6 +374,13 @@ EXPORTED: Group = {
 }
 
 
+def info_parser() -> Parser:
+    """The options of `dino_sparo.evaluation.info`."""
+    parser = Parser()
+    parser.add_argument("path", help="A file or folder that dino-sparo wrote, or a checkpoint of others.")
+    return parser
+
+
 def export_parser() -> Parser:
     """The options of `dino_sparo.weights.export`."""
     return Parser({"files": EXPORTED, "foreign weights": FOREIGN_WEIGHTS})

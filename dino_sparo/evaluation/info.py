@@ -1,0 +1,153 @@
+"""A file or folder of this package -> what it is, in words: checkpoint, export, embeddings, cached features, result.
+
+dino-sparo info runs/vits16/checkpoint.pth
+"""
+
+import argparse
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
+from dino_sparo.evaluation.embed.store import load_embeddings, read_record
+from dino_sparo.evaluation.feature_cache import CACHE_FILES, load_features
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.files import parse_object
+from dino_sparo.runtime.records import plain
+from dino_sparo.weights.checkpoint import (
+    NETWORKS,
+    encoder_of,
+    image_text_entry,
+    load_checkpoint,
+    located,
+    network_name,
+)
+from dino_sparo.weights.origin import in_percent, origin_of, scores_of
+
+# Objective -> the command that trains it.
+COMMANDS = {"DINO": "train", "CLIP": "train-clip", "OC-CLIP": "train-oc-clip"}
+
+
+def show(args: argparse.Namespace, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """`dino-sparo info`: one line per fact; returns the facts."""
+    facts = {name: value for name, value in describe(args.path, defaults_of).items() if value}
+    width = max(map(len, facts)) + 2
+    say("\n".join(f"{name:<{width}}{_in_words(value)}" for name, value in facts.items()))
+    return facts
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{name}={_in_words(item)}" for name, item in value.items())
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """Facts about a file or folder, by their names.
+
+    Args:
+        path: anything that this package writes; also "demo", a repository of the hub, and weights of others.
+        defaults_of: name of a training command -> its options' defaults.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, or this package writes no such file.
+    """
+    folder = Path(path)
+    if folder.suffix == ".json" and folder.is_file():
+        return _describe_result(folder)
+    if (folder / EMBEDDINGS).is_file():
+        return _describe_embeddings(folder)
+    if (folder / CACHE_FILES["train"][0]).is_file():
+        return _describe_features(folder)
+    if (folder / "checkpoint.pth").is_file():
+        path = str(folder / "checkpoint.pth")
+    file = located(path)
+    if file.is_dir():
+        raise ValueError(f"{path} holds no checkpoint, export, embeddings or cached features; give one of their paths")
+    return _describe_weights(path, file, defaults_of)
+
+
+def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    content = load_checkpoint(path)
+    networks = [name for name in NETWORKS if name in content]
+    encoder = encoder_of(content, path, (networks or NETWORKS)[0])
+    origin, args, pair = origin_of(content, file), content.get("args", {}), image_text_entry(content)
+    has_checksums, is_export = zipfile.is_zipfile(file), "sha256" in content
+    recipe = origin["recipe"] or {}
+    if args and origin["objective"]:
+        defaults = plain(dict(defaults_of(COMMANDS[origin["objective"]])))
+        recipe = {name: args[name] for name in defaults if name in args and args[name] != defaults[name]}
+    best = {name: f"{content[name]:.2f} %" for name in ("best_knn", "best_zero_shot") if content.get(name)}
+    epochs = args.get("epochs") or recipe.get("epochs")
+    return {
+        "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
+        "kind": "checkpoint of a training" if args else "export" if is_export else "weights",
+        "damaged": "no: the checksums fit" if has_checksums or is_export else "not known: there are no checksums",
+        "objective": origin["objective"],
+        "encoder": encoder.summary,
+        "text": pair and {name: value for name, value in pair["text"].items() if not isinstance(value, dict)},
+        "networks": networks or network_name(content, "teacher"),
+        "epochs": origin["epoch"] if epochs is None else f"{origin['epoch']} of {epochs}",
+        "steps": origin["step"],
+        "images per step": origin["global_batch"],
+        "data": args.get("data_path") or origin["data"],
+        "images": origin["num_images"],
+        "options": {name: value for name, value in recipe.items() if name not in ("data_path", "output_dir")},
+        "scores": {**origin["scores"], **best},
+        "versions": content.get("versions"),
+    }
+
+
+def _describe_embeddings(folder: Path) -> dict[str, Any]:
+    record = read_record(folder) or {}
+    if record["complete"]:
+        try:
+            embeddings = load_embeddings(folder)
+            lengths = {len(embeddings.index["path"]), *map(len, embeddings.arrays.values())}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
+        if lengths != {record["num_images"]}:
+            raise ValueError(f"{folder} is damaged: rows are missing, or its files are of two runs; embed again")
+    return {
+        "folder": folder,
+        "kind": "embeddings",
+        "damaged": "no: arrays and index have a row per image",
+        "complete": "yes" if record["complete"] else "no: run the same embed command again to resume",
+        "features": {name: "x".join(map(str, shape)) for name, shape in record["features"].items()},
+        "images": record.get("num_images"),
+        "unreadable": record.get("num_unreadable"),
+        **_facts(record),
+    }
+
+
+def _describe_features(folder: Path) -> dict[str, Any]:
+    train, val, record = load_features(folder)
+    return {
+        "folder": folder,
+        "kind": "cached features of --dump_features",
+        "damaged": "no: the checksums fit" if record else "not known: there are no checksums",
+        "features": {"train": "x".join(map(str, train.features.shape)), "val": "x".join(map(str, val.features.shape))},
+        **_facts(record),
+    }
+
+
+def _describe_result(file: Path) -> dict[str, Any]:
+    record = parse_object(file.read_bytes(), str(file))
+    if file.with_suffix(".safetensors").is_file() or ("encoder" not in record and "model" not in record):
+        raise ValueError(f"{file} is no result of an evaluation; for an export or embeddings give the file or folder")
+    kind = record.get("evaluation", file.stem)
+    scores = in_percent(scores_of(record))
+    return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **_facts(record)}
+
+
+def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that results, embeddings and cached features have in common: the encoder, its weights, the data."""
+    encoder = record.get("encoder", record.get("model", {}))
+    image = encoder.get("image", encoder)
+    return {
+        "encoder": {name: image[name] for name in ("arch", "patch_size", "readout", "img_size") if name in image},
+        "weights": {name: encoder[name] for name in ("pretrained_weights", "epoch", "sha256") if encoder.get(name)},
+        "data": record.get("images", {}).get("data_path") or record.get("data", {}).get("name"),
+        "versions": record.get("versions"),
+    }

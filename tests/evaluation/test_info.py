@@ -1,0 +1,145 @@
+"""`dino-sparo info`: what a checkpoint, export, embedding, cache or result is, and one line for anything else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dino_sparo
+from dino_sparo.__main__ import run
+from dino_sparo.weights.export import export
+
+TINY: dict[str, Any] = {
+    "data_path": "scenes:48:32",
+    "arch": "vit_micro",
+    "patch_size": 8,
+    "global_crops_size": 32,
+    "local_crops_number": 0,
+    "sparo_slots": 5,
+    "sparo_slot_dim": 3,
+    "sparo_key_dim": 2,
+    "out_dim": 32,
+    "head_hidden_dim": 16,
+    "batch_size_per_gpu": 16,
+    "warmup_epochs": 0,
+    "num_workers": 0,
+    "device": "cpu",
+    "knn_freq": 0,
+    "epochs": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training, its k-NN with cached features, embeddings, and two exports."""
+    folder = tmp_path_factory.mktemp("info")
+    run = dino_sparo.train(output_dir=folder / "run", **TINY)
+    evaluation = {"pretrained_weights": run.checkpoint, "data_path": "scenes:40:32", "num_workers": 0, "device": "cpu"}
+    dino_sparo.knn(nb_knn=[3, 5], dump_features=folder / "features", **evaluation)
+    dino_sparo.embed(output_dir=folder / "embeddings", what=["slots", "cls"], **evaluation)
+    export(run.checkpoint, folder / "out")
+    export(run.checkpoint, folder / "hub", format="huggingface")
+    return folder
+
+
+def info(path: object) -> dict[str, Any]:
+    """Facts that the command returns."""
+    return run("info", [str(path)])
+
+
+def test_a_checkpoint_tells_its_training_and_its_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = info(folder / "run" / "checkpoint.pth")
+    assert info(folder / "run") == facts
+    assert (facts["objective"], facts["epochs"], facts["steps"], facts["images"]) == ("DINO", "1 of 1", 3, 48)
+    assert facts["encoder"] == "vit_micro/8 at 32 px, sparo (5 slots of 3, keys of 2, 1 slots per key)"
+    assert facts["networks"] == ["teacher", "student"]
+    changed = {name: value for name, value in TINY.items() if name not in ("data_path", "knn_freq")}
+    assert facts["options"].items() >= changed.items()
+    assert not {"lr", "readout", "data_path", "output_dir"} & facts["options"].keys()
+    assert facts["scores"]["knn"].startswith("3-NN ")
+    printed = capsys.readouterr().out
+    assert "damaged          no: the checksums fit\n" in printed
+    assert "arch=vit_micro  patch_size=8" in printed
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "hub"])
+def test_an_export_tells_where_it_comes_from(folder: Path, name: str) -> None:
+    facts = info(folder / name)
+    assert (facts["kind"], facts["objective"], facts["data"]) == ("export", "DINO", "scenes:48:32")
+    assert (facts["epochs"], facts["networks"], facts["options"]["lr"]) == ("1 of 1", "teacher", 0.0005)
+    assert facts["scores"]["knn"].startswith("3-NN ")
+
+
+def test_the_demo_is_an_export() -> None:
+    facts = info("demo")
+    assert (facts["kind"], facts["epochs"], facts["data"]) == ("export", "7 of 7", "scenes:10000:48")
+
+
+def test_embeddings_features_and_results_tell_their_encoder(folder: Path) -> None:
+    embeddings, features = info(folder / "embeddings"), info(folder / "features")
+    assert (embeddings["kind"], embeddings["images"], embeddings["complete"]) == ("embeddings", 40, "yes")
+    assert embeddings["features"] == {"slots": "5x3", "cls": "128"}
+    assert features["features"] == {"train": "40x15", "val": "40x15"}
+    result = info(folder / "run" / "knn.json")
+    assert result["kind"] == "result of an evaluation: weighted k-NN"
+    assert result["scores"].startswith("3-NN ")
+    for facts in (embeddings, features, result):
+        assert facts["encoder"] == {"arch": "vit_micro", "patch_size": 8, "readout": "sparo", "img_size": 32}
+        assert facts["data"] == "scenes:40:32"
+        assert len(facts["weights"]["sha256"]) == 64
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("run/checkpoint.pth", damage, r"checkpoint\.pth is damaged"),
+        ("out.safetensors", damage, r"out\.safetensors is damaged"),
+        ("features/trainfeat.pth", truncate, r"trainfeat\.pth is truncated"),
+        ("embeddings/cls.npy", truncate, r"embeddings is damaged"),
+        ("embeddings/embedding.json", truncate, r"embedding\.json is damaged"),
+        ("run/knn.json", truncate, r"knn\.json is no JSON"),
+        ("out.json", None, "is no result of an evaluation"),
+        ("nothing.pth", None, r"no checkpoint at .*nothing\.pth"),
+        ("empty", Path.mkdir, "holds no checkpoint, export, embeddings or cached features"),
+        ("text.txt", lambda path: path.write_text("hello"), r"text\.txt is truncated or no checkpoint"),
+        ("list.json", lambda path: path.write_text("[1]"), r"list\.json is no JSON object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_damaged_and_other_files_are_one_line(
+    folder: Path, name: str, change: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / name
+    before = path.read_bytes() if path.is_file() else None
+    if change is not None:
+        change(path)
+    whole = path.parent if path.parent.name in ("features", "embeddings") else path
+    with pytest.raises(SystemExit) as ended:
+        info(whole)
+    if before is not None:
+        path.write_bytes(before)
+    assert ended.value.code == 1
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "\n" not in record.getMessage()
+    caplog.clear()
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(record.getMessage())
+
+
+def test_an_embedding_that_is_not_complete_says_so(folder: Path) -> None:
+    path = folder / "embeddings" / "embedding.json"
+    before = path.read_text()
+    path.write_text(json.dumps({**json.loads(before), "complete": False}))
+    assert info(path.parent)["complete"] == "no: run the same embed command again to resume"
+    path.write_text(before)
