@@ -106,7 +106,9 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     """
     path = located(path)
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
+        raise CheckpointError(
+            f"no checkpoint at {path}; give the path of a .pth file, or demo for the encoder in this package"
+        )
     if path.suffix == ".safetensors":
         return _with_published(read_safetensors(path), path)
     checkpoint = read_torch_file(path, verify)
@@ -122,7 +124,7 @@ def located(path: str | Path) -> Path:
     Raises:
         CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
-    folder = DEMO if str(path) == "demo" and not Path(path).exists() else Path(path)
+    folder = Path(path)
     if not folder.exists() and REPOSITORY.fullmatch(str(path)):
         from huggingface_hub import snapshot_download  # takes half a second
 
@@ -133,7 +135,9 @@ def located(path: str | Path) -> Path:
             raise CheckpointError(
                 f"no checkpoint at {path}, and no repository of that name on the Hugging Face hub: {reason}"
             ) from error
-    return folder / EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else folder
+    if (folder / EXPORTED_WEIGHTS).is_file():
+        return folder / EXPORTED_WEIGHTS
+    return DEMO if str(path) == "demo" and not folder.is_file() else folder
 
 
 def weights_sha256(path: str | Path) -> str:
