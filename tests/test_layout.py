@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"_version", *FLOORS[:number]} for number, room in enumerate(FLOORS)},
     **{room: {"_version", *FLOORS} | others for room, others in TOP.items()},
 }
-ENTRIES = {"__main__", "api", "submit"}  # they know all objectives
+ENTRIES = {"__main__", "api", "submit", "timm"}  # they know several rooms, the first three all objectives
 
 # Beyond this the root is split into folders.
 MAX_ROOT_FILES = 6
