@@ -1,7 +1,6 @@
 """The recipes in configs/: each is read by its command, and its networks are built without memory."""
 
 import argparse
-import re
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 import yaml
 
 from dino_sparo.__main__ import COMMANDS
-from dino_sparo.clip.options import RECIPES as CLIP_RECIPES
+from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
 from dino_sparo.clip.train import build_model as build_clip
 from dino_sparo.clip.train import check_options as check_clip
-from dino_sparo.dino.options import check_options as check_dino
 from dino_sparo.dino.options import fill_in_defaults
 from dino_sparo.dino.train import build_network
-from dino_sparo.oc_clip.presets import RECIPES as OC_CLIP_RECIPES
+from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import build_model as build_oc_clip
 from dino_sparo.oc_clip.train import check_options as check_oc_clip
 
@@ -36,66 +34,50 @@ PRESETS = {
 }
 
 
-def command_of(file: Path) -> str:
-    """The training that the command in the file's comment runs."""
-    (command,) = set(re.findall(r"dino[-_]sparo (train[a-z-]*|submit) .*--config", file.read_text()))
-    return "train" if command == "submit" else command
-
-
-def options_of(file: Path) -> argparse.Namespace:
-    parser = COMMANDS[command_of(file)].parser
+def options_of(command: str, *words: str) -> argparse.Namespace:
+    parser = COMMANDS[command].parser
     assert parser is not None
-    return parser().parse_keywords(yaml.safe_load(file.read_text()))
+    return parser().parse_args(words)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_recipe_is_read_by_its_command_and_its_networks_can_be_built(file: Path) -> None:
-    args, command = options_of(file), command_of(file)
-    if command == "train":
-        check_dino(args)
-        fill_in_defaults(args)
-        with torch.device("meta"):
-            network = build_network(args, args.drop_path_rate)
-        millions = sum(parameter.numel() for parameter in network.encoder.parameters()) / 1e6
-        assert millions == pytest.approx(MILLIONS[file.stem], abs=0.1)
-        return
-    check, build = {"train-clip": (check_clip, build_clip), "train-oc-clip": (check_oc_clip, build_oc_clip)}[command]
+def recipe(name: str) -> argparse.Namespace:
+    (file,) = [file for file in FILES if file.stem == name]
+    return options_of(yaml.safe_load(file.read_text())["command"], "--config", str(file))
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_the_networks_of_a_recipe_of_dino_can_be_built(name: str) -> None:
+    args = recipe(name)
+    fill_in_defaults(args)
+    with torch.device("meta"):
+        network = build_network(args, args.drop_path_rate)
+    millions = sum(parameter.numel() for parameter in network.encoder.parameters()) / 1e6
+    assert millions == pytest.approx(MILLIONS[name], abs=0.1)
+
+
+@pytest.mark.parametrize(("name", "preset"), PRESETS.items())
+def test_a_recipe_of_a_paper_is_the_preset_of_its_name_and_its_networks_can_be_built(name: str, preset: str) -> None:
+    args, is_oc_clip = recipe(name), name.startswith("oc_clip")
+    presets = OC_CLIP_PRESETS if is_oc_clip else CLIP_PRESETS
+    assert {key: vars(args)[key] for key in presets[preset]} == presets[preset]
+    by_preset = options_of("train-oc-clip" if is_oc_clip else "train-clip", "--preset", preset)
+    assert vars(args) == {**vars(by_preset), "preset": None}
+    check, build = (check_oc_clip, build_oc_clip) if is_oc_clip else (check_clip, build_clip)
     check(args)
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in build(args).parameters()) > 1e8
 
 
-@pytest.mark.parametrize(("name", "preset"), PRESETS.items())
-def test_a_recipe_of_a_paper_is_the_preset_of_its_name(name: str, preset: str) -> None:
-    (file,) = [file for file in FILES if file.stem == name]
-    recipes = OC_CLIP_RECIPES if name.startswith("oc_clip") else CLIP_RECIPES
-    values = yaml.safe_load(file.read_text())
-    expected = {**recipes.defaults, **recipes.presets[preset].values}
-    # Values that only other read-outs use may be left out.
-    assert {key: values[key] for key in expected if key != "embed_dim"} == {
-        key: value for key, value in expected.items() if key != "embed_dim"
-    }
+def test_every_recipe_is_among_these() -> None:
+    assert {file.stem for file in FILES} == MILLIONS.keys() | PRESETS.keys()
 
 
 def test_dino_with_sparo_on_imagenet_is_the_default_and_differs_from_dino_in_the_readout_alone() -> None:
-    sparo, vanilla = (
-        options_of(file) for file in FILES if file.stem in ("dino_sparo_vits16_imagenet", "dino_vits16_imagenet")
-    )
-    defaults = options_of_nothing()
+    sparo, vanilla, defaults = recipe("dino_sparo_vits16_imagenet"), recipe("dino_vits16_imagenet"), options_of("train")
     fill_in_defaults(defaults)
-    assert repr_of(sparo) == repr_of(defaults)
+    as_lists = ({k: list(v) if isinstance(v, tuple) else v for k, v in vars(a).items()} for a in (sparo, defaults))
+    assert next(as_lists) == next(as_lists)
     assert {name for name, value in vars(sparo).items() if value != vars(vanilla)[name]} == {"readout"}
-
-
-def repr_of(args: argparse.Namespace) -> dict[str, object]:
-    """The options, whose ranges a default gives as a tuple and a parser as a list."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(args).items()}
-
-
-def options_of_nothing() -> argparse.Namespace:
-    parser = COMMANDS["train"].parser
-    assert parser is not None
-    return parser().parse_args([])
 
 
 def test_no_recipe_names_data_or_an_output_folder() -> None:
