@@ -22,10 +22,10 @@ from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_s
 from dino_sparo.evaluation.slots.command import describe, kept_numbers, table
 from dino_sparo.evaluation.slots.study import (
     ProbeSettings,
-    SlotAccuracies,
     StudyImages,
     accuracy_curve,
     choosing_rows,
+    knn_accuracies,
     probe_slots,
     random_orders,
     rank_slots,
@@ -287,7 +287,7 @@ def images_of_known_slots(val_shift: int = 0) -> StudyImages:
 
 
 def test_slots_are_ranked_by_what_the_choosing_images_show_of_them() -> None:
-    ranked = rank_slots(SlotAccuracies(images_of_known_slots(), 5, 0.07), 4)
+    ranked = rank_slots(knn_accuracies(images_of_known_slots(), 5, 0.07), 4)
     assert [row["slot"] for row in ranked] == [ALL, TRAIN_ONLY, PARITY, NOTHING]
     choosing = {row["slot"]: row["top1_choosing"] for row in ranked}
     held_out = {row["slot"]: row["top1_held_out"] for row in ranked}
@@ -295,7 +295,7 @@ def test_slots_are_ranked_by_what_the_choosing_images_show_of_them() -> None:
     assert choosing[PARITY] == pytest.approx(50, abs=15)
     assert held_out[TRAIN_ONLY] == pytest.approx(25, abs=10)
     assert held_out[NOTHING] == pytest.approx(25, abs=10)
-    shifted = rank_slots(SlotAccuracies(images_of_known_slots(val_shift=1), 5, 0.07), 4)
+    shifted = rank_slots(knn_accuracies(images_of_known_slots(val_shift=1), 5, 0.07), 4)
     assert [{**row, "top1_held_out": None} for row in shifted] == [{**row, "top1_held_out": None} for row in ranked]
     assert next(row["top1_held_out"] for row in shifted if row["slot"] == ALL) == 0
 
@@ -352,8 +352,8 @@ def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
 
 
 def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
-    accuracies = SlotAccuracies(images_of_known_slots(), 5, 0.07)
-    one, two = accuracy_curve(accuracies.of, [[ALL, PARITY], [NOTHING, ALL], [ALL, NOTHING]], [1, 2])
+    accuracies = knn_accuracies(images_of_known_slots(), 5, 0.07)
+    one, two = accuracy_curve(accuracies, [[ALL, PARITY], [NOTHING, ALL], [ALL, NOTHING]], [1, 2])
     assert one["num_kept"] == 1
     assert one["top1_held_out"] == 100
     assert one["random"]["draws"] == [pytest.approx(25, abs=10), 100]

@@ -24,17 +24,15 @@ from torch.nn import functional as F
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
 from dino_sparo.evaluation.slots.curve import (
+    Curve,
     best_slots,
     check_number,
     describe_selection,
-    draw_alone,
-    draw_together,
+    draw_slots,
     number_rule,
-    title,
 )
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
@@ -258,11 +256,7 @@ def table(scores: SlotScores, number: int) -> str:
 
 def draw(scores: SlotScores, number: int, path: Path) -> None:
     """Draw accuracy of the k best slots against k, and of each slot alone; `number` slots are kept."""
-    with panels(path, 1, 2) as axes:
-        together, alone = axes[0]
-        draw_together(together, scores.rows(), number, "held-out images", ("images that chose", scores.curve, None))
-        together.set_ylabel("zero-shot top-1, %")
-        title(together, "Best slots together")
-        heights = [scores.alone[slot] for slot in scores.ranking]
-        draw_alone(alone, scores.ranking, heights, number, 100 / scores.num_classes)
-        alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
+    compared = ("held-out images", "images that chose", scores.curve)
+    curve = Curve("Best slots together", "zero-shot top-1", scores.rows(), *compared)
+    alone = [scores.alone[slot] for slot in scores.ranking]
+    draw_slots(path, [curve], scores.ranking, alone, number, 100 / scores.num_classes, "slot, best first")

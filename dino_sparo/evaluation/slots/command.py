@@ -14,25 +14,23 @@ from typing import Any
 
 import torch
 
-from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import require_memory
 from dino_sparo.evaluation.slots.choice import check_has_slots
 from dino_sparo.evaluation.slots.curve import (
+    Curve,
     best_slots,
     check_number,
     describe_selection,
-    draw_alone,
-    draw_together,
+    draw_slots,
     number_rule,
-    title,
 )
 from dino_sparo.evaluation.slots.study import (
     ProbeSettings,
-    SlotAccuracies,
     StudyImages,
     accuracy_curve,
     choosing_rows,
+    knn_accuracies,
     random_orders,
     rank_slots,
 )
@@ -52,10 +50,10 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     settings = ProbeSettings(args.epochs, tuple(args.lr), args.seed)
     path = task.result_path("slot_study")
     images, record = extract(task)
-    accuracies = SlotAccuracies(images, args.nb_knn, args.temperature)
+    accuracies = knn_accuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
     orders = [[int(row["slot"]) for row in ranking], *random_orders(images.num_slots, args.draws, args.seed)]
-    curve = accuracy_curve(accuracies.of, orders, numbers)
+    curve = accuracy_curve(accuracies, orders, numbers)
     probes = accuracy_curve(settings.accuracies(images), orders, numbers) if args.probe else None
     result = describe(args, task.subject, ranking, curve, probes) | record
     if is_main():
@@ -169,16 +167,12 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw accuracy against the number of slots kept, and of each slot alone, as a PNG."""
-    curves, ranking, kept = curves_of(result), result["ranking"], len(result["slots"])
-    with panels(path, 1, len(curves) + 1) as axes:
-        for axis, (name, curve) in zip(axes[0], curves.items(), strict=False):
-            means = [row["random"]["mean"] for row in curve]
-            deviations = [row["random"]["std"] or 0.0 for row in curve]
-            compared = ("random, mean ± std", means, deviations)
-            draw_together(axis, curve, kept, "ranked", compared, chance(result))
-            axis.set_ylabel(f"{name} top-1, %")
-            title(axis, f"Slots together: {name}")
-        alone = axes[0][-1]
-        heights = [row["top1_held_out"] for row in ranking]
-        draw_alone(alone, [row["slot"] for row in ranking], heights, kept, chance(result))
-        alone.set(xlabel="slot, best first on the choosing images", ylabel=f"{next(iter(curves))} top-1, %")
+    ranking = result["ranking"]
+    curves = []
+    for name, rows in curves_of(result).items():
+        means, deviations = [row["random"]["mean"] for row in rows], [row["random"]["std"] or 0.0 for row in rows]
+        random = ("random, mean ± std", means, deviations)
+        curves.append(Curve(f"Slots together: {name}", f"{name} top-1", rows, "ranked", *random, chance(result)))
+    alone = [row["slot"] for row in ranking], [row["top1_held_out"] for row in ranking]
+    label = "slot, best first on the choosing images"
+    draw_slots(path, curves, *alone, len(result["slots"]), chance(result), label)

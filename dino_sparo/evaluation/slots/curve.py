@@ -6,13 +6,18 @@ the images that rank the slots) and `top1_held_out`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from dino_sparo.draw.plots import ACCENT, count_ticks, ranked_bars, spaced
+import numpy as np
+
+from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
 from dino_sparo.draw.sheet import INK, SOFT
 from dino_sparo.evaluation.slots.choice import SlotSelection
 
 TABLE_SLOTS = 10  # best slots in the table
+DOTTED = (0, (1, 2))
+TITLE: dict[str, Any] = {"loc": "left", "fontweight": "bold", "fontsize": 11}  # of a panel
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -60,57 +65,67 @@ def best_slots(columns: Mapping[str, Sequence[float]], slots: Sequence[int]) -> 
     return lines + ["..."] * (len(slots) > TABLE_SLOTS)
 
 
-def draw_together(
-    axis: Any,
-    curve: Rows,
-    kept: int,
-    label: str,
-    compared: tuple[str, Sequence[float], Sequence[float] | None],
-    chance: float | None = None,
-) -> None:
-    """Held-out accuracy of the best slots against their number, beside another curve.
+class Curve(NamedTuple):
+    """A panel: held-out accuracy of the best slots against their number, beside another curve.
 
-    Args:
-        axis: to draw on.
-        curve: accuracies.
-        kept: number of slots in the selection.
+    Attributes:
+        title: of the panel.
+        score: what the axis shows, percent.
+        rows: accuracies.
         label: of the best slots' curve.
-        compared: label, values and standard deviations of the other curve.
+        other_label: of the other curve.
+        others: values of the other curve.
+        deviations: their standard deviations.
         chance: percent, drawn as a line.
     """
-    numbers = [row["num_kept"] for row in curve]
-    ranked = [row["top1_held_out"] for row in curve]
-    name, values, deviations = compared
+
+    title: str
+    score: str
+    rows: Rows
+    label: str
+    other_label: str
+    others: Sequence[float]
+    deviations: Sequence[float] | None = None
+    chance: float | None = None
+
+
+def draw_slots(
+    path: Path, curves: Sequence[Curve], slots: Sequence[int], alone: Sequence[float], kept: int, chance: float, x: str
+) -> None:
+    """Draw the curves, and bars of each slot's accuracy alone, the first `kept` marked; `x` is the bars' label."""
+    with panels(path, 1, len(curves) + 1) as (axes,):
+        for axis, curve in zip(axes, curves, strict=False):
+            _draw_curve(axis, curve, kept)
+        bars = axes[-1]
+        ranked_bars(bars, list(slots), list(alone), kept)
+        bars.axhline(chance, color=SOFT, linestyle=DOTTED, linewidth=1, label=f"chance: {chance:.2g} %")
+        # Above the plot: within it the bars may reach any height.
+        bars.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
+        bars.set_title("Each slot alone", **TITLE)
+        bars.set(xlabel=x, ylabel=f"{curves[0].score}, %")
+
+
+def _draw_curve(axis: Any, curve: Curve, kept: int) -> None:
+    numbers = [row["num_kept"] for row in curve.rows]
+    ranked = [row["top1_held_out"] for row in curve.rows]
     axis.axhline(ranked[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
-    if deviations is not None:
-        low, high = ([v + sign * d for v, d in zip(values, deviations, strict=True)] for sign in (-1, 1))
+    if curve.deviations is not None:
+        low, high = (np.add(curve.others, np.multiply(sign, curve.deviations)) for sign in (-1, 1))
         axis.fill_between(numbers, low, high, color=SOFT, alpha=0.25, linewidth=0)
     is_sparse = len(numbers) < numbers[-1]
-    axis.plot(numbers, values, color=SOFT, linewidth=1.2, marker="." if is_sparse else None, label=name)
-    axis.plot(numbers, ranked, color=INK, linewidth=1.6, marker="." if is_sparse else None, label=label)
+    marker = "." if is_sparse else None
+    axis.plot(numbers, curve.others, color=SOFT, linewidth=1.2, marker=marker, label=curve.other_label)
+    axis.plot(numbers, ranked, color=INK, linewidth=1.6, marker=marker, label=curve.label)
     at_kept = ranked[numbers.index(kept)]
     axis.plot([kept], [at_kept], "o", color=ACCENT, markersize=7, label=f"{kept} kept: {at_kept:.1f} %")
-    if chance is not None:
-        axis.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label="chance")
+    if curve.chance is not None:
+        axis.axhline(curve.chance, color=SOFT, linestyle=DOTTED, linewidth=1, label="chance")
     if is_sparse and len(numbers) > 1:
         axis.set_xscale("log", base=2)
         axis.set_xticks(spaced(numbers), [str(number) for number in spaced(numbers)])
         axis.minorticks_off()
     else:
         count_ticks(axis)
-    axis.set_xlabel("slots kept, best first")
+    axis.set(xlabel="slots kept, best first", ylabel=f"{curve.score}, %")
     axis.legend(frameon=False, loc="best")
-
-
-def draw_alone(axis: Any, slots: Sequence[int], accuracies: Sequence[float], kept: int, chance: float) -> None:
-    """Bars of each slot's accuracy alone, best first; percent."""
-    ranked_bars(axis, list(slots), list(accuracies), kept)
-    axis.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
-    # Above the plot: within it the bars may reach any height.
-    axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
-    title(axis, "Each slot alone")
-
-
-def title(axis: Any, words: str) -> None:
-    """A panel's title."""
-    axis.set_title(words, loc="left", fontweight="bold", fontsize=11)
+    axis.set_title(curve.title, **TITLE)

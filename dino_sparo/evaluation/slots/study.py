@@ -71,7 +71,7 @@ class ProbeSettings:
             raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
         scaled_learning_rates(self.learning_rates, PROBE_BATCH)
 
-    def accuracies(self, images: StudyImages) -> "Accuracies":
+    def accuracies(self, images: StudyImages) -> Accuracies:
         """Slots -> the accuracies of their probe; each set of slots is trained once."""
         return cache(lambda slots: probe_slots(images, slots, self))
 
@@ -114,37 +114,29 @@ def slot_columns(
     return Features(kept, features.labels[rows], features.indices[rows])
 
 
-class SlotAccuracies:
-    """Slots -> their k-NN accuracy together; each set of slots is measured once.
+def knn_accuracies(images: StudyImages, k: int, temperature: float) -> Accuracies:
+    """Slots -> their k-NN accuracy together; each set of slots is measured once."""
 
-    Args:
-        images: of both splits.
-        k: number of neighbours.
-        temperature: of their vote.
-    """
+    def top1(train: Features, judged: Features) -> float:
+        train, judged = train.normalize_(), judged.normalize_()
+        return classify_shards(train, judged, [k], temperature, images.device)[k].top1
 
-    def __init__(self, images: StudyImages, k: int, temperature: float) -> None:
-        self.images, self.k, self.temperature = images, k, temperature
-        self.of = cache(self._measure)
-
-    def _measure(self, slots: tuple[int, ...]) -> dict[str, float]:
-        images = self.images
+    @cache
+    def accuracies(slots: tuple[int, ...]) -> dict[str, float]:
         rows = (~images.chooses, images.chooses)
         choosing = [slot_columns(images.train, slots, images.num_slots, part) for part in rows]
         held_out = [slot_columns(part, slots, images.num_slots) for part in (images.train, images.val)]
-        return {"top1_choosing": self._top1(*choosing), "top1_held_out": self._top1(*held_out)}
+        return {"top1_choosing": top1(*choosing), "top1_held_out": top1(*held_out)}
 
-    def _top1(self, train: Features, judged: Features) -> float:
-        train, judged = train.normalize_(), judged.normalize_()
-        return classify_shards(train, judged, [self.k], self.temperature, self.images.device)[self.k].top1
+    return accuracies
 
 
-def rank_slots(accuracies: SlotAccuracies, num_slots: int) -> list[dict[str, Any]]:
+def rank_slots(accuracies: Accuracies, num_slots: int) -> list[dict[str, Any]]:
     """Rows `slot`, `top1_choosing`, `top1_held_out` of each slot alone, best first on the choosing images.
 
     Of equally good slots the first comes first.
     """
-    rows = [{"slot": slot, **accuracies.of((slot,))} for slot in progress(range(num_slots), desc="slots alone")]
+    rows = [{"slot": slot, **accuracies((slot,))} for slot in progress(range(num_slots), desc="slots alone")]
     return sorted(rows, key=lambda row: (-row["top1_choosing"], row["slot"]))
 
 
@@ -191,9 +183,8 @@ def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettin
     val = slot_columns(images.val, slots, images.num_slots)
     train = gather_features(train, images.device)
     batch_size = max(PROBE_BATCH // world_size(), 1)
-    probe = LinearProbe(train.features.shape[1], images.num_classes, len(settings.learning_rates), settings.seed).to(
-        images.device
-    )
+    size = train.features.shape[1], images.num_classes, len(settings.learning_rates)
+    probe = LinearProbe(*size, settings.seed).to(images.device)
     optimizer = ProbeSGD(probe, scaled_learning_rates(settings.learning_rates, batch_size * world_size()))
     batches = cached_batches(train, images.device, batch_size=batch_size, seed=settings.seed)
     for epoch in range(settings.epochs):
