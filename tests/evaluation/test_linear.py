@@ -386,7 +386,7 @@ def test_patch_tokens_and_blocks_widen_the_features(checkpoint, tmp_path):
 
 
 def test_a_wrong_number_of_labels_is_refused(checkpoint):
-    with pytest.raises(ValueError, match=r"--num_labels 1000, but scenes train .* has 10 classes"):
+    with pytest.raises(ValueError, match=r"--num_labels 1000, but the images have 10 classes"):
         probe(checkpoint, "--num_labels", 1000)
 
 

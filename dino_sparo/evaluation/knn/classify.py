@@ -74,15 +74,8 @@ def evaluate_knn(
 ) -> KNNEvaluation:
     """Images -> accuracy: the evaluation during a training run. Every process takes part and gets the result.
 
-    Args:
-        encoder: on `device`; its train or eval mode is restored.
-        train_source: labelled images that vote.
-        val_source: labelled images of the same classes; their labels become the training images' numbers.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        k: numbers of neighbours.
-        temperature: of the vote.
-        options: of `features.extract_split`, such as `batch_size`, `num_workers`, `dtype`.
+    The images of `train_source` vote on those of `val_source`, whose labels become the training images' numbers.
+    `options` and the other arguments are those of `extract_split` and `classify_shards`.
     """
     require_labels(train_source)
     val_source = align_classes(val_source, train_source.classes or [])
@@ -266,12 +259,7 @@ class TrainSet:
 def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
     """The k most similar training images of each test image, best first: similarities and indices, (m, k).
 
-    Among equally similar ones the earlier comes first.
-
-    Args:
-        train: where to search.
-        images: of length one, at most `TEST_CHUNK`; in their precision similarities are computed.
-        k: at most the number of training images.
+    `images` have length one, and are at most `TEST_CHUNK`; similarities are computed in their precision.
     """
     step = max(TRAIN_CHUNK, k)
     similarities = images.new_full((len(images), k), -math.inf)
@@ -326,13 +314,8 @@ def merge_ranks(
 ) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
     """Neighbours that each process found for the same test images -> the k most similar of all, and their labels.
 
-    Of equally similar images the lower rank's come first: it holds the earlier part of the training set.
-
-    Args:
-        similarities: best first; fewer than k where this process holds fewer training images.
-        labels: of these training images.
-        k: at most the number of training images of all processes.
-        device: where the processes talk to each other.
+    Of equally similar images the lower rank's come first: it holds the earlier part of the training set. A process with
+    fewer than k training images gives fewer than k.
     """
     if world_size() == 1:
         return similarities, labels

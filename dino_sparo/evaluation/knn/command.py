@@ -43,12 +43,7 @@ def load(task: EvaluationTask) -> tuple[Features, Features, dict]:
 
 
 def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
-    """Refuse options of other features than those in a cache.
-
-    Args:
-        args: the options.
-        record: of the cache.
-    """
+    """Refuse options of other features than those in a cache, whose record is given."""
     made = {
         "data_path": record.get("images", {}).get("data_path"),
         "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
@@ -89,11 +84,8 @@ def describe(
 ) -> dict[str, Any]:
     """Accuracies and protocol, as knn.json holds them: the same for every run of the same command.
 
-    Args:
-        results: for each k its accuracies.
-        totals: for each split the images with features, and those that could not be read.
-        temperature: of the vote.
-        record: of encoder and images.
+    `totals` are for each split the images with features, and those that could not be read; `record` describes encoder
+    and images.
     """
     num_train = totals["train"][0]
     counts = {f"num_{split}": number for split, (number, _) in totals.items()}

@@ -50,13 +50,7 @@ PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop
 
 
 class ProbeAugmentation:
-    """Image -> one view to train a probe on: a random box, resized (bilinear), flipped half of the time, normalised.
-
-    Args:
-        img_size: side of the view in pixels.
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-    """
+    """Image -> one view to train a probe on: a random box, resized (bilinear), flipped half of the time, normalised."""
 
     def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.img_size, self.mean, self.std = img_size, mean, std
@@ -96,10 +90,7 @@ class ProbeTask:
         self.task, args = task, task.args
         record = task.subject.record  # opened before the images: wrong weights are refused first
         if args.num_labels not in (None, task.num_classes):
-            raise ValueError(
-                f"--num_labels {args.num_labels}, but {task.splits[0].name} has {task.num_classes} classes; leave the "
-                f"option out"
-            )
+            raise ValueError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.encode: Callable[[Tensor], Tensor] = partial(
             task.encoder.probe_features,
@@ -128,8 +119,7 @@ class ProbeTask:
     def val_features(self) -> tuple[Features, dict[str, int | None]]:
         """This process' share of the validation features, and the numbers of images used and skipped."""
         val = self.task.features(self.task.splits[1], self.encode)
-        num_val, num_corrupt_val = total_images(val, self.task.device)
-        return val, {"num_val": num_val, "num_corrupt_val": num_corrupt_val}
+        return val, dict(zip(("num_val", "num_corrupt_val"), total_images(val, self.task.device), strict=True))
 
 
 def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
@@ -233,14 +223,11 @@ def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, 
 
 def table(result: dict[str, Any]) -> str:
     """Accuracies for people."""
-    rows = result["results"]
-    head = f"{'lr':>8}  {'top-1 %':>8}  {'top-5 %':>8}  {'loss':>8}"
-    has_peaks = "max_top1" in rows[0]
-    lines = [head + ("  max top-1 % (epoch)" if has_peaks else "")]
-    for row in rows:
+    has_peaks = "max_top1" in result["best"]
+    lines = [f"{'lr':>8}  {'top-1 %':>8}  {'top-5 %':>8}  {'loss':>8}" + "  max top-1 % (epoch)" * has_peaks]
+    for row in result["results"]:
         line = f"{row['lr']:>8g}  {row['top1']:>8.2f}  {row['top5']:>8.2f}  {row['loss']:>8.4f}"
         lines.append(line + (f"  {row['max_top1']:>10.2f} ({row['max_top1_epoch'] + 1})" if has_peaks else ""))
     best = result["best"]
     lines.append(f"best: lr {best['lr']:g}, top-1 {best['top1']:.2f} % ({result['selection']})")
-    lines.append(f"training: {result['training']['mode']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"training: {result['training']['mode']}"])

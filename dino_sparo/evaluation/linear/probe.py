@@ -133,11 +133,6 @@ class ProbeSampler:
 
     If the images do not divide among the processes, the first ones are taken again, as torch's `DistributedSampler`
     does, so that every process has equally many in each batch.
-
-    Args:
-        num_images: size of the source.
-        batch_size: B, images per process.
-        seed: of the order.
     """
 
     def __init__(self, num_images: int, batch_size: int, seed: int = 0) -> None:
@@ -158,15 +153,7 @@ class ProbeSampler:
 def cached_batches(
     train: Features, device: torch.device, *, batch_size: int, seed: int = 0, rows: Int[Tensor, " n"] | None = None
 ) -> Callable[[int], Batches]:
-    """Epoch -> this process' batches of features that were extracted once.
-
-    Args:
-        train: of all processes.
-        device: the probe's.
-        batch_size: per process.
-        seed: of the order.
-        rows: images to take; None: all.
-    """
+    """Epoch -> this process' batches of features that were extracted once, of all images or of some rows."""
     rows = torch.arange(len(train.features)) if rows is None else rows.cpu()
     sampler = ProbeSampler(len(rows), batch_size, seed)
 
@@ -194,18 +181,7 @@ def live_batches(
     """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
 
     The crops of an image depend on seed, epoch and image alone. An unreadable image is replaced by its neighbour, as in
-    pretraining.
-
-    Args:
-        encoder: on `device`.
-        encode: images (B, C, H, W) -> features (B, F), a method of the encoder.
-        source: labelled images.
-        augmentation: (image, rng) -> [view].
-        device: where to compute.
-        batch_size: per process.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast.
-        seed: of order and crops.
+    pretraining. Arguments as for `extract_split`.
     """
     sampler = ProbeSampler(len(source), batch_size, seed)
     dataset = ImageDataset(source, augmentation, seed=seed)
@@ -246,7 +222,7 @@ def train_one_epoch(
 
     Args:
         probe: the probes.
-        optimizer: of the probe.
+        optimizer: of the probes.
         batches: (features (B, F), labels (B,)) on the probe's device, B the same on every process.
         factors: of the learning rate, one per step.
 
@@ -276,12 +252,7 @@ def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor
 def probe_accuracy(
     probe: LinearProbe, features: Float[Tensor, "images F"], labels: Int[Tensor, " images"]
 ) -> list[dict[str, float]]:
-    """Accuracy of each probe over the images of all processes.
-
-    Args:
-        probe: the probes.
-        features: (images, F), this process' share; may be empty.
-        labels: (images,).
+    """Accuracy of each probe over the images of all processes, of which this process has a share.
 
     Returns:
         For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` counts all.
@@ -296,8 +267,7 @@ def probe_accuracy(
         sums[:, 1] += right.any(dim=2).sum(dim=1)
         sums[:, 2] += _cross_entropy(logits, targets).double().sum(dim=1)
         sums[:, 3] += len(targets)
-    sums = all_reduce_sum(sums)
-    rows = sums.tolist()
+    rows = all_reduce_sum(sums).tolist()
     if not rows[0][3]:
         raise ValueError("there are no images to test the probe on")
     return [{"top1": 100 * n1 / n, "top5": 100 * n5 / n, "loss": loss / n} for n1, n5, loss, n in rows]
@@ -356,9 +326,8 @@ class ProbeRun:
         state = load_heads(self.path)
         check_same_record(state["record"], self.record, self.path)
         load_strictly(self.probe, state["state_dict"], str(self.path))
-        self.optimizer.momenta = {
-            name: momentum.to(self.probe.weight.device) for name, momentum in state["momenta"].items()
-        }
+        device = self.probe.weight.device
+        self.optimizer.momenta = {name: momentum.to(device) for name, momentum in state["momenta"].items()}
         self.epoch, self.history, self.counts = state["epoch"], state["history"], state["counts"]
         logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
 
@@ -399,14 +368,8 @@ class ProbeRun:
         rows = []
         for number, rate in enumerate(self.learning_rates):
             peak = max(self.history, key=lambda entry: entry["test"][number]["top1"])
-            rows.append(
-                {
-                    "lr": rate,
-                    **self.history[-1]["test"][number],
-                    "max_top1": peak["test"][number]["top1"],
-                    "max_top1_epoch": peak["epoch"],
-                }
-            )
+            peaks = {"max_top1": peak["test"][number]["top1"], "max_top1_epoch": peak["epoch"]}
+            rows.append({"lr": rate, **self.history[-1]["test"][number], **peaks})
         return rows
 
 

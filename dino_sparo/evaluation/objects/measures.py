@@ -38,13 +38,7 @@ class PatchObjects(NamedTuple):
 def count_patches(
     masks: Bool[np.ndarray, "objects H W"], void: Bool[np.ndarray, "H W"], patch_size: int
 ) -> PatchObjects:
-    """Count the pixels of objects in patches.
-
-    Args:
-        masks: (objects, H, W), whole patches.
-        void: (H, W), pixels that count nowhere.
-        patch_size: P, pixels. The middle of a patch is its pixel (P // 2, P // 2).
-    """
+    """Count the pixels of objects in whole patches of P pixels; the middle of a patch is its pixel (P // 2, P // 2)."""
     seen = masks & ~void
     middle = slice(patch_size // 2, None, patch_size)
     return PatchObjects(
@@ -83,28 +77,19 @@ def map_jaccards(
     """Jaccard index of every object and every map, cut to the patches that hold a share of the map's mass.
 
     Source: Caron et al., "Emerging properties in self-supervised vision transformers", section 4.2.2 and figure 4:
-    VOC12, share 0.6, the best head. `mass_mask` keeps the patches that facebookresearch/dino's --threshold keeps. View
-    and masks are ours, so that the numbers cannot be compared with the figure's; docs/slot_score.md says how.
+    VOC12, share 0.6, the best head. View and masks are ours, so that numbers cannot be compared with that figure.
     """
     return jaccards(mass_mask(maps, share), objects)
 
 
 def assign_patches(maps: Float[np.ndarray, "maps h w"]) -> Bool[np.ndarray, "maps h w"]:
-    """Each patch goes to the map that has most of its mass there: maps are scaled to sum 1 first; ties, to the first.
+    """Each patch goes to the map that has most of its mass there, with maps of sum 1; ties go to the first map.
 
-    Without the scaling a slot that attends mostly to the class token would get no patch.
+    Unscaled, a slot that attends mostly to the class token would get no patch.
     """
     mass = maps.sum(axis=(-2, -1), keepdims=True, dtype=np.float64)
     winners = (maps / np.where(mass > 0, mass, 1)).argmax(axis=0)
     return winners == np.arange(len(maps))[:, None, None]
-
-
-def mean_best_overlap(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> float:
-    """mBO: for each object the largest Jaccard index of any segment, averaged over objects.
-
-    Source: Pont-Tuset et al., "Multiscale combinatorial grouping", 2017.
-    """
-    return float(jaccards(segments, objects).max(axis=1).mean())
 
 
 def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> float:
@@ -115,8 +100,7 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
         M = (sum_o C(a_o, 2) + sum_s C(b_s, 2)) / 2,      ARI = (I - E) / (M - E),  1 if M = E
 
     1 for equal partitions, 0 in the mean for random ones, possibly negative, NaN if no pixel has exactly one object.
-    With one object it is 1 if one segment has all of it, else 0: it says nothing about separation. Equal to
-    scikit-learn's adjusted_rand_score.
+    Equal to scikit-learn's adjusted_rand_score of all these pixels, which may be millions.
     Source: Hubert and Arabie, "Comparing partitions"; the foreground alone: Greff et al., IODINE.
     """
     table = _flat(objects.alone) @ _flat(segments).T.astype(np.float64)
@@ -131,18 +115,8 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
     return 1.0 if most == expected else float((together - expected) / (most - expected))
 
 
-def pointing_hits(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects) -> Bool[np.ndarray, "objects maps"]:
-    """Whether a map's maximum lies in an object: whether the object has the middle pixel of that patch.
-
-    Of several equal maxima the first patch counts, row by row. Source: the pointing game of Zhang et al., "Top-down
-    neural attention by excitation backprop", which has one map for each class and a tolerance of 15 pixels.
-    """
-    peaks = _flat(maps).argmax(axis=1)
-    return _flat(objects.centres)[:, peaks]
-
-
 def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float) -> dict[str, float]:
-    """All measures of one image, means over its objects.
+    """All measures of one image with at least one object, means over its objects.
 
         jaccard           for each object its best map's Jaccard index, the map cut to a share of its mass
         mbo               for each object its best segment's Jaccard index, segments by `assign_patches`
@@ -150,16 +124,16 @@ def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share
         pointing          for each object whether any map's maximum lies in it; the more maps, the likelier
         pointing_one_map  for each object the share of maps whose maximum lies in it
 
-    Args:
-        maps: (maps, h, w), non-negative.
-        objects: at least one.
-        share: of a map's mass, in (0, 1].
+    A maximum lies in an object that has the middle pixel of that patch; of equal maxima the first patch counts.
+    Sources: for mBO Pont-Tuset et al., "Multiscale combinatorial grouping", 2017; for pointing Zhang et al., "Top-down
+    neural attention by excitation backprop", which has one map for each class and a tolerance of 15 pixels.
     """
-    segments, hits = assign_patches(maps), pointing_hits(maps, objects)
+    segments = assign_patches(maps)
+    hits = _flat(objects.centres)[:, _flat(maps).argmax(axis=1)]  # (objects, maps)
     several = (objects.alone.sum(axis=(1, 2)) > 0).sum() > 1
     return {
         "jaccard": float(map_jaccards(maps, objects, share).max(axis=1).mean()),
-        "mbo": mean_best_overlap(segments, objects),
+        "mbo": float(jaccards(segments, objects).max(axis=1).mean()),
         "fg_ari": foreground_ari(segments, objects) if several else float("nan"),
         "pointing": float(hits.any(axis=1).mean()),
         "pointing_one_map": float(hits.mean()),
@@ -167,17 +141,10 @@ def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share
 
 
 def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> Int[np.ndarray, "subsets K"]:
-    """Random subsets of an encoder's maps, all different, to compare encoders that have different numbers of maps.
+    """Different random subsets of `size` maps, to compare encoders that have different numbers of maps; None: all maps.
 
-    Every image draws its own, so that the interval over images covers the choice, too.
-
-    Args:
-        num_maps: of the encoder.
-        size: K, maps of each subset; None: all maps, in one subset.
-        seed: of the choice; a sequence gives every image its own.
-
-    Returns:
-        (subsets, K), numbers of maps, ascending; fewer than NUM_SUBSETS where there are no more.
+    Every image draws its own, so that the interval over images covers the choice, too. There are fewer than
+    NUM_SUBSETS where there are no more.
     """
     size = num_maps if size is None else size
     if not 1 <= size <= num_maps:

@@ -27,7 +27,7 @@ def describe_maps(
         jaccards: of the model's maps.
         untrained: of an untrained encoder's maps.
         classes: (own objects,) of each image.
-        class_names: of the data.
+        class_names: names of all classes.
         seed: of shuffled classes.
     """
     found = jaccards.max(axis=1) > 0
@@ -76,13 +76,7 @@ def class_lift(
         t_mc = mean of r_om over objects of class c
         lift_mc = t_mc - mean_c t_mc
 
-    Args:
-        jaccards: (objects, maps), J.
-        classes: (objects,); objects of unknown class are left out.
-        num_classes: of the data.
-
-    Returns:
-        (maps, classes); NaN for classes without objects.
+    Objects of unknown class are left out; classes without objects have NaN.
     """
     excess = jaccards - jaccards.mean(axis=1, keepdims=True)
     table = np.full((jaccards.shape[1], num_classes), np.nan)
@@ -107,13 +101,8 @@ def shuffled_lift(
 ) -> list[float]:
     """`mean_best_lift` with the classes shuffled among images of equally many objects: what chance gives.
 
-    Objects of an image stay together: they often have one class, and maps find them alike.
-
-    Args:
-        jaccards: (objects, maps), J, the objects of one image after those of another.
-        classes: of each image, (own objects,).
-        num_classes: of the data.
-        seed: of the shuffles.
+    Objects of an image stay together: they often have one class, and maps find them alike. `classes` are those of each
+    image's objects.
     """
     rng, counts = np.random.default_rng(seed), np.array([len(own) for own in classes])
     lifts = []
@@ -140,27 +129,19 @@ def without_rare(
 
 
 def map_redundancy(maps: Float[np.ndarray, "B maps h w"]) -> float:
-    """Mean cosine of every two different maps of an image; maps are not negative, so it is the absolute one, too.
-
-    Returns:
-        A number in [0, 1]; NaN for a single map.
-    """
-    return mean_of_pairs(map_similarity(maps))
+    """Mean cosine of every two different maps of an image, in [0, 1]; NaN for a single map."""
+    return _mean_of_pairs(map_similarity(maps))
 
 
 def value_redundancy(slots: Float[np.ndarray, "B L V"]) -> float:
-    """Mean absolute cosine of every two different slots of an image, as they are, without centring.
-
-    Returns:
-        A number in [0, 1]; NaN for a single slot.
-    """
+    """Mean absolute cosine of every two different slots of an image, without centring; NaN for a single slot."""
     norms = np.linalg.norm(slots, axis=-1, keepdims=True)
     unit = slots / np.where(norms > 0, norms, 1)
-    return mean_of_pairs(np.abs(np.einsum("blv,bmv->blm", unit, unit)).mean(axis=0))  # b image, l and m slots, v width
+    return _mean_of_pairs(np.abs(np.einsum("blv,bmv->blm", unit, unit)).mean(axis=0))  # b image, l and m slots, v width
 
 
-def mean_of_pairs(table: Float[np.ndarray, "L L"]) -> float:
-    """The mean of a square table without its diagonal; NaN if there is nothing else."""
+def _mean_of_pairs(table: Float[np.ndarray, "L L"]) -> float:
+    """The mean of a square table without its diagonal."""
     count = len(table)
     return float((table.sum() - np.trace(table)) / (count * (count - 1))) if count > 1 else float("nan")
 
@@ -181,18 +162,14 @@ def slot_similarity(
         (L, others), in [0, 1]; 0 for a slot that has one value on all images.
     """
     first, second = (values.astype(np.float64) - values.mean(axis=0, dtype=np.float64) for values in (first, second))
-    norms = [
+    norms, other_norms = (
         np.array([np.linalg.norm(values[:, slot].T @ values[:, slot]) for slot in range(values.shape[1])])
         for values in (first, second)
-    ]
-    flat = second.reshape(len(second), -1)
-    together = np.stack(
-        [
-            np.square(first[:, slot].T @ flat).reshape(-1, *second.shape[1:]).sum(axis=(0, 2))
-            for slot in range(first.shape[1])
-        ]
     )
-    scale = norms[0][:, None] * norms[1]
+    flat = second.reshape(len(second), -1)
+    products = (np.square(first[:, slot].T @ flat).reshape(-1, *second.shape[1:]) for slot in range(first.shape[1]))
+    together = np.stack([product.sum(axis=(0, 2)) for product in products])
+    scale = norms[:, None] * other_norms
     return np.clip(together / np.where(scale > 0, scale, 1), 0, 1)
 
 
@@ -224,10 +201,6 @@ def match_held_out(
     """Match slots on every second image, and compare the pairs on the other images.
 
     On the images that chose it even a matching of noise looks better than its slots are.
-
-    Args:
-        first: (images, L, V), at least four images.
-        second: the other model's slots on the same images.
 
     Returns:
         The matching with the similarities on the other images, and the mean similarity of all pairs of slots there.
