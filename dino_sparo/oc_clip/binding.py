@@ -96,23 +96,6 @@ class Binding(nn.Module):
         keys, values = self.to_keys_values(hidden).chunk(2, dim=-1)
         return self.key_norm(keys), self.value_norm(values)
 
-    def bind(
-        self,
-        entities: Float[Tensor, "U E dim"],
-        mask: Bool[Tensor, "U E"],
-        keys: Float[Tensor, "B N dim"],
-        values: Float[Tensor, "B N dim"],
-    ) -> Float[Tensor, "B U E dim"]:
-        """The slots of all captions in all images; the slots of padding are 0.
-
-        `scoring.score_all_pairs` scores such slots without keeping them.
-        """
-        slots = [
-            self.bind_matched(entities, mask, key.expand(len(mask), -1, -1), value.expand(len(mask), -1, -1))
-            for key, value in zip(keys, values, strict=True)
-        ]
-        return torch.stack(slots)
-
     def bind_matched(
         self,
         entities: Float[Tensor, "B E dim"],

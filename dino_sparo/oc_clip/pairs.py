@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt8
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from dino_sparo.data.dataset import DeviceBatch
 from dino_sparo.data.samplers import image_rng
-from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
+from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
 from dino_sparo.oc_clip.batches import GraphBatch, batch_graphs
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
@@ -39,18 +36,13 @@ class GraphItem(NamedTuple):
 
 
 @dataclass
-class GraphPairBatch(DeviceBatch):
-    """B pairs; graph i belongs to image i.
+class GraphPairBatch(PairBatch):
+    """B pairs with the graphs of their captions, whose phrases are the `token_ids`; graph i belongs to image i.
 
     Graphs stay in the host's memory, since their sizes determine the chunks, and several batches are joined first.
     """
 
-    images: UInt8[Tensor, "B C H W"]
-    token_ids: Int64[Tensor, "phrases length"]
-    indices: Int64[Tensor, " B"]
-    corrupt: list[tuple[str, str]]
     graphs: GraphBatch
-    num_truncated: int
     graph_counts: LookupCounts
 
 
@@ -82,7 +74,7 @@ def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> Grap
     tokens = tokenize_phrases(batch.phrases, context_length)
     images, indices, corrupt = stack_images(pairs)
     total = reduce(LookupCounts.plus, counts)
-    return GraphPairBatch(images, tokens.ids, indices, corrupt, batch, tokens.num_truncated, total)
+    return GraphPairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated, batch, total)
 
 
 def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
@@ -92,7 +84,7 @@ def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
     return tokens._replace(ids=tokens.ids[:, :length])
 
 
-# False graphs: the local loss, `loss.relation_loss`, trains the true graph to score above both.
+# False graphs: the local loss, `step.relation_loss`, trains the true graph to score above both.
 
 
 def draw_negatives(

@@ -139,7 +139,7 @@ def score_all_pairs(
     keys: Float[Tensor, "B N dim"],
     values: Float[Tensor, "B N dim"],
 ) -> Float[Tensor, "B U"]:
-    """S of every image and graph; equal to `scoring.scores(graphs, binding.bind(...))`, without keeping any slot.
+    """S of every image and graph; no slot is kept.
 
     Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
     padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from oc_clip_fakes import bind_all
 from torch import Tensor, nn
 
 from dino_sparo.image_text.step import contrastive_loss
@@ -202,7 +203,7 @@ def test_patches_become_the_keys_and_values_of_the_equations() -> None:
 def test_slots_are_those_of_the_equations(kind: str) -> None:
     case = problem(**KINDS[kind])
     keys, values = case.binding.encode_patches(case.patches)
-    ours = case.binding.bind(case.graphs.entities, case.graphs.entity_mask, keys, values)
+    ours = bind_all(case.binding, case.graphs.entities, case.graphs.entity_mask, keys, values)
     zero = [torch.zeros(DIM, dtype=torch.float64)]
     expected = [
         torch.stack(slots_of(case.binding, entities, keys[image], values[image]) + zero * (E - len(entities)))
@@ -218,7 +219,7 @@ def test_matched_slots_are_those_of_each_caption_in_its_own_image(kind: str) -> 
     keys, values = case.binding.encode_patches(case.patches)
     own = case.graphs.entities[:B], case.graphs.entity_mask[:B]
     matched = case.binding.bind_matched(*own, keys, values)
-    assert_same(case, matched, torch.stack([*case.binding.bind(*own, keys, values).diagonal().permute(2, 0, 1)]))
+    assert_same(case, matched, torch.stack([*bind_all(case.binding, *own, keys, values).diagonal().permute(2, 0, 1)]))
 
 
 def listing(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -238,13 +239,15 @@ def test_slots_are_those_of_the_papers_listing() -> None:
     keys, values = case.binding.encode_patches(case.patches)
     inputs = case.graphs.entities, case.graphs.entity_mask, keys, values
     expected = listing(case.binding, *inputs).masked_fill(~case.graphs.entity_mask[..., None], 0)
-    assert_same(case, case.binding.bind(*inputs), expected)
+    assert_same(case, bind_all(case.binding, *inputs), expected)
 
 
 def test_the_slot_of_an_entity_alone_is_the_mean_of_the_values() -> None:
     binding = problem(num_default=0).binding
     keys, values = torch.randn(2, B, N, DIM, dtype=torch.float64)
-    slots = binding.bind(torch.randn(U, 1, DIM, dtype=torch.float64), torch.ones(U, 1, dtype=torch.bool), keys, values)
+    slots = bind_all(
+        binding, torch.randn(U, 1, DIM, dtype=torch.float64), torch.ones(U, 1, dtype=torch.bool), keys, values
+    )
     mean = binding.value_proj(values).mean(dim=1)
     torch.testing.assert_close(slots, mean[:, None, None].expand(-1, U, -1, -1), **EXACT)
 
@@ -254,8 +257,8 @@ def test_entities_may_stand_anywhere_in_their_row() -> None:
     keys, values = case.binding.encode_patches(case.patches)
     order = torch.tensor([3, 0, 4, 2, 1])
     inputs = case.graphs.entities, case.graphs.entity_mask
-    moved = case.binding.bind(*(tensor[:, order] for tensor in inputs), keys, values)
-    torch.testing.assert_close(moved, case.binding.bind(*inputs, keys, values)[:, :, order], **EXACT)
+    moved = bind_all(case.binding, *(tensor[:, order] for tensor in inputs), keys, values)
+    torch.testing.assert_close(moved, bind_all(case.binding, *inputs, keys, values)[:, :, order], **EXACT)
 
 
 def test_the_shares_of_entities_and_defaults_of_a_patch_sum_to_one() -> None:
@@ -308,7 +311,7 @@ def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
     mask = mask_of((2, 0, 1), E)
     tensors = torch.randn(U, E, DIM, dtype=torch.float64), mask, *torch.randn(2, B, N, DIM, dtype=torch.float64)
     binding = problem().binding
-    slots = [binding.bind(*tensors)[:, 1], binding.bind_matched(tensors[0][:B], *(t[:B] for t in tensors[1:]))[1]]
+    slots = [bind_all(binding, *tensors)[:, 1], binding.bind_matched(tensors[0][:B], *(t[:B] for t in tensors[1:]))[1]]
     assert all(s.eq(0).all() for s in slots)
     found = torch.autograd.grad(sum(s.sum() for s in slots), [binding.default_tokens, binding.query_proj.weight])
     assert all(gradient.eq(0).all() for gradient in found)
@@ -332,7 +335,7 @@ def test_scores_of_all_pairs_are_those_of_the_equations(
 
 def padded_scores(case: Problem, graphs: EncodedGraphs) -> Tensor:
     """Scores of the slots that `bind` keeps: no chunk, padding scored and masked."""
-    slots = case.binding.bind(graphs.entities, graphs.entity_mask, *case.binding.encode_patches(case.patches))
+    slots = bind_all(case.binding, graphs.entities, graphs.entity_mask, *case.binding.encode_patches(case.patches))
     return case.scoring.scores(graphs, slots)
 
 
@@ -461,7 +464,7 @@ def test_other_texts_and_images_of_the_batch_change_no_score() -> None:
 def test_without_relations_the_score_is_the_mean_cosine() -> None:
     case = problem()
     graphs = case.graphs
-    slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
+    slots = bind_all(case.binding, *graphs[:2], *case.binding.encode_patches(case.patches))
     names = ("relations", "subjects", "objects", "relation_mask")
     scores = case.scoring.scores(graphs._replace(**{name: getattr(graphs, name)[:, :0] for name in names}), slots)
     cosines = torch.nn.functional.cosine_similarity(graphs.entities.expand(B, -1, -1, -1), slots, dim=-1)
@@ -513,7 +516,7 @@ def test_coefficients_stay_positive() -> None:
 def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_are_read_alike() -> None:
     case = problem()
     graphs, scoring = case.graphs, case.scoring
-    slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
+    slots = bind_all(case.binding, *graphs[:2], *case.binding.encode_patches(case.patches))
     swapped = graphs._replace(subjects=graphs.objects, objects=graphs.subjects)
     before, after = (scoring.scores(g, slots) for g in (graphs, swapped))
     f_before, f_after = (scoring.relation_scores(g.relations, g.subjects, g.objects, slots) for g in (graphs, swapped))
@@ -532,7 +535,7 @@ def test_under_autocast_slots_and_scores_are_those_without() -> None:
     graphs = EncodedGraphs(*(p.float() if torch.is_tensor(p) and p.is_floating_point() else p for p in case.graphs))
     keys, values = torch.randn(2, B, N, DIM)
     for function in (
-        lambda: binding.bind(*graphs[:2], keys, values),
+        lambda: bind_all(binding, *graphs[:2], keys, values),
         lambda: binding.bind_matched(graphs.entities[:B], graphs.entity_mask[:B], keys, values),
         lambda: torch.cat(binding.attention(*graphs[:2], keys), dim=2),
         lambda: scoring.scores(graphs, torch.ones(B, U, E, DIM).cumsum(-1)),

@@ -21,7 +21,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import small_checkpoint
 from figures import assert_readable, drawn_words
-from oc_clip_fakes import oc_clip_description
+from oc_clip_fakes import bind_all, oc_clip_description
 
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Figure
@@ -87,7 +87,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
         with torch.no_grad():
             keys, values, phrases, predicates = model(viewed.image[None], tokenize_phrases(batch.phrases, 20).ids)
             entities, relations = phrases[batch.entities], predicates[batch.predicates]
-            slots = model.binding.bind(entities, batch.entity_mask, keys, values)
+            slots = bind_all(model.binding, entities, batch.entity_mask, keys, values)
             shares, defaults = (part[0, 0] for part in model.binding.attention(entities, batch.entity_mask, keys))
             fits = model.scoring.relation_scores(relations, *batch.ends[0], slots)[0, 0]
             turned = model.scoring.relation_scores(relations, *batch.ends[0].flip(0), slots)[0, 0]

@@ -14,7 +14,7 @@ pytest.importorskip("open_clip")
 
 import clip_fakes
 from clip_fakes import call, evaluate, paint
-from oc_clip_fakes import PHRASES, small_checkpoint, some_graphs, write_graphs
+from oc_clip_fakes import PHRASES, bind_all, small_checkpoint, some_graphs, write_graphs
 from PIL import Image
 from runs import PATIENCE, context, free_port
 from test_clip_winoground import write as write_winoground
@@ -63,7 +63,7 @@ def expected_score(scorer: GraphScorer, view: Tensor, graph: SceneGraph) -> floa
     nodes = [embedded(phrase)[0] for phrase in graph.entities]
     binding, scoring = model.binding, model.scoring
     mask = torch.ones(1, len(nodes), dtype=torch.bool)
-    slots = binding.bind(torch.stack(nodes)[None], mask, keys, values)[0, 0]
+    slots = bind_all(binding, torch.stack(nodes)[None], mask, keys, values)[0, 0]
     cosine = torch.nn.functional.cosine_similarity
     total = sum(scoring.ent_coef * cosine(node, slot, dim=0) for node, slot in zip(nodes, slots, strict=True))
     for relation in graph.relations:

@@ -26,6 +26,7 @@ from oc_clip_fakes import (
     SIZES,
     TINY,
     batch_of,
+    bind_all,
     run,
     small_checkpoint,
     small_model,
@@ -138,7 +139,7 @@ def test_the_loss_is_that_of_the_equations() -> None:
     def score(image: int, graph: SceneGraph) -> Tensor:
         nodes = torch.stack([embeddings[phrase][0] for phrase in graph.entities])[None]
         mask = torch.ones(nodes.shape[:2], dtype=torch.bool)
-        slots = model.binding.bind(nodes, mask, keys[image : image + 1], values[image : image + 1])
+        slots = bind_all(model.binding, nodes, mask, keys[image : image + 1], values[image : image + 1])
         predicates = [embeddings[relation.predicate][1] for relation in graph.relations]
         relations = torch.stack(predicates)[None] if predicates else nodes.new_zeros(1, 0, 7)
         ends = torch.tensor([[r.subject, r.object] for r in graph.relations], dtype=torch.long).reshape(1, -1, 2)

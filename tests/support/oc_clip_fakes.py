@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from objectives import bare
 from runs import options
-from torch import nn
+from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
+from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import JsonLines, graph_record
@@ -70,6 +71,15 @@ def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]])
     with JsonLines(path) as file:
         for caption, graph, image in rows:
             file.write(graph_record(caption, graph, image))
+
+
+def bind_all(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The slots of all captions in all images, (B, U, E, dim); the slots of padding are 0."""
+    slots = [
+        binding.bind_matched(entities, mask, key.expand(len(mask), -1, -1), value.expand(len(mask), -1, -1))
+        for key, value in zip(keys, values, strict=True)
+    ]
+    return torch.stack(slots)
 
 
 def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:

@@ -250,19 +250,18 @@ class LanguageModelParser:
         if (text := self.answers.get(key)) is not None:
             graph, dropped = read_answer(text)
             return Outcome(graph, dropped=dropped)
-        messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"Caption: {caption}"}]
-        problem = ""
+        prompt = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"Caption: {caption}"}]
+        problem, further = "", list[Message]()
         for _ in range(2):
             try:
-                text = self.complete(messages)
+                text = self.complete([*prompt, *further])
                 graph, dropped = read_answer(text)
             except UnansweredError as error:
                 return Outcome(None, str(error), is_undone=True)
             except ValueError as error:
                 problem = str(error)
                 again = f"That cannot be read: {problem}. Write the JSON object again, between [ANS] and [/ANS]."
-                dialogue = [{"role": "assistant", "content": text or ""}, {"role": "user", "content": again}]
-                messages = [*messages[:2], *dialogue]
+                further = [{"role": "assistant", "content": text or ""}, {"role": "user", "content": again}]
             else:
                 self.answers.add(key, text)
                 return Outcome(graph, dropped=dropped)

@@ -50,7 +50,7 @@ class Reading(NamedTuple):
         even_share: maps -> the share that all values would have if they were equal.
         ends: words for the lowest and the highest colour.
         summary: how to read the tiles, for the sheet.
-        limits: further explanation, for the page.
+        explanation: how to read the tiles, and their limits, for the page.
         size: map -> how much of the image it takes, in words.
     """
 
@@ -58,38 +58,38 @@ class Reading(NamedTuple):
     even_share: Callable[[Maps], float]
     ends: tuple[str, str]
     summary: str
-    limits: str
+    explanation: str
     size: Callable[[Float[np.ndarray, "h w"]], str]
 
-    @property
-    def explanation(self) -> str:
-        """How to read the tiles, and the limits of the maps."""
-        return f"{self.summary} {self.limits}"
 
-
+COMPETITION = (
+    "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
+    "entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. The "
+    "framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
+    'entities alone. In the panel "default tokens" a veil covers what they take.'
+)
+ATTENTION = (
+    "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do not "
+    "compete."
+)
 # `binding.Binding.competition` -> how to read the maps.
 READINGS: dict[str, Reading] = {
     "queries": Reading(
         True,
         lambda maps: 1 / len(maps),
         ("even share of a patch or less", "largest share of an entity in the row"),
-        "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
-        "entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. The "
-        "framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
-        'entities alone. In the panel "default tokens" a veil covers what they take.',
-        "The shares of a patch add up to 100 % over all of them. The scale of a row goes from an even share to the "
-        "largest share that an entity has. Default tokens take what no entity names, and nothing is computed from it. "
-        "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the "
-        "patch against the others, not that it is there: compare the cosines.",
+        COMPETITION,
+        f"{COMPETITION} The shares of a patch add up to 100 % over all of them. The share below a map is the mean over "
+        "all patches, not an area. A large share says that this entity wins the patch against the others, not that it "
+        "is there: compare the cosines.",
         lambda shares: f"share {100 * shares.mean():.0f} %",
     ),
     "keys": Reading(
         False,
         lambda maps: 1 / maps[0].size,
         ("even share of attention or less", "largest share in the row"),
-        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
-        "not compete.",
-        "Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
+        ATTENTION,
+        f"{ATTENTION} Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
         lambda shares: f"{float(effective_patches(shares)):.1f} patches",
     ),
 }
