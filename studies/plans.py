@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ class Study:
         seeds: one run of each variant for each seed.
         learning_rates: candidates, of which each variant takes the best.
         choose: last line of log.txt -> quality of a learning rate; larger is better.
-        choice: `choose` in words.
         prepare: (--data_path, folder, run of a command) -> (training data, evaluation data).
         evaluate: (run, run of a command, known scores) -> all scores.
     """
@@ -56,7 +56,6 @@ class Study:
     seeds: Sequence[int]
     learning_rates: Sequence[float]
     choose: Callable[[Mapping[str, Any]], float]
-    choice: str
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
     evaluate: Callable[[Trained, RunCommand, Mapping[str, Mapping[str, float]] | None], Scores]
     also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
@@ -115,15 +114,11 @@ EQUAL_RATE_DIFFERENCES = (
 )
 
 
-def _built_in(train: str, evaluated: str) -> Callable[[str | None, Path, RunCommand], tuple[str, str]]:
+def _built_in(train: str, evaluated: str, data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
     """`prepare` for scenes, which need no files."""
-
-    def prepare(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
-        if data_path:
-            raise ValueError(f"--data_path {data_path} is not used: this study draws its own images; leave it out")
-        return train, evaluated
-
-    return prepare
+    if data_path:
+        raise ValueError(f"--data_path {data_path} is not used: this study draws its own images; leave it out")
+    return train, evaluated
 
 
 def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
@@ -153,7 +148,7 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
 
 def _scenes_with_captions(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
     """`prepare` for scenes with captions; writes a folder of true and false captions."""
-    train, evaluated = _built_in(str(CLIP_TRAINING["data_path"]), "scenes:4000:48")(data_path, folder, run)
+    train, evaluated = _built_in(str(CLIP_TRAINING["data_path"]), "scenes:4000:48", data_path, folder, run)
     pairs = folder / "pairs"
     if not pairs.exists():
         write_pairs(folder, 2000, run)
@@ -165,19 +160,23 @@ SHARED_DINO = {**DINO_TRAINING, "precision": "fp32", "num_workers": "1"}
 CLIP_RECIPE = {name: value for name, value in CLIP_TRAINING.items() if not name.startswith("zero_shot")}
 CLIP_RECIPE |= {"precision": "fp32", "val_share": "0.04"}
 
-STUDIES = {
-    "scenes": Study(
+SCENES = partial(_built_in, "scenes:10000:48", "scenes:4000:48")
+DINO_STUDY: Any = partial(
+    Study,
+    command="train",
+    choose=lambda epoch: epoch["knn_20"],
+    evaluate=dino_scores,
+)
+
+STUDIES: dict[str, Study] = {
+    "scenes": DINO_STUDY(
         question="DINO on the built-in scenes: read-outs cls, gap and sparo",
-        command="train",
         variants=DINO_READOUTS,
         baseline="cls",
         recipe={**SHARED_DINO, "epochs": 4},
         seeds=range(5),
         learning_rates=(0.002, 0.004, 0.008),
-        choose=lambda epoch: epoch["knn_20"],
-        choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
-        prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
-        evaluate=dino_scores,
+        prepare=SCENES,
         also={EQUAL_RATE: ("cls", 0.008)},
         **{
             **DINO_TABLES,
@@ -185,24 +184,19 @@ STUDIES = {
             "differences": (*DINO_DIFFERENCES, *EQUAL_RATE_DIFFERENCES),
         },
     ),
-    "cifar10": Study(
+    "cifar10": DINO_STUDY(
         question="DINO on CIFAR-10 photographs: read-outs cls, gap and sparo",
-        command="train",
         variants=DINO_READOUTS,
         baseline="cls",
         # Patches of 4 of 32 pixels: 36 tokens in a global crop, 9 in a local one, 64 where the encoder is evaluated.
         recipe={**SHARED_DINO, "patch_size": 4, "global_crops_size": 24, "local_crops_size": 12, "epochs": 2},
         seeds=range(3),
         learning_rates=(0.002, 0.004, 0.008),
-        choose=lambda epoch: epoch["knn_20"],
-        choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
         prepare=_photographs,
-        evaluate=dino_scores,
         **DINO_TABLES,
     ),
-    "slots": Study(
+    "slots": DINO_STUDY(
         question="DINO + SPARO on the built-in scenes: number L and width V of the slots",
-        command="train",
         variants={
             f"L{slots}_V{dim}": {"readout": "sparo", "sparo_slots": slots, "sparo_slot_dim": dim}
             for slots in (4, 16, 64)
@@ -212,10 +206,7 @@ STUDIES = {
         recipe={**SHARED_DINO, "epochs": 4},
         seeds=range(2),
         learning_rates=(0.004,),
-        choose=lambda epoch: epoch["knn_20"],
-        choice="nothing: one learning rate",
-        prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
-        evaluate=dino_scores,
+        prepare=SCENES,
     ),
     "clip": Study(
         question="CLIP on the captions of the built-in scenes: read-outs cls, gap_image and sparo",
@@ -227,7 +218,6 @@ STUDIES = {
         seeds=range(3),
         learning_rates=(0.00075, 0.0015, 0.003),
         choose=lambda epoch: -epoch["val_loss"],
-        choice="loss on 4 % of the training pairs, which are held out",
         prepare=_scenes_with_captions,
         evaluate=clip_scores,
     ),

@@ -119,8 +119,6 @@ def write_split(folder: Path, split: Split, num_images: int, num_questions: int,
             f"num_images={num_images}; give at least {MIN_TRAINING_IMAGES}, so that every shape is seen alone in "
             "every colour on every background"
         )
-    if num_questions < 2:
-        raise ValueError(f"num_questions={num_questions}; give at least 2 per test")
     sizes = {"num_images": num_images, "num_questions": num_questions, "image_size": image_size}
     expected = {"format": FORMAT, **sizes, **split.to_json()}
     record = folder / "split.json"

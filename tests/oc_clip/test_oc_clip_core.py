@@ -509,7 +509,7 @@ def test_coefficients_stay_positive() -> None:
         assert gradient.abs() > 0
     with pytest.raises(ValueError, match=r"rel_coef=0.0 is too small; give a number from 0\.001 on"):
         replace(sizes, rel_coef=0.0)
-    with pytest.raises(ValueError, match="rel_dim=0 is not a valid size"):
+    with pytest.raises(ValueError, match="rel_dim=0 is too small"):
         replace(sizes, rel_dim=0)
 
 
