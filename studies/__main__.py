@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.__main__ import run
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
 from studies import sweep
 from studies.oc_splits import run as oc_splits
@@ -32,32 +32,27 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
 }
 
 
+OPTIONS = {
+    "study": {
+        "name": Option(None, "The study.", choices=sorted(STUDIES), is_positional=True),
+        "data_path": Option(None, "Images, for studies that need some."),
+        "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
+        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        "jobs": Option(1, "Runs at the same time, with one thread each.", positive_int),
+        "epochs": Option(None, "Epochs of a try; by default those of the recipe.", positive_int),
+        "seeds": Option(None, "Seeds to run; by default all. Several machines can share a study.", int, nargs="+"),
+        "add_scores": Option(
+            False, "Train nothing: measure missing scores of finished runs whose checkpoints are in --output_dir."
+        ),
+        "report": Option(False, "Train nothing: tables and plot of the results so far."),
+    }
+}
+
+
 def get_args_parser() -> Parser:
     """The options of a study."""
     questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
-    parser = Parser(prog="studies", description=f"{__doc__}\n{questions}")
-    parser.add_argument("name", choices=sorted(STUDIES), help="The study.")
-    parser.add_argument("--data_path", default=None, help="Images, for studies that need some.")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("output/studies"), help="Folder of checkpoints and logs."
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of the result files of all studies.")
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at the same time, with one thread each.")
-    parser.add_argument("--epochs", type=int, default=None, help="Epochs of a try; by default those of the recipe.")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        default=None,
-        help="Seeds to run; by default all. Several machines can share a study.",
-    )
-    parser.add_argument(
-        "--add_scores",
-        action="store_true",
-        help="Train nothing: measure missing scores of finished runs whose checkpoints are in --output_dir.",
-    )
-    parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of the results so far.")
-    return parser
+    return Parser(OPTIONS, "studies", f"{__doc__}\n{questions}")
 
 
 def main(argv: Sequence[str] | None = None) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
 from studies.plans import EQUAL_RATE, STUDIES
@@ -178,12 +178,11 @@ def main() -> None:
     """Measure what is missing, print the tables."""
     from dino_sparo.__main__ import run
 
-    parser = Parser(prog="studies.slots", description=__doc__)
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path("output/studies"), help="Folder of the studies' checkpoints."
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of the result files of all studies.")
-    args = parser.parse_args()
+    options = {
+        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
+        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+    }
+    args = Parser({"folders": options}, "studies.slots", __doc__).parse_args()
     measure_missing(args.output_dir, args.results, run)
     say(report(args.results))
 

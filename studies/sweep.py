@@ -21,7 +21,7 @@ from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels, spaced
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import write_result
-from dino_sparo.runtime.cli import Parser
+from dino_sparo.runtime.cli import Option, Parser
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import differences
@@ -36,11 +36,12 @@ MAX_COLUMNS = 5  # columns of a legend
 
 def get_args_parser() -> Parser:
     """The options of the sweep."""
-    parser = Parser(prog="studies sweep")
-    parser.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json).")
-    parser.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
-    parser.add_argument("--output", help="File of the result; by default sweep.json in the folder of all inputs.")
-    return parser
+    options = {
+        "inputs": Option([], "Results of dino-sparo zero-shot (.json).", str, nargs="*", is_positional=True),
+        "metric": Option("top1", "The accuracy to compare.", choices=METRICS),
+        "output": Option(None, "File of the result; by default sweep.json in the folder of all inputs."),
+    }
+    return Parser({"trained models": options}, "studies sweep")
 
 
 @dataclass(frozen=True)

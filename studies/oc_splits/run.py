@@ -25,7 +25,7 @@ import numpy as np
 from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import INK, PANEL, PAPER, require_matplotlib
 from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
-from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
@@ -85,63 +85,57 @@ FULL = Amount(num_images=12_800, num_questions=1000, epochs=8, batch_size=128)
 SHORT = Amount(num_images=960, num_questions=40, epochs=1, batch_size=64)
 
 
+def _amount(text: str, name: str) -> Option:
+    """An option for one of the numbers of `Amount`."""
+    defaults = f"By default {getattr(FULL, name)}, with --short {getattr(SHORT, name)}."
+    return Option(None, f"{text} {defaults}", positive_int)
+
+
+OPTIONS = {
+    "split: what is trained on": {
+        "split": Option(
+            "attribute",
+            "What the false captions exchange: the colours of two objects, or the objects beside their relation.",
+            choices=list(TESTS),
+        ),
+        "seen": Option(50, "Percent of the pairs of shapes that are trained on.", choices=SEEN_SHARES),
+        "hard": Option(
+            0,
+            "Percent of these pairs that are also trained on with colours, or objects, exchanged.",
+            choices=HARD_SHARES,
+        ),
+        "grid": Option(False, "All shares instead of --seen and --hard, and their heat map."),
+        "num_images": _amount("Training pictures.", "num_images"),
+        "num_questions": _amount("Questions per test.", "num_questions"),
+    },
+    "models: what is compared": {
+        "models": Option(
+            ["clip-cls", "clip-sparo", "oc-clip"],
+            "All share towers, pictures, steps and optimizer. Controls: CLIP with each pair's false caption in the "
+            "batch; OC-CLIP without the local loss, without competition and default tokens, and with parsed graphs "
+            "instead of the true ones.",
+            choices=list(MODELS),
+        ),
+        "seeds": Option([0], "One training run each; sets split, weights and order."),
+        "epochs": _amount("Epochs of each training.", "epochs"),
+        "short": Option(False, "Train for seconds, to see that all parts work."),
+    },
+    "run": {
+        "output_dir": Option(None, "Folder of all files; by default in output/."),
+        "device": Option("cpu", "auto, cpu or cuda."),
+        "num_workers": Option(1, "Processes that load images."),
+    },
+}
+
+
 def get_args_parser() -> Parser:
     """The options of the experiment."""
-    parser = Parser(prog="studies oc-splits")
-    group = parser.add_argument_group("split: what is trained on")
-    group.add_argument(
-        "--split",
-        choices=list(TESTS),
-        default="attribute",
-        help="What the false captions exchange: the colours of two objects, or the objects beside their relation.",
-    )
-    group.add_argument(
-        "--seen", type=int, choices=SEEN_SHARES, default=50, help="Percent of the pairs of shapes that are trained on."
-    )
-    group.add_argument(
-        "--hard",
-        type=int,
-        choices=HARD_SHARES,
-        default=0,
-        help="Percent of these pairs that are also trained on with colours, or objects, exchanged.",
-    )
-    group.add_argument(
-        "--grid", action="store_true", help="All shares instead of --seen and --hard, and their heat map."
-    )
-    group.add_argument("--num_images", type=int, default=None, help=_help("Training pictures.", "num_images"))
-    group.add_argument("--num_questions", type=int, default=None, help=_help("Questions per test.", "num_questions"))
-    group = parser.add_argument_group("models: what is compared")
-    group.add_argument(
-        "--models",
-        nargs="+",
-        choices=list(MODELS),
-        default=["clip-cls", "clip-sparo", "oc-clip"],
-        help="All share towers, pictures, steps and optimizer. Controls: CLIP with each pair's false caption in the "
-        "batch; OC-CLIP without the local loss, without competition and default tokens, and with parsed graphs "
-        "instead of the true ones.",
-    )
-    group.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], help="One training run each; sets split, weights and order."
-    )
-    group.add_argument("--epochs", type=int, default=None, help=_help("Epochs of each training.", "epochs"))
-    group.add_argument("--short", action="store_true", help="Train for seconds, to see that all parts work.")
-    group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=None, help="Folder of all files; by default in output/.")
-    group.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    group.add_argument("--num_workers", type=int, default=1, help="Processes that load images.")
-    return parser
-
-
-def _help(text: str, name: str) -> str:
-    return f"{text} By default {getattr(FULL, name)}, with --short {getattr(SHORT, name)}."
+    return Parser(OPTIONS, "studies oc-splits")
 
 
 def chosen_amount(args: argparse.Namespace) -> Amount:
     """The amount that the options choose."""
     given = {name: getattr(args, name) for name in ("num_images", "num_questions", "epochs")}
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: give a positive number")
     return (SHORT if args.short else FULL)._replace(**{name: value for name, value in given.items() if value})
 
 
