@@ -26,6 +26,8 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """A table of options for each group of a parser."""
     lines = []
     for group in parser._action_groups:
+        if group.title == "help and configuration":  # explained once, on the page of configuration files
+            continue
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if actions:
             lines += [
@@ -40,8 +42,17 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 with mkdocs_gen_files.open("commands.md", "w") as page:
-    lines = ["# Commands", "", "`dino-sparo COMMAND --help-all` prints the same on the terminal.", ""]
-    for name, command in COMMANDS.items():
-        lines += [f"## dino-sparo {name}", "", command.summary, ""]
-        lines += options_of(command.parser()) if command.parser else []
+    lines = [
+        "# Commands",
+        "",
+        "`dino-sparo COMMAND --help-all` prints the same on the terminal. Every command takes "
+        "[configuration files](configuration.md).",
+        "",
+    ]
+    for section in dict.fromkeys(command.section for command in COMMANDS.values()):
+        lines += [f"## {section[0].upper()}{section[1:]}", ""]
+        for name, command in COMMANDS.items():
+            if command.section == section:
+                lines += [f"### dino-sparo {name}", "", command.summary, ""]
+                lines += options_of(command.parser()) if command.parser else []
     page.write("\n".join(lines))
