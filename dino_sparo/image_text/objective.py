@@ -17,6 +17,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from dino_sparo.data.views import ClipView
+from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.scoring.scorer import Scorer
@@ -123,7 +124,7 @@ class PairObjective(Objective[AnyBatch]):
         self.validation = None if data.held_out is None else open_validation(data.held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download)
+            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits_of(args))
 
     @abstractmethod
     def build_model(self) -> tuple[Any, list[ModelPart]]:

@@ -215,7 +215,6 @@ def test_the_options_are_frozen():
         "max_missing_graphs",
         "data_path",
         "download",
-        "max_value",
         "dump_features",
     }
     own |= {"load_features", "use_cuda", "epochs", "lr", "probe_batch_size", "weight_decay", "val_share", "seed"}

@@ -254,12 +254,6 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
         run("--pretrained_weights", weights)
 
 
-def test_a_mistake_ends_the_script_with_one_line(crepe, caplog):
-    with pytest.raises(SystemExit, match="1"):
-        run_command("sugarcrepe", ["--data_path", str(crepe), "--device", "cpu"])
-    assert "--pretrained_weights is empty" in caplog.text
-
-
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
     own |= {"data_path", "images", "max_missing", "allow_outside"}

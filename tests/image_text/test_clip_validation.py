@@ -140,5 +140,5 @@ def test_validation_on_other_pairs_changes_no_weight(tmp_path: Path) -> None:
 
 
 def test_a_path_and_a_share_are_not_given_together(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--val_share 0.5 with --val_path scenes: give a share"):
+    with pytest.raises(ValueError, match=r"--val_share 0.5 with --val_path scenes: give one of the two"):
         run(tmp_path, val_share=0.5, val_path="scenes")

@@ -473,7 +473,6 @@ def test_the_options_are_frozen():
         "split",
         "download",
         "crop_border",
-        "max_value",
     }
     own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -26,7 +26,8 @@ from compositional_files import (
 from PIL import Image
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.data.sources import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, image_source
+from dino_sparo.data.sources.decode import read_image
 from dino_sparo.image_text.evaluation.compositional.answers import answer_questions, chunks, judge, with_shuffled_images
 from dino_sparo.image_text.evaluation.compositional.benchmark import (
     Benchmark,
@@ -606,3 +607,26 @@ def test_the_options_are_frozen():
     own |= {"images", "max_missing", "allow_outside", "write_captions", "chunk_images", "blind", "seed", "failures"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own
+
+
+@pytest.mark.parametrize("name", ["retrieval", "sugarcrepe", "compositional"])
+def test_the_limits_of_images_reach_the_file(name, tmp_path, monkeypatch):
+    """The bug: --max_value was not among the options, so that images of 12 bits in 16 were nearly black."""
+    write_json(tmp_path / "swap_obj.json", {"0": {"filename": "a.png", "caption": "a", "negative_caption": "b"}})
+    paint(tmp_path / "images" / "a.png", "red")
+    (tmp_path / "captions.txt").write_text("a.png,red\n")
+    seen = set()
+
+    def read(path, location, limits):
+        seen.add(limits)
+        return read_image(path, location, limits=limits)
+
+    monkeypatch.setattr(image_source, "read_image", read)
+    data = {
+        "retrieval": ("--data_path", tmp_path / "images", "--captions", tmp_path / "captions.txt", "--k", 1),
+        "sugarcrepe": ("--data_path", tmp_path),
+        "compositional": ("--data_root", tmp_path, "--failures", 1),
+    }
+    limits = ("--max_image_mb", 1, "--max_image_mpix", 2, "--max_value", 4095)
+    evaluate(name, "--pretrained_weights", small_checkpoint(tmp_path / "checkpoint.pth"), *data[name], *limits)
+    assert seen == {ImageLimits(1.0, 2.0, 4095)}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.image_text.classes import apply_classes, open_classes
@@ -142,17 +143,20 @@ class ZeroShotProbe:
         return evaluate_zero_shot(scorer, self.images, self.names, templates).top1
 
 
-def open_zero_shot_probe(zero_shot_path: str | None, data_path: str, download: bool = False) -> ZeroShotProbe:
+def open_zero_shot_probe(
+    zero_shot_path: str | None, data_path: str, download: bool = False, limits: ImageLimits = DEFAULT_LIMITS
+) -> ZeroShotProbe:
     """The probe of a run, on held-out images if there are any.
 
     Args:
         zero_shot_path: labelled images; None: the images of the pairs.
         data_path: the pairs.
         download: fetch a torchvision set that is not on disk.
+        limits: larger images count as unreadable.
     """
     path = zero_shot_path or data_path
     try:
-        source = open_evaluation_images(path, download=download)
+        source = open_evaluation_images(path, download=download, limits=limits)
         classes = open_classes(source, data_path=path)
         (images,) = disjoint_subsets(apply_classes(source, classes), (PROBE_IMAGES,))
         return ZeroShotProbe(images, classes.names, open_templates("auto", path))
