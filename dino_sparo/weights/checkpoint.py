@@ -265,11 +265,8 @@ def infer_config(
     names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
     fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
     if arch is None and not fitting:
-        known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
-        raise CheckpointError(
-            f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
-            f"the file, give the whole file of such a model"
-        )
+        known = ", ".join(f"{name} {size}" for size, name in names.items())
+        raise CheckpointError(f"no architecture has width {embed_dim} and {depth} blocks; known are {known}")
     patch_size, arch = patch_size or kernel, arch or fitting[0]
     slots: dict[str, Any] = {"readout": "cls"}
     if queries is not None and "readout.key_proj.bias" in weights:

@@ -63,7 +63,12 @@ def save_checkpoint(
         os.replace(temporary[path], path)
     except (OSError, RuntimeError, CheckpointError) as error:
         kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
-        raise CheckpointError(f"could not write {path} ({_reason(error)}); {kept}; {_remedy(error)}") from error
+        # torch hides the system's error behind a RuntimeError.
+        is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
+        raise CheckpointError(
+            f"could not write {path} ({error.__context__ if is_hidden else error}); {kept}; free some space, see that "
+            "the folder can be written, and start again"
+        ) from error
     else:
         _rename({temporary[name]: name for name in sources}, path)
     finally:
@@ -78,9 +83,8 @@ def _link(path: Path, link: Path) -> None:
     try:
         os.link(path, link)
     except OSError:
-        with path.open("rb") as source, link.open("xb") as copy:
-            shutil.copyfileobj(source, copy)
-            copy.flush()
+        shutil.copyfile(path, link)
+        with link.open("rb") as copy:
             os.fsync(copy.fileno())
 
 
@@ -94,19 +98,6 @@ def _rename(names: Mapping[Path, Path], saved: Path) -> None:
             os.replace(temporary, name)
     except OSError as error:
         logger.error("%s is saved, but %s could not be replaced (%s)", saved, name, error)
-
-
-def _reason(error: Exception) -> object:
-    """The cause of a failed write; torch hides the system's error behind a RuntimeError."""
-    is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
-    return error.__context__ if is_hidden else error
-
-
-def _remedy(error: Exception) -> str:
-    number = getattr(_reason(error), "errno", None)
-    if number is None or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free some space and start again"
-    return "see that the folder is there and can be written, and start again"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -121,14 +121,11 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
 def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
     """Refuse weights of another kind of ViT; number of blocks and grid may differ."""
     sizes, own_sizes = patch_sizes(weights), patch_sizes(own)
-    for what, actual, wanted in zip(
-        ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True
-    ):
-        if actual != wanted:
-            raise CheckpointError(
-                f"{source} has {what} {actual}, the encoder {wanted}; choose other weights, or build the encoder alike "
-                f"(--arch, --patch_size)"
-            )
+    if sizes[:3] != own_sizes[:3]:
+        raise CheckpointError(
+            f"{source} has width, channels and patch size {sizes[:3]}, the encoder {own_sizes[:3]}; choose other "
+            "weights, or build the encoder alike (--arch, --patch_size)"
+        )
     positions = tuple(weights["backbone.pos_embed"].shape)
     if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
         raise CheckpointError(

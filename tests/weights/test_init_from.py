@@ -154,9 +154,9 @@ def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"arch": "vit_tiny"}, "has width 192, the encoder 128; .*--arch"),
-        ({"patch_size": 12}, "has patch size 12, the encoder 8; .*--patch_size"),
-        ({"in_chans": 1}, "has number of channels 1, the encoder 3"),
+        ({"arch": "vit_tiny"}, r"patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size"),
+        ({"patch_size": 12}, r"patch size \(128, 3, 12\), the encoder"),
+        ({"in_chans": 1}, r"patch size \(128, 1, 8\), the encoder"),
     ],
 )
 def test_another_width_patch_size_or_number_of_channels_is_refused(
@@ -236,7 +236,7 @@ def test_weights_that_do_not_fit_end_the_command_with_one_line(
     source = raw(tmp_path, build(readout="cls", arch="vit_tiny"))
     with pytest.raises(SystemExit):
         main_dino.main([*TRAINING.split(), "--output_dir", str(tmp_path / "run"), "--init_from", str(source)])
-    assert "has width 192, the encoder 128" in caplog.text
+    assert "patch size (192, 3, 8), the encoder (128, 3, 8)" in caplog.text
     assert not (tmp_path / "run" / "checkpoint.pth").exists()
 
 
