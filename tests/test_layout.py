@@ -242,6 +242,50 @@ def test_functions_fit_a_screen() -> None:
     assert not long
 
 
+SHARED_LINES = 6
+
+
+def lines_of_logic(body: list[ast.stmt]) -> Iterator[str]:
+    """The statements of some code without imports and docstrings; of one with a body, its first line and its body."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            continue
+        inner = [part for name in ("body", "orelse", "finalbody") for part in getattr(node, name, [])]
+        inner += [part for handler in getattr(node, "handlers", []) for part in handler.body]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield f"<{node.name}>"
+        else:
+            yield ast.unparse(node).partition("\n")[0] if inner else ast.unparse(node)
+        yield from lines_of_logic(inner)
+
+
+def shared_runs(paths: list[Path]) -> dict[tuple[str, ...], set[str]]:
+    """Runs of `SHARED_LINES` lines that stand in several rooms -> their files."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for path in paths:
+        lines = list(lines_of_logic(parsed(path).body))
+        for start in range(len(lines) - SHARED_LINES + 1):
+            found.setdefault(tuple(lines[start : start + SHARED_LINES]), set()).add(str(path.relative_to(PACKAGE)))
+    return {run: files for run, files in found.items() if len({file.split("/")[0] for file in files}) > 1}
+
+
+def test_no_two_rooms_share_six_lines_of_logic() -> None:
+    shared = {tuple(sorted(files)): run[0] for run, files in shared_runs(modules()).items()}
+    assert not shared, f"move what both need one floor down: {shared}"
+
+
+def test_six_shared_lines_are_found_whatever_their_comments_and_docstrings(tmp_path: Path) -> None:
+    lines = [f"    a{number} = {number}" for number in range(SHARED_LINES - 1)]
+    for room, between in (("clip", "    # why"), ("dino", '    """Why."""')):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("\n".join(["import os", "def f():", *lines[:2], between, *lines[2:]]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "PACKAGE", tmp_path)
+        assert list(shared_runs(modules()).values()) == [{"clip/a.py", "dino/a.py"}]
+
+
 def test_a_docstring_begins_with_what_the_thing_is() -> None:
     """Not "What ...", "Of ..." or "Likewise": such a line cannot be read alone."""
     unclear = re.compile(r"(What|Of) |[Ll]ikewise\.?$")

@@ -23,14 +23,13 @@ from dino_sparo.clip import options
 from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
-from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
+from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 
@@ -44,10 +43,7 @@ def check_options(args: argparse.Namespace) -> None:
         ValueError: names the option or the value and what would fit.
         MissingPackageError: names the package and how to install it.
     """
-    require("open_clip", "captions")
-    options.check_options(args)
-    with torch.device("meta"):  # takes no memory
-        build_model(args)
+    check_pair_options(args, options.check_options, build_model)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -198,36 +198,47 @@ class Batch(DeviceBatch):
     parameters: Float[Tensor, "S B _"] | None = None
 
 
-class ImageDataset(Dataset):
-    """Images of a source, each turned into crops by a transform with the image's own random numbers.
+class EpochDataset(Dataset):
+    """Items of a source, by (epoch, index), or by index in epoch 0; a subclass makes an item.
 
     Args:
-        source: the images.
-        transform: (PIL image, rng) -> S tensors (C, H, W), or `DeferredViews`.
+        source: images or pairs.
+        transform: (PIL image, rng) -> crops.
         seed: any integer.
+    """
+
+    def __init__(self, source: Any, transform: Callable[..., Any], seed: int = 0) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self.source)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> Any:
+        """The item of (epoch, index); ValueError if too many images in a row are unreadable."""
+        epoch, index = key if isinstance(key, tuple) else (0, key)
+        if not 0 <= index < len(self.source):
+            raise IndexError(f"index {index} of {self.source.name}, which has {len(self.source)}")
+        return self.item(epoch, index)
+
+    def item(self, epoch: int, asked: int) -> Any:
+        """The item of an index that exists."""
+        raise NotImplementedError
+
+
+class ImageDataset(EpochDataset):
+    """Images of a source, each turned into S crops by a transform with the image's own random numbers.
 
     An unreadable image is replaced by the next readable one (after the last comes the first) and reported in
     `Item.corrupt`. Label and index belong to the replacement. The random numbers belong to the requested image, so that
     the replacement's crops here differ from its own item's crops.
     """
 
-    def __init__(self, source: ImageSource, transform: Transform, seed: int = 0) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+    source: ImageSource
+    transform: Transform
 
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.source)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> Item:
-        """The item of (epoch, index), or of an index in epoch 0.
-
-        Raises:
-            IndexError: there is no such image.
-            ValueError: too many images in a row cannot be read.
-        """
-        epoch, asked = key if isinstance(key, tuple) else (0, key)
-        if not 0 <= asked < len(self.source):
-            raise IndexError(f"image {asked} of {self.source.name}, which has {len(self.source)}")
+    def item(self, epoch: int, asked: int) -> Item:
+        """The crops of an image in an epoch, with its label."""
         image, index, corrupt = read_next(self.source.read, asked, self.source)
         made = self.transform(image, image_rng(self.seed, epoch, asked))
         views, parameters = made if isinstance(made, DeferredViews) else (made, None)

@@ -7,7 +7,7 @@ import argparse
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, nu
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, use_fused_attention
@@ -262,6 +263,18 @@ class PairObjective(Objective[AnyBatch]):
             return EpochResult(values)
         accuracy = self.probe.accuracy(self.scorer)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
+
+
+def check_pair_options(
+    args: argparse.Namespace,
+    check_options: Callable[[argparse.Namespace], None],
+    build_model: Callable[[argparse.Namespace], nn.Module],
+) -> None:
+    """Refuse a missing package, options that do not fit, and sizes of which no model can be built."""
+    require("open_clip", "captions")
+    check_options(args)
+    with torch.device("meta"):  # takes no memory
+        build_model(args)
 
 
 def tower_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
+from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
 from dino_sparo.image_text.pairs.run_data import BatchForm
@@ -37,7 +37,6 @@ from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
-from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 
@@ -50,10 +49,7 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    require("open_clip", "captions")
-    options.check_options(args)
-    with torch.device("meta"):  # takes no memory
-        build_model(args)
+    check_pair_options(args, options.check_options, build_model)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -204,7 +204,7 @@ def test_a_plain_index_is_epoch_zero() -> None:
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_an_index_out_of_range_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError, match=f"image {index} of numbered images, which has 4"):
+    with pytest.raises(IndexError, match=f"index {index} of numbered images, which has 4"):
         ImageDataset(NumberedImages(4), draw_views)[index]
 
 

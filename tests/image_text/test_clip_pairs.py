@@ -589,7 +589,7 @@ def test_a_caption_of_deeply_nested_json_is_one_bad_pair_not_the_end_of_the_run(
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_pair_out_of_range_is_an_error(index: int) -> None:
     dataset = PairDataset(numbered(4), PairTransform(8))
-    with pytest.raises(IndexError, match=f"pair {index} of .*, which has 4"):
+    with pytest.raises(IndexError, match=f"index {index} of .*, which has 4"):
         dataset[0, index]
 
 

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
-from dino_sparo.data.dataset import DeviceBatch, read_next
+from dino_sparo.data.dataset import DeviceBatch, EpochDataset, read_next
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of
@@ -178,27 +177,14 @@ class PairBatch(DeviceBatch):
     num_truncated: int
 
 
-class PairDataset(Dataset):
-    """Pairs of a source: the crop of an image and one of its captions, drawn anew in every epoch.
+class PairDataset(EpochDataset):
+    """Pairs of a source: the crop of an image and one of its captions, drawn anew in every epoch."""
 
-    Args:
-        source: the pairs.
-        transform: image -> view.
-        seed: any integer.
-    """
+    source: PairSource
+    transform: PairTransform
 
-    def __init__(self, source: PairSource, transform: PairTransform, seed: int = 0) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
-
-    def __len__(self) -> int:
-        """Number of pairs."""
-        return len(self.source)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> PairItem:
-        """The pair of (epoch, index), or of an index in epoch 0; see `ImageDataset` for what is raised."""
-        epoch, asked = key if isinstance(key, tuple) else (0, key)
-        if not 0 <= asked < len(self.source):
-            raise IndexError(f"pair {asked} of {self.source.name}, which has {len(self.source)}")
+    def item(self, epoch: int, asked: int) -> PairItem:
+        """The pair of an index in an epoch; an unreadable pair is replaced as in `ImageDataset`."""
         (image, captions), index, corrupt = read_next(self.source.read_pair, asked, self.source)
         (view,) = self.transform(image, image_rng(self.seed, epoch, asked))
         drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
