@@ -2,7 +2,7 @@
 FROM pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime
 
 COPY . /src
-RUN pip install --no-cache-dir '/src[plots,clip,export]' && rm -rf /src
+RUN pip install --no-cache-dir '/src[plots,clip,export,analyse]' && rm -rf /src
 
 WORKDIR /data
 ENTRYPOINT ["dino-sparo"]

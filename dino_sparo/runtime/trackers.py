@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +62,8 @@ class TrackedRun:
         """Its name, printable."""
         return printable(self.name or self.folder.resolve().name)
 
-    def read_id(self) -> str:
+    @cached_property
+    def run_id(self) -> str:
         """The id of the run, the same in all parts of the run; a run that starts over gets a new one."""
         path = self.folder / "trackers.json"
         if self.step == 0 or not path.is_file():
@@ -132,7 +134,7 @@ class WandB:
         self.image_type = wandb.Image
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=run.read_id(),
+            id=run.run_id,
             name=run.title,
             dir=run.folder,
             config=run.plain_options,
@@ -166,7 +168,7 @@ class Trackio:
         self.image_type = trackio.Image
         self.run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{run.title}-{run.read_id()}",  # Trackio finds a run by its name
+            name=f"{run.title}-{run.run_id}",  # Trackio finds a run by its name
             config=run.plain_options,
             resume="allow",
             embed=False,

@@ -10,8 +10,9 @@ import pytest
 import torch
 from clip_fakes import small_checkpoint
 from PIL import Image
+from two_ranks import TwoRanks
 
-from dino_sparo.__main__ import run
+from dino_sparo.__main__ import COMMANDS, run
 from dino_sparo.clip.model import load_clip, normalize_slots
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
@@ -93,6 +94,26 @@ def test_a_killed_run_resumes_to_the_same_bytes(pairs: Path, tmp_path: Path, mon
     embed(weights, pairs, tmp_path / "out", "--what", "captions")
     for path in (tmp_path / "undisturbed").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def embed_on_a_rank(weights: Path, pairs: Path, out: Path) -> None:
+    store.CHUNK_BATCHES = 1
+    parser = COMMANDS["embed"].parser
+    assert parser is not None
+    words = ["--pretrained_weights", weights, "--data_path", pairs, "--output_dir", out, "--batch_size_per_gpu", "2"]
+    options = ("--num_workers", "0", "--device", "cpu", "--split", "all", "--what", "captions")
+    COMMANDS["embed"].function(parser().parse_args([*map(str, words), *options]))
+
+
+def test_two_processes_write_one_result(
+    pairs: Path, tmp_path: Path, two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = small_checkpoint(tmp_path / "clip.pth")
+    monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
+    embed(weights, pairs, tmp_path / "one", "--what", "captions")
+    two_ranks(embed_on_a_rank, weights, pairs, tmp_path / "two")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
 def test_an_encoder_of_images_alone_embeds_no_captions(

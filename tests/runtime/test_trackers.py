@@ -81,9 +81,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def test_a_resumed_run_keeps_its_id_and_one_that_starts_over_gets_another(tmp_path: Path) -> None:
-    first = TrackedRun(tmp_path, step=0).read_id()
-    assert [TrackedRun(tmp_path, step=step).read_id() for step in (4, None)] == [first, first]
-    assert TrackedRun(tmp_path, step=0).read_id() != first
+    """The bug: every tracker of a run that starts drew an id, and the file kept the last."""
+    first = TrackedRun(tmp_path, step=0)
+    ids = [first.run_id, first.run_id, *(TrackedRun(tmp_path, step=step).run_id for step in (4, None))]
+    assert len(set(ids)) == 1
+    assert TrackedRun(tmp_path, step=0).run_id != first.run_id
 
 
 TRACK = """
