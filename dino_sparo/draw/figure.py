@@ -1,22 +1,27 @@
-"""The description of a figure: sections of bands of labelled tiles.
+"""The description of a figure: sections of bands of labelled tiles; names of images and models in figures and files.
 
 `sheet.py` draws the description as PNG, PDF or SVG; `html.py` makes a page of it.
 
     Figure -> Section (a slot, an image, an error) -> Band (a caption, a model) -> Tile (an image and a map on it)
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from dino_sparo.draw.pixels import Picture, overlay_levels
+from dino_sparo.models.encoder import EncoderConfig
+from dino_sparo.runtime.cli import printable
 
 ORANGE = (252, 176, 78)  # behind words; the maps' bright orange
 RAMP_ENDS = ("even share of attention or less", "most")
+MAX_FILE_NAME = 80  # characters; file systems take 255 bytes, and endings and numbers are added
 PICTURE_HEIGHT = 480  # pixels, of the views that tiles hold; sheets make them smaller
 
 
@@ -175,3 +180,38 @@ def runs_of_words(words: Sequence[Word]) -> list[list[Word]]:
         else:
             runs.append([word])
     return runs
+
+
+def short_name(location: str) -> str:
+    """A location without the folders that all images share: the last two parts of its path, printable."""
+    return printable("/".join(PurePath(location).parts[-2:]))
+
+
+def run_names(weights: Sequence[str]) -> list[str]:
+    """Short names of checkpoints: folder and file, and as many folders above as make the names differ."""
+    paths = [Path(path).expanduser().absolute().parts[1:] for path in weights]
+    depth = 2
+    while len({path[-depth:] for path in paths}) < len(set(paths)):
+        depth += 1
+    return [printable("/".join(path[-depth:])) for path in paths]
+
+
+def describe_model(record: Mapping[str, Any], encoder: EncoderConfig, run: str | None, *words: str) -> str:
+    """A line about a model, for figures: run (None: named elsewhere), architecture, `words`, epoch."""
+    epoch = f"epoch {record['epoch']}" if isinstance(record["epoch"], int) else None
+    parts = (run, f"{encoder.arch}/{encoder.patch_size}", *words, epoch)
+    return "  ·  ".join(part for part in parts if part is not None)
+
+
+def file_names(locations: Sequence[str]) -> list[str]:
+    """File names that show which images they were made of, without folder and ending; images of one name are numbered.
+
+    Letters, digits, dots, dashes and underscores stay, all else becomes an underscore.
+    """
+    names: dict[str, str] = {}  # by small letters, which some file systems do not tell from capitals
+    for location in locations:
+        stem = re.sub(r"[^\w.-]+", "_", PurePath(location).stem).strip("_.")[:MAX_FILE_NAME] or "image"
+        numbered = (stem, *(f"{stem}-{number}" for number in range(2, len(names) + 3)))
+        name = next(name for name in numbered if name.lower() not in names)
+        names[name.lower()] = name
+    return list(names.values())

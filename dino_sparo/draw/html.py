@@ -13,8 +13,7 @@ from string import Template
 
 from PIL import Image
 
-from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, runs_of_words
-from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, runs_of_words, short_name
 from dino_sparo.draw.pixels import RAMP_COLOURS, RAMP_POSITIONS, Picture
 from dino_sparo.runtime.records import write_text
 
@@ -77,19 +76,16 @@ def _section(number: int, section: Section) -> str:
     side = "" if section.picture is None else _plain_image(section.picture)
     if section.name:
         facts = "".join(f'<div class="facts">{escape(fact)}</div>' for fact in section.facts)
-        side = f'<div class="side"><h2 id="h{number}">{escape(section.name)}</h2>{facts}{_chip(section)}</div>'
+        chip = ""
+        if section.group is not None:
+            # Hues by the golden angle: neighbouring groups get colours far apart.
+            hue = section.group[0] * 137.5 % 360
+            chip = f'<span class="chip" style="--hue: {hue:.0f}">group {section.group[1]}</span>'
+        side = f'<div class="side"><h2 id="h{number}">{escape(section.name)}</h2>{facts}{chip}</div>'
     about = f'<p class="about">{escape(section.about)}</p>\n' if section.about else ""
     bands = "\n".join(_band(band, section.name) for band in section.bands)
     label = f' aria-labelledby="h{number}"' if section.name else ""
     return f"<section{keys}{label}>\n{side}\n<div>{about}{bands}</div></section>"
-
-
-def _chip(section: Section) -> str:
-    if section.group is None:
-        return ""
-    group, letter = section.group
-    # Hues by the golden angle: neighbouring groups get colours far apart.
-    return f'<span class="chip" style="--hue: {group * 137.5 % 360:.0f}">group {letter}</span>'
 
 
 def _band(band: Band, section: str) -> str:

@@ -6,9 +6,11 @@ Everything here needs numpy and Pillow alone, so training can write its pictures
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, UInt8
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
+from torchvision.utils import make_grid
 
 Picture = UInt8[np.ndarray, "H W 3"]
 
@@ -130,11 +132,7 @@ def crops_grid(
 ) -> UInt8[np.ndarray, "_ _ 3"]:
     """The crops of a few images, for TensorBoard: a row per image, its global crops first, all drawn at one height.
 
-    Args:
-        views: one batch of crops per view, as a `Batch` holds them, normalised.
-        mean: per channel.
-        std: per channel.
-        num_images: rows, at most.
+    `views` are one batch of normalised crops per view, as a `Batch` holds them.
     """
     height = max(GRID_HEIGHT, *(view.shape[-2] for view in views))
     columns = [to_pixels(view[:num_images], mean, std) for view in views]
@@ -156,14 +154,13 @@ def maps_grid(
     return _stacked(rows)
 
 
-def _stacked(rows: Sequence[Sequence[UInt8[np.ndarray, "height _ 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
-    """Pictures of one height -> one picture, rows below each other, left-aligned, with gaps between."""
-    lines = [
-        np.concatenate([_padded(picture, (0, GRID_GAP), (0, GRID_GAP)) for picture in row], axis=1) for row in rows
-    ]
-    width = max(line.shape[1] for line in lines)
-    padded = [_padded(line, (0, 0), (0, width - line.shape[1])) for line in lines]
-    return _padded(np.concatenate(padded), (GRID_GAP, 0), (GRID_GAP, 0))
+def _stacked(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
+    """Pictures of one size -> one picture, rows below each other, left-aligned, with gaps between."""
+    columns = max(map(len, rows))
+    blank = np.full_like(rows[0][0], GRID_COLOUR)
+    pictures = np.stack([picture for row in rows for picture in (*row, *[blank] * (columns - len(row)))])
+    grid = make_grid(torch.from_numpy(pictures).permute(0, 3, 1, 2), columns, GRID_GAP, pad_value=GRID_COLOUR)
+    return grid.permute(1, 2, 0).numpy()
 
 
 def _numbered(picture: Picture, number: str) -> UInt8[np.ndarray, "_ W 3"]:
@@ -180,10 +177,3 @@ def _lightness(picture: Picture) -> Float[np.ndarray, "H W 1"]:
 def _dimmed(picture: Picture, brightness: float = DIMMED_BRIGHTNESS) -> Float[np.ndarray, "H W 3"]:
     lightness = _lightness(picture)
     return brightness * (lightness + DIMMED_SATURATION * (picture.astype(np.float32) - lightness))
-
-
-def _padded(
-    picture: UInt8[np.ndarray, "_ _ 3"], rows: tuple[int, int], columns: tuple[int, int]
-) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A picture with so many rows above and below, and columns left and right."""
-    return np.pad(picture, (rows, columns, (0, 0)), constant_values=GRID_COLOUR)

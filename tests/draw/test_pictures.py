@@ -12,8 +12,7 @@ import matplotlib.figure
 from figures import assert_readable, drawn_words
 
 from dino_sparo.draw import sheet
-from dino_sparo.draw.figure import Figure, Word
-from dino_sparo.draw.labels import file_names, run_names, short_name
+from dino_sparo.draw.figure import Figure, Word, file_names, run_names, short_name
 from dino_sparo.draw.sheet import flow, save_sheet, shorten, text_width, wrap
 from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, atlas_figure
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure

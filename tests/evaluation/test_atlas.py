@@ -17,8 +17,8 @@ from PIL import Image
 import visualize_attention
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
+from dino_sparo.draw.figure import short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.labels import short_name
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.attention import atlas as atlas_module
 from dino_sparo.evaluation.attention.atlas import (

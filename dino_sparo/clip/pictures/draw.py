@@ -24,8 +24,18 @@ from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.slots.subsets import check_fits, read_slots
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, map_painter
-from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.figure import (
+    PICTURE_HEIGHT,
+    Band,
+    Figure,
+    Layout,
+    Section,
+    Tile,
+    Word,
+    describe_model,
+    map_painter,
+    run_names,
+)
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection

@@ -23,9 +23,8 @@ from dino_sparo.data.sources.decode import read_image
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.draw.figure import PICTURE_HEIGHT, describe_model, file_names, run_names
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.labels import describe_model, file_names, run_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter

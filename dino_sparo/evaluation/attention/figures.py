@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from dino_sparo.draw.figure import RAMP_ENDS, Band, Figure, Layout, Section, Tile, map_painter, plain_words
-from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.figure import RAMP_ENDS, Band, Figure, Layout, Section, Tile, map_painter, plain_words, short_name
 from dino_sparo.draw.pixels import Picture, heat, mask_overlay
 from dino_sparo.evaluation.attention.maps import (
     class_token_share,

@@ -24,9 +24,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dino_sparo.data.sources import CorruptImageError, ImageSource, TableColumns, open_source
-from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.labels import short_name
 from dino_sparo.draw.pixels import fitted
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib

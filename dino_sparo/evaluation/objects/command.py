@@ -17,7 +17,7 @@ import torch
 
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
-from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects

@@ -17,8 +17,17 @@ from typing import Any
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, plain_words
-from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.figure import (
+    PICTURE_HEIGHT,
+    Band,
+    Figure,
+    Layout,
+    Section,
+    Tile,
+    describe_model,
+    plain_words,
+    run_names,
+)
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource

@@ -17,9 +17,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
-from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, file_names, short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.labels import file_names, short_name
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.answers import Answer
