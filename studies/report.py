@@ -3,10 +3,12 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dino_sparo.draw.plots import FAINT, colour_of, panels
+from dino_sparo.runtime.demos import spread
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
@@ -16,6 +18,7 @@ T_QUANTILES = (
     *(2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024),
 )
 
+mean_and_deviation = partial(spread, unit="")  # over seeds
 SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
 Column = tuple[str, str]  # state of the weights, score
@@ -54,12 +57,6 @@ def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[
         for state, own in result["scores"].items()
     }
     return {**result, "scores": scores}
-
-
-def mean_and_deviation(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds; without deviation for one value."""
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation}"
 
 
 def t_interval(differences: Sequence[float]) -> str:

@@ -202,13 +202,6 @@ def check_options(args: argparse.Namespace) -> None:
     check_pair_options(args)
     if args.graph_key is not None:
         _check_graph_key(args)
-    if args.competition == "keys" and args.num_default:
-        raise ValueError(
-            f"--competition keys with --num_default {args.num_default}: default tokens change nothing where entities "
-            "do not compete; give --num_default 0"
-        )
-    if args.bind_dim % args.bind_heads:
-        raise ValueError(f"--bind_heads {args.bind_heads} does not divide --bind_dim {args.bind_dim}")
 
 
 def _check_graph_key(args: argparse.Namespace) -> None:

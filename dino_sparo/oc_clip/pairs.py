@@ -3,26 +3,25 @@
 All randomness is a pure function of (seed, epoch, index), like the randomness of crops and captions.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
+from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.text import Tokens, tokenize
 from dino_sparo.oc_clip.batches import GraphBatch, batch_graphs
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
 
 # Added to the seed, so that false graphs are independent of crops and captions.
 NEGATIVES_STREAM = 0x2545F4914F6CDD1D
-
-# A pair -> its caption's graph, normalised, and the changes by normalising.
-GraphOfPair = Callable[[PairItem], tuple[SceneGraph, LookupCounts]]
 
 
 class GraphItem(NamedTuple):
@@ -47,12 +46,29 @@ class GraphPairBatch(PairBatch):
 
 
 class GraphPairDataset(Dataset):
-    """Pairs with the graphs of their captions, which `graph_of` gives, and the false graphs of `draw_negatives`."""
+    """Pairs with the graphs of their captions, and the false graphs of `draw_negatives`.
+
+    Args:
+        pairs: images and captions.
+        graphs: caption -> graph.
+        graph_key: of the graph in the `.json` member of a pair's shard; None: `graphs` finds the graph.
+        relations: see `draw_negatives`.
+        symmetric: see `draw_negatives`.
+    """
 
     def __init__(
-        self, pairs: PairDataset, graph_of: GraphOfPair, relations: str = "all", symmetric: Container[str] = ()
+        self,
+        pairs: PairDataset,
+        graphs: CaptionGraphs,
+        graph_key: str | None = None,
+        relations: str = "all",
+        symmetric: Container[str] = (),
     ) -> None:
-        self.pairs, self.graph_of, self.relations, self.symmetric = pairs, graph_of, relations, symmetric
+        self.captions: Any = pairs.source.captions
+        if graph_key is not None and not isinstance(self.captions, TarCaptions):
+            raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
+        self.pairs, self.graphs, self.graph_key = pairs, graphs, graph_key
+        self.relations, self.symmetric = relations, symmetric
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -65,6 +81,17 @@ class GraphPairDataset(Dataset):
         graph, counts = self.graph_of(pair)
         rng = image_rng(self.pairs.seed + NEGATIVES_STREAM, epoch, index)
         return GraphItem(pair, graph, *draw_negatives(graph, rng, self.relations, self.symmetric), counts)
+
+    def graph_of(self, pair: PairItem) -> tuple[SceneGraph, LookupCounts]:
+        """The graph of a pair's caption, and the changes by normalising."""
+        if self.graph_key is None:
+            return self.graphs.lookup(pair.caption)
+        try:
+            content = self.captions.json_of(pair.index)
+            graph = SceneGraph.from_json(content[self.graph_key]) if self.graph_key in content else None
+        except ValueError as error:
+            raise ValueError(f"{self.captions.location(pair.index)}: {error}") from error
+        return self.graphs.normalized(graph, pair.caption)
 
 
 def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> GraphPairBatch:

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
-from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
+from dino_sparo.image_text.pairs.batches import PairDataset
 from dino_sparo.image_text.pairs.run_data import BatchForm
-from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
@@ -77,7 +76,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)
             else:
-                # A caption alone does not say in which shard its graph stands: `graph_in_shard` finds the graph.
+                # A caption alone does not say in which shard its graph stands: `GraphPairDataset` finds the graph.
                 shards = {"shards": args.data_path, "graph_key": args.graph_key}
                 self.graphs = CaptionGraphs(lambda _: None, shards, **caps)
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
@@ -89,12 +88,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     def with_graphs(self, pairs: PairDataset) -> GraphPairDataset:
         """Pairs -> pairs with the graphs of their captions."""
-        args, captions, graph_of_pair = self.args, pairs.source.captions, partial(graph_of_caption, self.graphs)
-        if args.graph_key is not None:
-            if not isinstance(captions, TarCaptions):
-                raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
-            graph_of_pair = partial(graph_in_shard, self.graphs, captions, args.graph_key)
-        return GraphPairDataset(pairs, graph_of_pair, args.rel_negatives, self.symmetric)
+        return GraphPairDataset(pairs, self.graphs, self.args.graph_key, self.args.rel_negatives, self.symmetric)
 
     def build_model(self) -> tuple[OCCLIP, list[ModelPart]]:
         """Both towers and the binding module, each with its learning rate and warm-up."""
@@ -201,20 +195,3 @@ def build_model(args: argparse.Namespace) -> OCCLIP:
     sizes = {one.name: getattr(args, options_of.get(one.name, one.name)) for one in fields(BindingConfig)}
     binding = BindingConfig(**{**sizes, "logit_scale": args.logit_scale == "learned"})
     return create_oc_clip(**tower_options(args), binding=binding)
-
-
-def graph_of_caption(graphs: CaptionGraphs, item: PairItem) -> tuple[SceneGraph, LookupCounts]:
-    """The graph of a pair's caption, and what was changed in it."""
-    return graphs.lookup(item.caption)
-
-
-def graph_in_shard(
-    graphs: CaptionGraphs, captions: TarCaptions, key: str, item: PairItem
-) -> tuple[SceneGraph, LookupCounts]:
-    """The graph in the `.json` member of a pair's shard, under a key, and the changes in it."""
-    try:
-        content = captions.json_of(item.index)
-        graph = SceneGraph.from_json(content[key]) if key in content else None
-    except ValueError as error:
-        raise ValueError(f"{captions.location(item.index)}: {error}") from error
-    return graphs.normalized(graph, item.caption)

@@ -50,13 +50,13 @@ from dino_sparo.image_text.step import backward_at_once, backward_in_parts, trai
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.config import OCCLIPConfig
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
-from dino_sparo.oc_clip.train import OCCLIPObjective, graph_of_caption
+from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.weights.checkpoint import CheckpointError
 
 # ---- the model
@@ -402,7 +402,7 @@ def false_ends(num_workers: int, epoch: int, seed: int = 0, micro_batch: int = 5
     """Both false graphs of every scene of an epoch, by the scene's number."""
     source = open_pairs("scenes:40:32", "", "")
     pairs = PairDataset(source, PairTransform(16), seed)
-    dataset = GraphPairDataset(pairs, partial(graph_of_caption, open_graphs("templates")))
+    dataset = GraphPairDataset(pairs, open_graphs("templates"))
     sampler = EpochSampler(len(source), micro_batch, 0, 1, 1, seed=3)
     sampler.set_epoch(epoch)
     collate = partial(collate_graph_pairs, context_length=CONTEXT)
@@ -427,7 +427,8 @@ def test_epochs_and_seeds_draw_other_false_relations() -> None:
 
     def shuffled(epoch: int, seed: int) -> list[Any]:
         pairs = PairDataset(source, PairTransform(16), seed)
-        dataset = GraphPairDataset(pairs, lambda item: (graphs[item.index], open_graphs("templates").counts))
+        dataset = GraphPairDataset(pairs, open_graphs("templates"))
+        dataset.graph_of = lambda item: (graphs[item.index], LookupCounts())  # type: ignore[method-assign]
         return [dataset[epoch, index].shuffled for index in range(12)]
 
     assert shuffled(1, 0) == shuffled(1, 0)
@@ -638,8 +639,8 @@ SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}
         ({**SHARD_KEYS, "val_path": "scenes:9:32"}, "--graph_key with --val_path .*give --val_graphs"),
         ({**SHARD_KEYS, "graphs": "graphs.jsonl"}, "--graph_key graph with --graphs graphs.jsonl: give one of the two"),
         ({"graph_key": "graph"}, "--graph_key graph reads .json members; give --caption_key"),
-        ({"competition": "keys"}, "--competition keys with --num_default 4: .* give --num_default 0"),
-        ({"bind_heads": 5}, "--bind_heads 5 does not divide --bind_dim 12"),
+        ({"competition": "keys"}, "num_default=4 with competition='keys': .* give num_default=0"),
+        ({"bind_heads": 5}, "num_heads=5 does not divide dim=12"),
         ({"graphs": "nowhere.jsonl"}, "graphs='nowhere.jsonl' is no file of graphs; give templates, spacy, or"),
         ({"rel_coef": 0.0001}, "rel_coef=0.0001 is too small"),
         ({"init_clip": "nowhere.pt"}, "nowhere.pt"),
@@ -656,7 +657,7 @@ def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog:
     with pytest.raises(SystemExit) as stopped:
         run_command(COMMAND, options(tmp_path, COMMAND, **{**TINY, "competition": "keys"}))
     assert stopped.value.code == 1
-    assert "--competition keys with --num_default 4" in caplog.text
+    assert "num_default=4 with competition='keys'" in caplog.text
 
 
 # ---- options and presets
