@@ -582,8 +582,6 @@ def test_mistakes_end_before_anything_is_computed(data, tmp_path):
         run("--data_root", data)
     with pytest.raises(ValueError, match=r"gone\.pth: there is no such file"):
         run("--data_root", data, "--pretrained_weights", small_checkpoint(tmp_path / "a.pth"), tmp_path / "gone.pth")
-    with pytest.raises(ValueError, match="--chunk_images 0"):
-        run("--data_root", data, "--chunk_images", 0)
     with pytest.raises(ValueError, match="--benchmarks no_such is unknown; there are sugarcrepe, winoground"):
         call("compositional", ["--benchmarks", "no_such", "--data_root", data])
 

@@ -77,11 +77,6 @@ class ProbeSettings:
     seed: int = 0
     device: torch.device = CPU
 
-    def __post_init__(self) -> None:
-        for name in ("num_classes", "lr", "epochs", "batch_size"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} of the probe; give a positive number")
-
 
 def train_probes(
     train: Features, rows: Int64[Tensor, " n"], weight_decays: Sequence[float], settings: ProbeSettings

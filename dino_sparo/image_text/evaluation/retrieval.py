@@ -94,7 +94,7 @@ def recall(
         ValueError: a k is out of range, or a score is not finite.
     """
     for candidates in (len(texts), len(images)):
-        if not k or min(k) < 1 or max(k) > candidates:
+        if max(k) > candidates:
             raise ValueError(f"k={list(k)} of {candidates} candidates; give numbers from 1 to {candidates} with --k")
     device, most = scorer.device, max(k)
     own = [torch.empty(0, device=device)]

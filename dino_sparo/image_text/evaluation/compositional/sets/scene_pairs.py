@@ -81,8 +81,6 @@ def write_scene_pairs(
     folder: Path, num_pairs: int = 1000, image_size: int = DEFAULT_IMAGE_SIZE, split: str = "val", seed: int = 0
 ) -> Path:
     """Write entries and images of `num_pairs` scenes; returns the folder."""
-    if num_pairs < 1:
-        raise ValueError(f"num_pairs={num_pairs}; give a positive number of scenes")
     scenes = Scenes(SCENES_PER_PAIR * num_pairs + 100, image_size, split=split, seed=seed, ties=INDEPENDENT)
     chosen, files = scene_pairs(scenes, num_pairs)
     (folder / "images").mkdir(parents=True, exist_ok=True)
