@@ -25,7 +25,7 @@ from dino_sparo.dino import options as dino_options
 from dino_sparo.evaluation import options as evaluation_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.oc_clip import options as oc_clip_options
-from dino_sparo.runtime.cli import Parser, last_value, read_config, say
+from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import full_memory_named, require
@@ -89,6 +89,12 @@ OLD_COMMANDS = {
     "demo-clip": "demo --method clip",
     "demo-oc-clip": "demo --method oc-clip",
 }
+# Command -> entry of a checkpoint -> command that does the same for a CLIP or an OC-CLIP, by options of its own.
+FOR_OBJECTIVE = {
+    "attention": {"clip": "pictures", "oc_clip": "oc-pictures"},
+    "linear": {"clip": "clip-probe", "oc_clip": "clip-probe"},
+}
+HIDDEN = {hidden: name for name, hidden_names in FOR_OBJECTIVE.items() for hidden in hidden_names.values()}
 SYNONYMS = {"train dino": "train", "train clip": "train-clip", "train oc-clip": "train-oc-clip"}
 MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
 
@@ -281,7 +287,7 @@ def linear(args: argparse.Namespace) -> Any:
 def attention(args: argparse.Namespace) -> Any:
     """A checkpoint and images -> one attention map per slot or head; the slot atlas.
 
-    dino-sparo attention --pretrained_weights checkpoint.pth --image_path photos --output_dir maps
+    dino-sparo attention --pretrained_weights checkpoint.pth --data_path photos --output_dir maps
     dino-sparo attention --pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps
     """
     from dino_sparo.evaluation.attention.command import visualize
@@ -305,7 +311,8 @@ def export(args: argparse.Namespace) -> Any:
 def info(args: argparse.Namespace) -> Any:
     """A checkpoint, export, embeddings, cached features or result -> what it is, and whether it is damaged.
 
-    dino-sparo info runs/vits16/checkpoint.pth
+    dino-sparo info checkpoint.pth
+    dino-sparo info embeddings
     """
     from dino_sparo.evaluation.info import show
 
@@ -364,8 +371,8 @@ def select(args: argparse.Namespace) -> Any:
 def mask(args: argparse.Namespace) -> Any:
     """True and false captions -> weights of the slots of a CLIP that tell them apart.
 
-    dino-sparo slots mask --pretrained_weights clip.pth --data_path sugarcrepe --images coco/val2017
-    dino-sparo slots mask --pretrained_weights clip.pth --data_path pairs --evaluate cifar10:data
+    dino-sparo slots mask --pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017
+    dino-sparo slots mask --pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data
     """
     from dino_sparo.clip.slots.mask import learn_mask
 
@@ -412,8 +419,8 @@ def compositional(args: argparse.Namespace) -> Any:
 def sugarcrepe(args: argparse.Namespace) -> Any:
     """Images with a true and a false caption -> how often the true one is nearer.
 
-    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_path sugarcrepe/data --images coco/val2017
-    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_path pairs
+    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017
+    dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root pairs
     """
     from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
 
@@ -424,8 +431,8 @@ def sugarcrepe(args: argparse.Namespace) -> Any:
 def winoground(args: argparse.Namespace) -> Any:
     """Two images and two captions of the same words -> how often images and captions are matched correctly.
 
-    dino-sparo winoground --pretrained_weights clip.pth --data_path winoground
-    dino-sparo winoground --pretrained_weights oc.pth --data_path winoground --graphs winoground.jsonl
+    dino-sparo winoground --pretrained_weights clip.pth --data_root winoground
+    dino-sparo winoground --pretrained_weights oc.pth --data_root winoground --graphs winoground.jsonl
     """
     from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
 
@@ -436,8 +443,8 @@ def winoground(args: argparse.Namespace) -> Any:
 def clip_probe(args: argparse.Namespace) -> Any:
     """Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.
 
-    dino-sparo clip-probe --pretrained_weights clip.pth --data_path imagenet
-    dino-sparo clip-probe --pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001
+    dino-sparo linear --pretrained_weights clip.pth --data_path imagenet
+    dino-sparo linear --pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001
     """
     from dino_sparo.image_text.evaluation.probe import probe_checkpoint
 
@@ -448,8 +455,8 @@ def clip_probe(args: argparse.Namespace) -> Any:
 def pictures(args: argparse.Namespace) -> Any:
     """Images with captions -> what the slots of a CLIP look at in both.
 
-    dino-sparo pictures --pretrained_weights clip.pth
-    dino-sparo pictures --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
+    dino-sparo attention --pretrained_weights clip.pth
+    dino-sparo attention --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
     """
     from dino_sparo.clip.pictures.draw import draw_pictures
 
@@ -460,8 +467,8 @@ def pictures(args: argparse.Namespace) -> Any:
 def oc_pictures(args: argparse.Namespace) -> Any:
     """Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.
 
-    dino-sparo oc-pictures --pretrained_weights oc.pth
-    dino-sparo oc-pictures --pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5
+    dino-sparo attention --pretrained_weights oc.pth
+    dino-sparo attention --pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5
     """
     from dino_sparo.oc_clip.pictures.draw import draw_pictures
 
@@ -505,7 +512,7 @@ def scene_pairs(args: argparse.Namespace) -> Any:
     """Built-in scenes -> true and hard false captions, in SugarCrepe's format.
 
     dino-sparo scene-pairs --output_dir pairs
-    dino-sparo scene-pairs --output_dir pairs --num_pairs 2000 --image_size 48
+    dino-sparo scene-pairs --output_dir pairs --num_pairs 2000 --img_size 48
     """
     from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_pairs
 
@@ -588,7 +595,10 @@ def main(argv: Sequence[str] | None = None) -> Any:
     """Run the command that the first words name; None: of the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if (found := find_command(words)) is not None:
-        return run(*found)
+        name, words = found
+        if name in HIDDEN:
+            sys.stderr.write(f"dino-sparo {name} is now dino-sparo {HIDDEN[name]}\n")
+        return run(command_for(name, words), words, prog=f"dino-sparo {HIDDEN.get(name, name)}")
     if words and words[0] in MOVED:
         raise SystemExit(f"dino-sparo {words[0]} is now {MOVED[words[0]]}, in a clone of the repository")
     parser = Parser(prog="dino-sparo", description=overview())
@@ -611,6 +621,27 @@ def main(argv: Sequence[str] | None = None) -> Any:
     return None
 
 
+def command_for(name: str, words: Sequence[str]) -> str:
+    """The command for the checkpoint that the options name: a CLIP and an OC-CLIP have their own `FOR_OBJECTIVE`.
+
+    A file that cannot be read is left to the command, whose message says why.
+    """
+    words = [with_underscores(word) for word in words]
+    weights = last_value(words, "--pretrained_weights")
+    if name not in FOR_OBJECTIVE or not weights or "--image_encoder" in words:
+        return name
+    from dino_sparo.weights.checkpoint import CheckpointError, clip_weights, load_checkpoint
+
+    try:
+        checkpoint = load_checkpoint(weights)
+        entry = (
+            "oc_clip" if "oc_clip" in checkpoint else "clip" if clip_weights(checkpoint, weights) is not None else ""
+        )
+    except (CheckpointError, OSError):
+        return name
+    return FOR_OBJECTIVE[name].get(entry, name)
+
+
 def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """The command that the first words name, by its present or its old name, and its options; None: none."""
     for count in (2, 1):
@@ -622,12 +653,13 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:
 
 def overview() -> str:
     """All commands with their summaries, by section."""
-    width = max(map(len, COMMANDS)) + 2
+    shown = {name: command for name, command in COMMANDS.items() if name not in HIDDEN}
+    width = max(map(len, shown)) + 2
     lines: list[str] = []
-    for section in dict.fromkeys(command.section for command in COMMANDS.values()):
+    for section in dict.fromkeys(command.section for command in shown.values()):
         lines += [*([""] if lines else []), f"{section}:"]
         lines += [
-            f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items() if command.section == section
+            f"  {name:<{width}}{command.summary}" for name, command in shown.items() if command.section == section
         ]
     return "\n".join(lines)
 

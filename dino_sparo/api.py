@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dino_sparo.__main__ import COMMANDS, parse_keywords
+from dino_sparo.__main__ import COMMANDS, command_for, parse_keywords
 from dino_sparo.runtime.faults import full_memory_named
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def call(command: str, **options: Any) -> Result:
         ValueError: one line; an unknown option comes with the nearest known one.
         KeyboardInterrupt: a training was interrupted; it has saved, and the same call resumes it.
     """
+    command = command_for(command, [f"--{name}={value}" for name, value in options.items()])
     args = parse_keywords(command, options)
     with _process_left_as_it_was(), full_memory_named(vars(args)):
         results = COMMANDS[command].function(args)

@@ -55,6 +55,6 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     for readout in args.models:
         has_slots = readout_kind(towers_of(readout).image).has_slots
         # A training image has 4 x 4 patches, too few for a picture.
-        pictures = ("pictures", "--image_size", str(2 * IMAGE_SIZE)) if has_slots else ()
+        pictures = ("pictures", "--img_size", str(2 * IMAGE_SIZE)) if has_slots else ()
         models[readout] = DemoModel("train-clip", {**options, "readout": readout}, pictures)
     return compare_models(args, run, models)

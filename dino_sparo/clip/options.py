@@ -215,8 +215,11 @@ def select_parser() -> Parser:
             "model: what is evaluated": CLIP_MODEL,
             "images": LABELLED_IMAGES
             | {
-                "max_images": Option(
-                    None, "Most images to take; of more, a random subset. By default all.", positive_int
+                "num_images": Option(
+                    None,
+                    "Most images to take; of more, a random subset. By default all.",
+                    positive_int,
+                    old_names=("max_images",),
                 )
             },
             "classes in words": CLASSES,
@@ -291,11 +294,12 @@ def pictures_parser() -> Parser:
     groups = picture_groups("Checkpoint of CLIP training, of a model with slots.")
     size: Group = {
         "max_pairs": Option(400, "Most pairs to search, evenly spread over the data.", positive_int),
-        "image_size": Option(
+        "img_size": Option(
             None,
             "Side in pixels at which the model sees the central square; by default that of training, for which its "
             "slots were made alike. Twice as much shows finer maps.",
             positive_int,
+            old_names=("image_size",),
         ),
     }
     return Parser({**groups, "view": size, "choice of slots and pairs": CHOICE, "result": PICTURE_RESULT})

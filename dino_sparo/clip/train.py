@@ -58,6 +58,8 @@ class CLIPObjective(PairObjective[PairBatch]):
         contrast: features and inverse temperature -> loss.
     """
 
+    command = "train-clip"
+
     model_name, model_key = "CLIP", "clip"
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
 

@@ -80,6 +80,11 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
     )
 
 
+IMAGE_ENCODER = Option(
+    False,
+    "Take the image encoder of a CLIP or an OC-CLIP alone, as if DINO had trained it. Else they have own options.",
+)
+
 KNN: Group = {
     "slots": SLOTS,
     "n_last_blocks": Option(
@@ -102,6 +107,7 @@ def knn_parser() -> Parser:
 
 
 PROBE_FEATURES: Group = {
+    "image_encoder": IMAGE_ENCODER,
     "slots": SLOTS,
     "n_last_blocks": Option(
         4,
@@ -264,16 +270,23 @@ def slot_study_parser() -> Parser:
 
 
 DRAWN_IMAGES: Group = {
-    "image_path": Option(None, "An image, a folder, or whatever --data_path takes; else a built-in scene."),
-    "max_value": IMAGE_LIMITS["max_value"],
-    "image_size": Option(
+    "data_path": Option(
+        None,
+        "An image, a folder, or any data that training takes; by default a built-in scene.",
+        spellings=("image_path",),
+    ),
+    **IMAGE_LIMITS,
+    "img_size": Option(
         None,
         "Size that the encoder sees, pixels: one number for the short side (of several images the central square is "
         "seen), or height and width. By default twice the size of training: more patches show finer maps.",
         positive_int,
         nargs="+",
+        spellings=("image_size",),
     ),
-    "max_images": Option(8, "Number of images taken from a folder, evenly spread.", positive_int),
+    "num_images": Option(
+        8, "Number of images taken from a folder, evenly spread.", positive_int, old_names=("max_images",)
+    ),
 }
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
@@ -300,7 +313,7 @@ def attention_parser() -> Parser:
     """The options of `visualize_attention.py`, in data-flow order."""
     return Parser(
         {
-            "encoder": CHECKPOINT,
+            "encoder": CHECKPOINT | {"image_encoder": IMAGE_ENCODER},
             "foreign weights": FOREIGN_WEIGHTS,
             "images": DRAWN_IMAGES,
             "pictures": PICTURES,
@@ -323,11 +336,12 @@ MASKED_IMAGES: Group = {
     ),
     "num_images": Option(500, "Number of images, a random subset that is always the same.", positive_int),
     **IMAGE_LIMITS,
-    "image_size": Option(
+    "img_size": Option(
         None,
         "Side of the central square that the encoder sees, pixels. By default twice the size of training: more patches "
         "show finer maps.",
         positive_int,
+        old_names=("image_size",),
     ),
 }
 MEASURES: Group = {
@@ -376,9 +390,8 @@ EXPORTED: Group = {
 
 def info_parser() -> Parser:
     """The options of `dino_sparo.evaluation.info`."""
-    parser = Parser()
-    parser.add_argument("path", help="A file or folder that dino-sparo wrote, or a checkpoint of others.")
-    return parser
+    path = Option(None, "A file or folder that dino-sparo wrote, or a checkpoint of others.", is_positional=True)
+    return Parser({"file": {"path": path}})
 
 
 def export_parser() -> Parser:

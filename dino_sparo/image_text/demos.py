@@ -75,7 +75,7 @@ def compare_models(
 def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
     """True and false captions of held-out scenes; returns their folder."""
     pairs = folder / "pairs"
-    run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "image_size": IMAGE_SIZE}))
+    run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "img_size": IMAGE_SIZE}))
     return pairs
 
 
@@ -94,7 +94,7 @@ def scene_scores(
     """
     model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": device, "num_workers": 1})
     classified = run("zero-shot", [*model, "--data_path", data_path, "--templates", templates])
-    compared = run("sugarcrepe", [*model, "--data_path", str(pairs)])["splits"]
+    compared = run("sugarcrepe", [*model, "--data_root", str(pairs)])["splits"]
     scores = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))
     return dict(zip(CHANCE, scores, strict=True))
 

@@ -59,6 +59,8 @@ def train(args: argparse.Namespace) -> None:
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
     """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image."""
 
+    command = "train-oc-clip"
+
     model_name, model_key = "OC-CLIP", "oc_clip"
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,

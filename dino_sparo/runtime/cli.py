@@ -91,7 +91,7 @@ MAIN_OPTIONS = {
     *("global_crops_size", "readout", "sparo_slots", "out_dim", "init_from", "init_clip", "preset", "graphs"),
     *("device", "val_path", "captions", "caption", "parser", "server", "model", "split", "slots", "keep", "nb_knn"),
     *("n_last_blocks", "avgpool_patchtokens", "fast", "numbers", "choosing_images", "probe", "what", "dtype"),
-    *("overwrite", "image_path", "image_size", "max_images", "num_images", "num_pairs", "threshold", "save_each"),
+    *("overwrite", "num_images", "num_pairs", "threshold", "save_each"),
     *("max_maps", "compare", "atlas", "masks", "maps", "match", "classnames", "templates", "images", "benchmarks"),
     *("blind", "failures", "k", "parts", "pairs", "method", "models", "seeds", "short"),
 }
@@ -267,10 +267,10 @@ class Parser(argparse.ArgumentParser):
 
     def _current_spelling(self, word: str) -> str:
         """A word of the command line, its option with underscores and with the new name."""
-        if not word.startswith("--") or word == "--":
+        word = with_underscores(word)
+        if not word.startswith("--"):
             return word
         name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
         for new, option in self.options.items():
             if name in option.old_names:
                 sys.stderr.write(f"{self.prog}: --{name} is now --{new}\n")
@@ -303,15 +303,15 @@ class Parser(argparse.ArgumentParser):
 
     def words(self, keywords: Mapping[str, Any]) -> list[str]:
         """Option names with their values -> the command line that says the same; None: the option is left out."""
-        actions = {action.dest: action for action in self._actions}
+        known = {action.dest: action for action in self._actions if not action.option_strings}
         words, positional = [], []
         for given_name, value in keywords.items():
             name = self._current_spelling(f"--{given_name}")[2:]
-            action = actions.get(name)
+            action = known.get(name) or self._option_string_actions.get(f"--{name}")
             takes_several = action is not None and action.nargs not in (None, "?")
             if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not takes_several):
                 self.error(f"argument --{name}: expected one value, not {value}")
-            if value is None or value == []:
+            if value is None or (value == [] and getattr(action, "nargs", None) != "*"):
                 continue
             if isinstance(value, (list, tuple)):
                 words += [f"--{name}", *map(str, value)]
@@ -335,6 +335,14 @@ class Parser(argparse.ArgumentParser):
         """The options that begin with a word, else the one that resembles it most."""
         known = self._option_string_actions
         return [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
+
+
+def with_underscores(word: str) -> str:
+    """A word of the command line; in the name of an option hyphens become underscores."""
+    if not word.startswith("--") or word == "--":
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def last_value(words: Sequence[str], option: str) -> str | None:

@@ -80,6 +80,7 @@ class Objective(ABC, Generic[AnyBatch]):
 
     Attributes:
         noun: an item of the data, "image" or "pair"; for messages and the checkpoint's keys.
+        command: the command of `dino-sparo` that trains it, for config.yaml.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
@@ -93,6 +94,7 @@ class Objective(ABC, Generic[AnyBatch]):
     """
 
     noun: ClassVar[str] = "image"
+    command: ClassVar[str] = "train"
     score_name: ClassVar[str] = "best_knn"
     metric: ClassVar[str] = "knn_20"
     counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_images"}

@@ -43,7 +43,7 @@ RUN: Group = {
         "the items seen. Without this option another batch is refused.",
     ),
     "report_to": Option(
-        ["tensorboard"],
+        ("tensorboard",),
         "Trackers that get losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights & Biases. "
         "trackio: Trackio, on this machine. Several may be named.",
         choices=TRACKERS,

@@ -13,12 +13,14 @@ from signal import Signals
 from typing import Any
 
 from dino_sparo.runtime.agree import all_or_none, broadcast_object, require_same_options
+from dino_sparo.runtime.cli import config_text
 from dino_sparo.runtime.faults import faults_named, full_memory_named
-from dino_sparo.runtime.launch import init_distributed
+from dino_sparo.runtime.launch import init_distributed, is_main
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
+from dino_sparo.runtime.records import write_text
 from dino_sparo.runtime.trackers import TrackedRun
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.compile import compile_failures_named, compile_networks
@@ -58,6 +60,7 @@ def train(
         RunStopped: a signal ended the run after it had saved.
     """
     require_paths(args)
+    given = dict(vars(args))
     with (
         StopSignals() as signals,
         full_memory_named(vars(args)),
@@ -67,6 +70,10 @@ def train(
     ):
         run = build(args, objective_class, check_options, defaults_of, signals, lock)
         log_step = resume(run)
+        with all_or_none("writing config.yaml"):
+            if is_main():
+                options = {name: given[name] for name in defaults_of(args) if name != "local_rank"}
+                write_text(config_text(options, objective_class.command), Path(args.output_dir) / "config.yaml")
         begin, sampler = time.monotonic(), run.objective.sampler
         end_step = args.epochs * sampler.steps_per_epoch
         if args.max_steps is not None:

@@ -320,7 +320,7 @@ def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
         run_command("slots mask", options)
     assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text
-    with pytest.raises(ValueError, match="--data_path is empty"):
+    with pytest.raises(ValueError, match="--data_root is empty"):
         run("--pretrained_weights", weights)
 
 

@@ -245,7 +245,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
 
     run(*options, "--images", crepe / "images", "--output", crepe / "again.json")
     assert (crepe / "again.json").read_bytes() == path.read_bytes()
-    with pytest.raises(ValueError, match="--data_path is empty"):
+    with pytest.raises(ValueError, match="--data_root is empty"):
         run("--pretrained_weights", weights)
 
 

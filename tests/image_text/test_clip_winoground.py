@@ -133,7 +133,7 @@ def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, ca
     assert "`dino-sparo compositional --benchmarks winoground --data_root" in capsys.readouterr().out
     run(*options, "--images", data / "images", "--output", data / "again.json")
     assert (data / "again.json").read_bytes() == path.read_bytes()
-    with pytest.raises(ValueError, match="--data_path is empty"):
+    with pytest.raises(ValueError, match="--data_root is empty"):
         run("--pretrained_weights", weights)
 
 

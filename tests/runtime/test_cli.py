@@ -22,10 +22,20 @@ from options_read import definitions_of, names_in, options_read
 import dino_sparo.clip
 import main_dino
 from dino_sparo import submit
-from dino_sparo.__main__ import COMMANDS, main, parse_keywords, parser_of
+from dino_sparo.__main__ import (
+    COMMANDS,
+    FOR_OBJECTIVE,
+    HIDDEN,
+    OLD_COMMANDS,
+    SYNONYMS,
+    find_command,
+    main,
+    parse_keywords,
+    parser_of,
+)
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import DEVICE, FOREIGN_WEIGHTS, Parser, bool_flag
+from dino_sparo.runtime.cli import DEVICE, FOREIGN_WEIGHTS, MAX_SHOWN, Option, Parser, bool_flag
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
@@ -116,8 +126,8 @@ NEW: dict[str, Any] = {
 }
 
 # Accepted and ignored by the code: launchers of old pass the first, the environment says what counts; the parser
-# reads the second.
-IGNORED = {"local_rank", "preset"}
+# reads the second, the choice of the command the third.
+IGNORED = {"local_rank", "preset", "image_encoder"}
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
 
@@ -389,7 +399,9 @@ def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.Cap
     main([])
     lines = capsys.readouterr().out.splitlines()
     for name, command in COMMANDS.items():
-        assert any(line.split() == [*name.split(), *command.summary.split()] for line in lines), name
+        assert (name in HIDDEN) != any(line.split() == [*name.split(), *command.summary.split()] for line in lines), (
+            name
+        )
         assert "->" in command.summary
 
 
@@ -531,3 +543,244 @@ def test_a_wrong_keyword_is_a_value_error_of_one_line(keywords: dict[str, Any], 
     with pytest.raises(ValueError, match="argument") as error:
         parse_keywords("train", keywords)
     assert str(error.value) == message
+
+
+# Configuration files.
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_come_from_a_file_and_the_command_line_overrides_it(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "run.yaml",
+        "# A recipe.\ncommand: train\ndata_path: scenes:64:48\nlr: 5e-4\ncompile: off\nlocal_crops_scale: [0.1, 0.4]\n"
+        "norm_last_layer: false\ndownload: true\nmax_steps: null\nbatch-size-per-gpu: 16\n",
+    )
+    args = parser_of("train").parse_args(["--epochs", "3", "--config", path, "--lr", "0.1", "--download", "false"])
+    words = "--data_path scenes:64:48 --lr 0.1 --compile off --local_crops_scale 0.1 0.4 --norm_last_layer false"
+    assert args == parse(f"{words} --batch_size_per_gpu 16 --epochs 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3", "unrecognized arguments: --epoch=3; did you mean --epochs?"),
+        ("epochs: many", "argument --epochs: invalid int value: 'many'"),
+        ("epochs: [1, 2]", "argument --epochs: expected one value, not ['1', '2']"),
+        ("epochs: {a: 1}", "argument --epochs: expected one value, not {'a': '1'}"),
+        ("optimizer: adam", "argument --optimizer: invalid choice: 'adam' (choose from 'adamw', 'lars', 'sgd')"),
+        ("command: train-clip", "the file is for the command train-clip"),
+        ("- epochs", "the file holds no options; give lines like `epochs: 100`"),
+        ("a: [", "the file cannot be read: while parsing a flow node"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "run.yaml", text)
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", path])
+    error = capsys.readouterr().err
+    assert error.startswith(f"dino-sparo train --config {path}: {message}")
+    assert error.count("\n") == 1
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_keywords("train", {"config": path})
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["knn", "--config", str(tmp_path / "none.yaml")])
+    assert "the file cannot be read: [Errno 2] No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_a_printed_configuration_repeats_the_command(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = PARSERS[name]()
+    required = [word for action in options(parser) for word in required_words(action)]
+    expected = parser.parse_args(required)
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args([*required, "--print_config"])
+    path = write(tmp_path / "run.yaml", capsys.readouterr().out)
+    args = PARSERS[name]().parse_args(["--config", path])
+    assert json.loads(json.dumps(vars(args))) == json.loads(json.dumps(vars(expected)))
+    assert f"command: {name}\n" in Path(path).read_text()
+
+
+def required_words(action: argparse.Action) -> list[str]:
+    if not action.option_strings:
+        return ["x"]
+    return [action.option_strings[0], "x"] if action.required else []
+
+
+def test_a_file_can_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "run.yaml", "command: scene-pairs\nnum_pairs: 2\n")
+    main(["--config", path, "--output_dir", str(tmp_path / "pairs")])
+    assert len(list((tmp_path / "pairs").rglob("*.png"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "train",
+            "--arch vit_micro --patch_size 8 --global_crops_size 32 --local_crops_number 0 --batch_size_per_gpu 4",
+        ),
+        ("train-clip", "--preset cc3m --arch vit_micro --patch_size 16 --img_size 32 --batch_size 4 --text_layers 2"),
+    ],
+)
+def test_a_training_writes_the_configuration_that_repeats_it(command: str, words: str, tmp_path: Path) -> None:
+    if command == "train-clip":
+        pytest.importorskip("open_clip")
+    words += " --data_path scenes:8:32 --max_steps 1 --epochs 1 --num_workers 0 --device cpu --precision fp32"
+    given = [*words.split(), "--output_dir", str(tmp_path / "run")]
+    run_command(command, given)
+    path = tmp_path / "run" / "config.yaml"
+    expected, args = (vars(PARSERS[command]().parse_args(line)) for line in (given, ["--config", str(path)]))
+    assert json.loads(json.dumps(args)) == json.loads(json.dumps(expected))
+    main(["--config", str(path), "--output_dir", str(tmp_path / "again")])
+    first, second = (torch.load(tmp_path / name / "checkpoint.pth", weights_only=False) for name in ("run", "again"))
+    weights = [saved["student" if command == "train" else "model"] for saved in (first, second)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+# Help, sections, old names.
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_help_shows_at_most_fifteen_options_and_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run_command(name, ["--help"])
+    text = capsys.readouterr().out
+    shown = [action.dest for action in options(PARSERS[name]()) if re.search(rf"^  (--)?{action.dest}\b", text, re.M)]
+    assert 0 < len(shown) <= MAX_SHOWN
+    _, _, examples = text.partition("examples:\n")
+    assert examples.split("\n")[:2] == [f"  {example}" for example in COMMANDS[name].examples]
+    assert len(COMMANDS[name].examples) == 2
+    with pytest.raises(SystemExit, match="0"):
+        run_command(name, ["--help-all"])
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  (--)?{action.dest}\b", text, re.M) for action in options(PARSERS[name]()))
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_the_examples_of_a_command_can_be_typed(name: str) -> None:
+    for example in COMMANDS[name].examples:
+        program, *words = shlex.split(example)
+        assert program == "dino-sparo"
+        found = find_command(words)
+        assert found is not None
+        assert found[0] == HIDDEN.get(name, name)
+        PARSERS[name]().parse_args(found[1])
+
+
+def test_commands_are_listed_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    text = capsys.readouterr().out
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:-1] == ["train:", "evaluate and use an encoder:", "slots:", "image and text:", "data:", "demos:"]
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(OLD_COMMANDS.items()))
+def test_an_old_command_works_and_prints_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([old, "--help"])
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"usage: dino-sparo {new.split(' --')[0]} [options]")
+    assert printed.err == f"dino-sparo {old} is now dino-sparo {new}\n"
+
+
+@pytest.mark.parametrize(("words", "name"), sorted(SYNONYMS.items()))
+def test_train_takes_the_objective_as_a_word(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: dino-sparo {name} [options]")
+
+
+def test_a_command_of_two_words_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["slots"])
+    assert "did you mean slots study or slots score or slots select or slots mask?" in capsys.readouterr().err
+
+
+def test_hyphens_and_underscores_are_equal() -> None:
+    expected = parse("--batch_size_per_gpu 7 --use_bn_in_head true")
+    assert parse("--batch-size-per-gpu 7 --use-bn-in-head") == expected
+    assert parse("--batch-size_per-gpu=7 --use-bn_in_head=on") == expected
+    assert find_command(["zero_shot", "--x"]) == ("zero-shot", ["--x"])
+
+
+def test_an_old_option_works_and_prints_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser({"a": {"img_size": Option(3, "Size.", old_names=("image_size",))}}, prog="x")
+    assert parser.parse_args(["--image-size", "5"]).img_size == 5
+    assert capsys.readouterr().err == "x: --image_size is now --img_size\n"
+    assert parser.parse_keywords({"image_size": 7}).img_size == 7
+
+
+def test_a_flag_takes_true_or_false_and_no_other_word() -> None:
+    assert parser_of("push").parse_args(["--private", "a.pth", "user/name"]).checkpoint == "a.pth"
+    assert parser_of("push").parse_args(["--private", "false", "a.pth", "user/name"]).private is False
+    assert parse("--download").download is True
+    assert parse("--download false").download is False
+
+
+@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name in FOR_OBJECTIVE for entry in FOR_OBJECTIVE[name]])
+def test_attention_and_linear_take_the_options_of_the_checkpoints_objective(
+    name: str, entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({entry: {}, "model": {}}, tmp_path / "a-b.pth")
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--pretrained-weights", str(tmp_path / "a-b.pth"), "--help"])
+    own = COMMANDS[FOR_OBJECTIVE[name][entry]]
+    usage, summary, *_ = capsys.readouterr().out.split("\n\n")
+    assert (usage, summary) == (f"usage: dino-sparo {name} [options]", own.summary)
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--pretrained_weights", str(tmp_path / "a-b.pth"), "--image_encoder", "--help"])
+    assert capsys.readouterr().out.split("\n\n")[1] == COMMANDS[name].summary
+
+
+@pytest.mark.parametrize(("hidden", "name"), sorted(HIDDEN.items()))
+def test_a_merged_command_works_and_prints_the_new_one(
+    hidden: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([hidden, "--help"])
+    printed = capsys.readouterr()
+    assert printed.out.split("\n\n")[1] == COMMANDS[hidden].summary
+    assert printed.err == f"dino-sparo {hidden} is now dino-sparo {name}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("attention", "max_images", "num_images"),
+        ("slots select", "max_images", "num_images"),
+        ("slots score", "image_size", "img_size"),
+        ("pictures", "image_size", "img_size"),
+        ("scene-pairs", "image_size", "img_size"),
+        ("sugarcrepe", "data_path", "data_root"),
+        ("winoground", "data_path", "data_root"),
+        ("slots mask", "data_path", "data_root"),
+        ("compositional", "output", "output_dir"),
+        ("demo", "readouts", "models"),
+    ],
+)
+def test_one_thing_has_one_name_and_old_names_work(
+    command: str, old: str, new: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = parser_of(command)
+    required = [word for action in options(parser) for word in required_words(action)]
+    args = parser.parse_args([*required, f"--{old}", "7"])
+    assert str(getattr(args, new)) in ("7", "['7']")
+    assert capsys.readouterr().err == f"dino-sparo {command}: --{old} is now --{new}\n"
+    assert not hasattr(args, old)
+
+
+def test_the_references_names_of_attention_stay() -> None:
+    args = parser_of("attention").parse_args(["--image_path", "a.png", "--image_size", "480", "480"])
+    assert (args.data_path, args.img_size) == ("a.png", [480, 480])
+    assert parse_keywords("attention", {"image_size": [480, 480]}).img_size == [480, 480]

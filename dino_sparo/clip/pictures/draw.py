@@ -82,7 +82,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     if not config.image.kind.has_slots:
         raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
     slots = slots_of_option(args.slots, loaded)
-    image_size = args.image_size or config.image.img_size
+    image_size = args.img_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder, limits_of(args))
     tokens = partial(tokenize, context_length=config.text.context_length)

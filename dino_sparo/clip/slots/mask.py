@@ -1,6 +1,6 @@
 """True and false captions of images -> a mask of image encodings that tells them apart, and what it does elsewhere.
 
-    dino-sparo slots mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+    dino-sparo slots mask --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
 
 One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or

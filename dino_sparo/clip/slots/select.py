@@ -192,8 +192,8 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
     classes = open_classes(source, args.classnames, args.data_path)
     images = apply_classes(source, classes)
-    if args.max_images is not None:
-        (images,) = disjoint_subsets(images, (args.max_images,))
+    if args.num_images is not None:
+        (images,) = disjoint_subsets(images, (args.num_images,))
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
     templates = open_templates(args.templates, args.data_path)
@@ -228,7 +228,7 @@ def describe(
         "images": {
             "data_path": args.data_path,
             "split": args.split,
-            "max_images": args.max_images,
+            "max_images": args.num_images,
             "num_images": scores.num_images,
             "num_held_out": scores.num_held_out,
             "num_corrupt": scores.num_corrupt,

@@ -51,11 +51,11 @@ def visualize(args: argparse.Namespace) -> None:
     if args.threshold is not None:
         check_share("threshold", args.threshold)
     subject, folder = task.subject, task.folder
-    limits = ImageLimits(max_value=args.max_value)
-    images = read_images(args.image_path, args.max_images, limits)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
+    images = read_images(args.data_path, args.num_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
-    maps = map_images(subject, runs[0], images, args.image_size)
+    maps = map_images(subject, runs[0], images, args.img_size)
     record = {"encoder": subject.record, **maps.record(), "versions": versions()}
     written = [folder / "attention.npy", folder / "attention.json"]
     np.save(written[0], maps.maps)
@@ -64,7 +64,7 @@ def visualize(args: argparse.Namespace) -> None:
     if args.compare:
         compared = compared_encoder(args.compare, args)
         compared.encoder.to(task.device)
-        other = map_images(compared, runs[1], images, args.image_size)
+        other = map_images(compared, runs[1], images, args.img_size)
         written.append(folder / f"compare.{args.figure_format}")
         save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:
@@ -82,7 +82,7 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
     if image_path.lower().endswith(VIDEO_EXTENSIONS):
         raise ValueError(
-            f"--image_path {image_path} is a video; write some of its frames as images and give their folder: "
+            f"--data_path {image_path} is a video; write some of its frames as images and give their folder: "
             f"ffmpeg -i {image_path} -vf fps=1 FOLDER/%04d.png"
         )
     path, is_image = Path(image_path).expanduser(), image_path.lower().endswith(IMAGE_EXTENSIONS)
@@ -90,7 +90,7 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
         return [(image_path, read_image(str(path), image_path, limits=limits))]
     if is_image and not path.exists() and not set(image_path) & set("*?[{"):
         raise ValueError(
-            f"--image_path {image_path} does not exist (in {os.getcwd()}); give an image or a folder of images, or "
+            f"--data_path {image_path} does not exist (in {os.getcwd()}); give an image or a folder of images, or "
             "leave the option out for a built-in scene"
         )
     source = open_source(image_path, ALL, limits=limits)
@@ -174,7 +174,7 @@ def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, 
     atlas = build_atlas(
         subject.encoder,
         searched,
-        reference_view(subject, args.image_size, square=True),
+        reference_view(subject, args.img_size, square=True),
         model=model,
         name=source.name,
         images_per_slot=args.atlas_images,

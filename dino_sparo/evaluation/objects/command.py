@@ -58,7 +58,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     source = open_objects(args.data_path, args.masks)
     if isinstance(source.images, FileSource):
         source.images.limits = task.limits
-    view = subject.patch_view(args.image_size and [args.image_size])
+    view = subject.patch_view(args.img_size and [args.img_size])
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
     survey = survey_objects(
         {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)},
@@ -163,7 +163,7 @@ def match_models(
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
         raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read. {FEW_IMAGES}")
-    own, size = np.concatenate(survey.values), args.image_size and [args.image_size]
+    own, size = np.concatenate(survey.values), args.img_size and [args.img_size]
     # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
     untrained, theirs = (

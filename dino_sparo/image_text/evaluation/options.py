@@ -88,8 +88,8 @@ IMAGE_RULES: Group = {
     **ANNOTATED_IMAGES,
 }
 QUESTIONS: Group = {
-    "data_path": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs."),
-    "images": Option(None, "Folder of the images; by default `images` in --data_path."),
+    "data_root": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs.", old_names=("data_path",)),
+    "images": Option(None, "Folder of the images; by default `images` in --data_root."),
     **IMAGE_RULES,
 }
 PICTURE_RESULT: Group = {
@@ -172,8 +172,8 @@ def sugarcrepe_parser() -> Parser:
 
 def winoground_parser() -> Parser:
     """The options of the command `winoground`."""
-    folder = Option("", "Folder with Winoground's examples.jsonl.")
-    questions = QUESTIONS | {"data_path": folder}
+    folder = Option("", "Folder with Winoground's examples.jsonl.", old_names=("data_path",))
+    questions = QUESTIONS | {"data_root": folder}
     return Parser({"model: what is evaluated": MODEL, "questions": questions, **computation("winoground.json")})
 
 
@@ -201,12 +201,16 @@ COMPARISON: Group = {
 
 def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
+    groups = computation("compositional.json")
+    folder = Option(None, "Folder of the results; by default beside each checkpoint.", old_names=("output",))
+    groups["computation and result"] = {**groups["computation and result"], "output_dir": folder}
+    del groups["computation and result"]["output"]
     return Parser(
         {
             "models: what is evaluated": SEVERAL_MODELS,
             "benchmarks": BENCHMARKS,
             "evaluation": COMPARISON,
-            **computation("compositional.json", where="beside each checkpoint; give a folder"),
+            **groups,
         }
     )
 
@@ -262,7 +266,7 @@ def scene_pairs_parser() -> Parser:
     scenes: Group = {
         "output_dir": Option(None, "Folder to write to.", is_required=True),
         "num_pairs": Option(1000, "Scenes, each with one entry in either file.", positive_int),
-        "image_size": Option(SCENE_SIZE, "Side in pixels.", positive_int),
+        "img_size": Option(SCENE_SIZE, "Side in pixels.", positive_int, old_names=("image_size",)),
         "split": Option("val", "val was not trained on.", choices=("train", "val")),
         "seed": Option(0, "Another seed gives other scenes."),
     }

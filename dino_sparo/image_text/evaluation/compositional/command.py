@@ -73,7 +73,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         )
         results[label] = result
         if is_main():
-            path = result_path(weights, label, args.output)
+            path = result_path(weights, label, args.output_dir)
             write_json(result, path)
             written.append(path)
             if args.failures:

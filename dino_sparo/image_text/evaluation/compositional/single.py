@@ -1,8 +1,8 @@
 """One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks.
 
-    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
         --images data/coco/val2017
-    dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_path data/winoground
+    dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_root data/winoground
 
 The answers and the table are those of `dino-sparo compositional --benchmarks sugarcrepe winoground`; the result files,
 sugarcrepe.json and winoground.json, have their own format.
@@ -36,15 +36,15 @@ Answers = Sequence[Answer | None]
 
 
 def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
-    """The benchmark of that name in `--data_path`, its images in `--images`, by default in the folder `images` there.
+    """The benchmark of that name in `--data_root`, its images in `--images`, by default in the folder `images` there.
 
     Raises:
         ValueError: no folder is named; its annotations cannot be read; too many images are missing.
     """
     benchmark = BENCHMARKS[name]
-    if not args.data_path:
-        raise ValueError(f"--data_path is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
-    folder = Path(args.data_path)
+    if not args.data_root:
+        raise ValueError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
+    folder = Path(args.data_root)
     local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
     if not local.questions:
         raise ValueError(f"{local.title}: {local.lacks[-1]}")

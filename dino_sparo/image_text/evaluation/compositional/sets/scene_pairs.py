@@ -95,7 +95,7 @@ def write_scene_pairs(
 def write_pairs(args: argparse.Namespace) -> None:
     """The command."""
     setup_logging()
-    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.image_size, args.split, args.seed)
+    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.img_size, args.split, args.seed)
 
 
 BENCHMARKS = (
