@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import get_args_parser as gpu_parser
-from dino_sparo.__main__ import COMMANDS, SYNONYMS
+from dino_sparo.__main__ import COMMANDS, FOR_OBJECTIVE, SYNONYMS
 from dino_sparo.submit import get_submission_parser
 from studies.__main__ import EXPERIMENTS
 
@@ -100,8 +100,13 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
         return EXPERIMENTS[name][0]()
     name = SYNONYMS.get(name, name)
     assert name in COMMANDS, f"there is no command {name!r}"
-    command = COMMANDS[name]
-    return command.parser() if command.parser is not None else None
+    parsers = [COMMANDS[command].parser for command in (name, *FOR_OBJECTIVE.get(name, {}).values())]
+    for parser in [parser() for parser in parsers if parser is not None]:
+        typed = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+        if typed <= {string[2:] for string in parser._option_string_actions} or len(parsers) == 1:
+            return parser
+    assert parsers == [None], f"{(name, words)}: no command of that name takes these options"
+    return None
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)

@@ -1,8 +1,8 @@
 """Pairs of image and caption -> what chosen slots attend to in both: image maps and words, one row per slot.
 
-    dino-sparo pictures --pretrained_weights output/checkpoint.pth --output_dir pictures
-    dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path photos.csv --slots 3 17 40
-    dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --output_dir pictures
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path photos.csv --slots 3 17 40
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
         --image_folder data/coco/val2017 --max_pairs 2000
 
 Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two of them, image and

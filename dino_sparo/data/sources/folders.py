@@ -29,7 +29,7 @@ SPLIT_WORDS = {word for words in SPLIT_NAMES.values() for word in words}
 LISTING_ENDINGS = (".txt", ".lst", ".csv", ".tsv", ".jsonl")
 SHOWN = 10  # names in a folder, in messages
 WITHOUT_LABELS = (
-    "without labels: train with --split all; look at the encoder with `dino-sparo attention --image_path FOLDER`; "
+    "without labels: train with --split all; look at the encoder with `dino-sparo attention --data_path FOLDER`; "
     "write embeddings with `dino-sparo embed`"
 )
 # Folders that link to one another are reached in exponentially many ways.

@@ -1,6 +1,6 @@
 """Frozen image features -> accuracy of a linear probe, with a weight decay chosen on part of the training images.
 
-    dino-sparo clip-probe --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+    dino-sparo linear --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
 Every image is encoded once, without crops and flips. Probes with different weight decays are trained side by side on
 part of the training images and compared on the rest. A probe with the best decay is then trained on all training images

@@ -1,8 +1,8 @@
 """Pairs of image and caption -> what the entities of each caption take of its image, and all scores.
 
-    dino-sparo oc-pictures --pretrained_weights output/checkpoint.pth --output_dir pictures
-    dino-sparo oc-pictures --pretrained_weights output/checkpoint.pth --data_path photos.csv --pairs 0 3 4
-    dino-sparo oc-pictures --pretrained_weights output/checkpoint.pth --data_path graphs.jsonl --graphs graphs.jsonl
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --output_dir pictures
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path photos.csv --pairs 0 3 4
+    dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path graphs.jsonl --graphs graphs.jsonl
 
 Writes oc_pictures.png, one sheet, oc_pictures.html, a page that opens from disk, and oc_pictures.json, the numbers.
 Source: OC-CLIP, figure 8.
