@@ -5,6 +5,7 @@ store, and wait as long as it lives and makes progress.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -191,7 +192,7 @@ def gather_patiently(value: T, what: str) -> list[T]:
 
 @contextlib.contextmanager
 def beating() -> Iterator[None]:
-    """Within this context the store shows the other ranks that this process lives, and its progress."""
+    """Within this context the store shows the other ranks the progress of this process, or else that it lives."""
     group = peers()
     if group is None:
         yield
@@ -199,11 +200,9 @@ def beating() -> Iterator[None]:
     over = threading.Event()
 
     def beat() -> None:
-        number = 0
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0; this rank notices that by itself
-            while True:
-                group.store.set(f"beat{rank()}", f"{number} {group.progress}")
-                number += 1
+            for number in itertools.count():
+                group.store.set(f"beat{rank()}", group.progress or f"heartbeat {number}")
                 if over.wait(min(BEAT_SECONDS, group.timeout_s / 4)):
                     return
 
@@ -224,46 +223,29 @@ def note_progress(text: str) -> None:
 
 
 def _wait_for_keys(group: Peers, keys: dict[int, str], what: str) -> None:
-    """Wait until each of these ranks has set its key, watching their heartbeats."""
-    begin = last_log = last_look = time.monotonic()
-    beats: dict[int, tuple[str, str, float, float]] = {}  # number, progress, and when each was last seen to change
-    missing = dict(keys)
-    while True:
-        missing = {other: key for other, key in missing.items() if not group.store.check([key])}
-        if not missing:
-            return
+    """Wait until each of these ranks has set its key; FaultError if the heartbeat of one does not change any more."""
+    begin = last_log = time.monotonic()
+    beats: dict[int, tuple[str, float]] = {}  # of each rank, and when it was first seen
+    while missing := [other for other, key in keys.items() if not group.store.check([key])]:
         now = time.monotonic()
-        if now - last_look >= min(BEAT_SECONDS, group.timeout_s / 4) or not beats:
-            last_look = now
-            for other in missing:
-                beats[other] = _look_at_beat(group, other, beats.get(other, ("", "", now, now)), now)
+        for other in missing:
+            name = f"beat{other}"
+            beat = group.store.get(name).decode() if group.store.check([name]) else ""
+            seen, since = beats.setdefault(other, (beat, now))
+            if beat != seen:
+                beats[other] = beat, now
+            elif now - since > group.timeout_s:
+                raise FaultError(
+                    f"process {other} of {world_size()} died or hangs: it has not moved on from {beat!r} for "
+                    f"{group.timeout_s / 60:g} minutes; its log may say why. {RESUME_HINT}"
+                )
         if is_main() and now - last_log >= WAIT_LOG_SECONDS:
-            last_log, other = now, min(missing)
-            progress = beats[other][1] or "at work"
+            last_log = now
             logger.info(
-                "%s: %d of %d processes are not through after %.0f s; rank %d: %s",
-                *(what, len(missing), world_size(), now - begin, other, progress),
+                "%s: %d of %d processes are not ready after %.0f s; rank %d: %s",
+                *(what, len(missing), world_size(), now - begin, missing[0], beats[missing[0]][0]),
             )
         time.sleep(min(LOOK_SECONDS * (1 + int(now - begin)), BEAT_SECONDS / 2, group.timeout_s / 8))
-
-
-def _look_at_beat(
-    group: Peers, other: int, last: tuple[str, str, float, float], now: float
-) -> tuple[str, str, float, float]:
-    """Current heartbeat of a rank; FaultError if heartbeat or progress has not changed for the time-out."""
-    name = f"beat{other}"
-    text = group.store.get(name).decode() if group.store.check([name]) else ""
-    number, _, progress = text.partition(" ")
-    last_number, last_progress, beat_at, moved_at = last
-    beat_at = now if number != last_number else beat_at
-    moved_at = now if progress != last_progress or not progress else moved_at
-    if now - min(beat_at, moved_at) > group.timeout_s:
-        state = "died" if beat_at <= moved_at else f"has not moved on from {progress!r}"
-        raise FaultError(
-            f"process {other} of {world_size()} {state}: nothing for {group.timeout_s / 60:g} minutes; its log may "
-            f"say why. {RESUME_HINT}"
-        )
-    return number, progress, beat_at, moved_at
 
 
 def share_of(folder: str) -> tuple[int, int]:

@@ -120,6 +120,6 @@ def _hang() -> None:
 
 def test_a_rank_that_lives_and_does_not_move_on_counts_as_hung(two_ranks: TwoRanks) -> None:
     message, other = two_ranks.errors(_hang)
-    assert message.startswith("FaultError: process 1 of 2 has not moved on from 'shard 3 of 5': nothing for")
+    assert message.startswith("FaultError: process 1 of 2 died or hangs: it has not moved on from 'shard 3 of 5' for")
     assert message.endswith("run the same command to resume")
     assert other == ""
