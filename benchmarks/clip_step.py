@@ -32,7 +32,6 @@ from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave, on_host, with_cudnn_benchmark
-from dino_sparo.clip.convert import open_clip_config, to_open_clip
 from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
 from dino_sparo.clip.options import check_options
@@ -47,6 +46,7 @@ from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.weights.foreign_names import open_clip_settings, to_open_clip_names
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32
 CHECKED_STEPS = 3
@@ -113,8 +113,8 @@ class ListedClip(nn.Module):
 def their_model(ours: CLIP) -> nn.Module:
     """OpenCLIP's model, of the same weights."""
     if ours.config.readout == "cls":
-        theirs: nn.Module = open_clip.model.CLIP(**open_clip_config(ours.config))
-        theirs.load_state_dict(to_open_clip(ours.config, ours.state_dict()))
+        theirs: nn.Module = open_clip.model.CLIP(**open_clip_settings(ours.config.to_dict()))
+        theirs.load_state_dict(to_open_clip_names(ours.state_dict()))
         return theirs
     # The towers of a `cls` model that is a block shorter; its projections are of no use.
     image, text = replace(ours.config.image, readout="cls"), replace(ours.config.text, readout="eos")
@@ -122,8 +122,8 @@ def their_model(ours: CLIP) -> nn.Module:
     weights = {name: value for name, value in ours.state_dict().items() if ".readout." not in name}
     weights["image_proj.weight"] = torch.zeros(1, ours.image.backbone.embed_dim)
     weights["text_proj.weight"] = torch.zeros(1, text.width)
-    towers = open_clip.model.CLIP(**open_clip_config(plain))
-    towers.load_state_dict(to_open_clip(plain, weights))
+    towers = open_clip.model.CLIP(**open_clip_settings(plain.to_dict()))
+    towers.load_state_dict(to_open_clip_names(weights))
     towers.visual.proj = towers.text_projection = None
     copies: list[Any] = [copy.deepcopy(side.readout) for side in (ours.image, ours.text)]
     return ListedClip(towers, *map(ListedSparo, copies))

@@ -17,7 +17,6 @@ import tarfile
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from benchmarks.timing import hardware
@@ -46,7 +45,7 @@ def own_memory() -> int:
 def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int, float, int, float]:
     """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
     from dino_sparo.data.dataset import open_together
-    from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
+    from dino_sparo.image_text.pairs.sources import PairPath
     from dino_sparo.runtime.agree import barrier
     from dino_sparo.runtime.launch import init_distributed, shutdown
 
@@ -54,8 +53,8 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)
     barrier()
     before, begin = own_memory(), time.perf_counter()
-    index = partial(index_pairs, folder, None, "train", None, None)
-    source = open_together(partial(open_pairs, folder), index, f"opening {folder}")
+    pairs = PairPath(folder)
+    source = open_together(pairs.open, pairs.index, f"opening {folder}")
     report = number, time.perf_counter() - begin, len(source), (own_memory() - before) / len(source)
     barrier()
     shutdown()

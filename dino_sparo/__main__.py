@@ -458,7 +458,7 @@ def pictures(args: argparse.Namespace) -> Any:
     dino-sparo attention --pretrained_weights clip.pth
     dino-sparo attention --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
     """
-    from dino_sparo.clip.pictures.draw import draw_pictures
+    from dino_sparo.clip.pictures import draw_pictures
 
     return draw_pictures(args)
 

@@ -3,12 +3,12 @@
 The second objective. The image encoder, its read-outs, the trainer, checkpoints and logs are the shared rooms of
 `dino_sparo`; captions, pairs and evaluations are those of `dino_sparo.image_text`. Here is what CLIP adds:
 
-    images, captions -> slots      config.py  model.py  convert.py
+    images, captions -> slots      config.py  model.py
     slots -> loss                  loss.py
     a whole training               train.py  options.py
     checkpoint -> evaluation       load.py  adapter.py
     interventions on slots         slots/
-    what slots look at             pictures/
+    what slots look at             concepts.py  pictures.py
     all of these, small            demo.py
 
 Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.

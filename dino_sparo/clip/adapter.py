@@ -17,7 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -65,27 +65,12 @@ def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Ten
     return tokenize([texts] if isinstance(texts, str) else list(texts), context_length).ids
 
 
-class BenchmarkClip(NamedTuple):
-    """The triple that CLIP benchmark's loaders return."""
-
-    model: BenchmarkModel
-    transform: Callable[[Image.Image], Tensor]
-    tokenizer: Callable[[str | Sequence[str]], Tensor]
-
-
 def load_for_benchmark(
-    model_name: str = NORMALIZED,
-    pretrained: str = "",
-    cache_dir: str | None = None,
-    device: str | torch.device = "cpu",
-) -> BenchmarkClip:
-    """Load a checkpoint for CLIP benchmark, which names the arguments.
+    model_name: str = NORMALIZED, pretrained: str = "", cache_dir: str | None = None, device: str | torch.device = "cpu"
+) -> tuple[BenchmarkModel, Callable[..., Tensor], Callable[..., Tensor]]:
+    """Load a checkpoint for CLIP benchmark, which names the arguments: the model, its transform and its tokenizer.
 
-    Args:
-        model_name: `normalized` or `unnormalized`, perhaps with `:FILE.json`.
-        pretrained: path of the checkpoint.
-        cache_dir: CLIP benchmark's folder of downloads; unused.
-        device: of the model.
+    `model_name` is `normalized` or `unnormalized`, perhaps with `:FILE.json`; `cache_dir` is unused.
     """
     kind, _, slots = model_name.partition(":")
     if kind not in (NORMALIZED, UNNORMALIZED):
@@ -100,7 +85,7 @@ def load_for_benchmark(
     model = BenchmarkModel(open_slots(slots, loaded)[0], kind == NORMALIZED).to(device).eval()
     view = ClipView(config.image.img_size, loaded.mean, loaded.std)
     # Partial functions can be pickled, for the workers of a loader.
-    return BenchmarkClip(model, partial(transform_image, view), partial(tokenize_texts, config.text.context_length))
+    return model, partial(transform_image, view), partial(tokenize_texts, config.text.context_length)
 
 
 def register() -> Callable[[], Any]:

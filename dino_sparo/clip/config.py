@@ -3,8 +3,12 @@
 Every checkpoint holds the configuration, so that no command needs these options again.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from torch import Tensor
 
 from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
 from dino_sparo.image_text.text import TextConfig
@@ -12,6 +16,11 @@ from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.models.readouts import READOUTS, readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+from dino_sparo.weights.checkpoint import CheckpointError, infer_config
+from dino_sparo.weights.foreign_names import ENDS
+
+HEAD_WIDTH = 64  # of all of open_clip's text encoders
+SLOT_SIZES = ("num_slots", "slot_dim", "key_dim", "group_size")
 
 
 @dataclass(frozen=True)
@@ -56,31 +65,16 @@ class CLIPConfig:
             raise ValueError(
                 f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"
             )
-        if self.image.kind.has_slots:
-            self._check_slots()
-        codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
-        image = replace(
-            self.image,
-            replace_block=self.replace_block,
-            quick_gelu=self.quick_gelu,
-            num_codes=codes[0],
-            code_dim=codes[1],
-        )
-        object.__setattr__(self, "image", image)
-
-    def _check_slots(self) -> None:
-        for letter, name in (("L", "num_slots"), ("V", "slot_dim")):
-            image, text = getattr(self.image, name), getattr(self.text, name)
-            if image != text:
-                raise ValueError(
-                    f"{name}={image} in the image tower and {text} in the text tower: slot l of an image is compared "
-                    f"with slot l of a caption, so give both the same {letter}"
-                )
-        if self.embed_dim != self.image.num_slots * self.image.slot_dim:
+        slots, text_slots = ((tower.num_slots, tower.slot_dim) for tower in (self.image, self.text))
+        if self.image.kind.has_slots and (slots != text_slots or self.embed_dim != math.prod(slots)):
             raise ValueError(
-                f"embed_dim={self.embed_dim} with readout {self.readout!r}, whose encoding has num_slots * slot_dim = "
-                f"{self.image.num_slots * self.image.slot_dim} numbers"
+                f"num_slots, slot_dim are {slots} in the image tower and {text_slots} in the text tower, embed_dim is "
+                f"{self.embed_dim}: slot l of an image is compared with slot l of a caption, so give both the same L "
+                "and V, and embed_dim = L * V"
             )
+        codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
+        shared: dict[str, Any] = {"replace_block": self.replace_block, "quick_gelu": self.quick_gelu}
+        object.__setattr__(self, "image", replace(self.image, **shared, num_codes=codes[0], code_dim=codes[1]))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CLIPConfig":
@@ -145,24 +139,11 @@ class CLIPSizes(TowerSizes):
         """The configuration; ValueError if the read-out is not known or a size does not fit."""
         towers = towers_of(self.readout, self.norm_first)
         kind = readout_kind(towers.image)
-        image, text = self.configs(
-            towers.image,
-            towers.text,
-            num_slots=self.num_slots,
-            slot_dim=self.slot_dim,
-            key_dim=self.key_dim,
-            group_size=self.group_size,
-        )
-        return CLIPConfig(
-            image,
-            text,
-            self.readout,
-            self.num_slots * self.slot_dim if kind.has_slots else self.embed_dim,
-            self.bottleneck_dim,
-            self.num_codes,
-            kind.replaces_block if self.replace_block is None else self.replace_block,
-            self.quick_gelu,
-        )
+        slots = {name: getattr(self, name) for name in SLOT_SIZES}
+        width = self.num_slots * self.slot_dim if kind.has_slots else self.embed_dim
+        replaces = kind.replaces_block if self.replace_block is None else self.replace_block
+        towers_and_name = *self.configs(towers.image, towers.text, **slots), self.readout
+        return CLIPConfig(*towers_and_name, width, self.bottleneck_dim, self.num_codes, replaces, self.quick_gelu)
 
 
 def towers_of(readout: str, norm_first: bool = False) -> Towers:
@@ -182,3 +163,51 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     if readout not in towers:
         raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}")
     return towers[readout]
+
+
+def infer_clip_config(
+    weights: Mapping[str, Tensor], text_heads: int | None = None, quick_gelu: bool = False
+) -> CLIPConfig:
+    """How a CLIP of open_clip or sparo-clip is built, from the shapes of its weights under our names.
+
+    Of sparo-clip SPARO (with `sparo_type` "cont:const", which weights do not tell) and the linear bottleneck are known.
+
+    Args:
+        weights: of both towers.
+        text_heads: by default the text's heads are 64 wide, as in all of open_clip's models.
+        quick_gelu: OpenAI's activation, of which weights say nothing.
+
+    Raises:
+        CheckpointError: an architecture that is not known, or a text encoder whose heads cannot be told.
+    """
+    readout = next(name for name, names in ENDS.items() if next(iter(names)) in weights)
+    image = infer_config({name.removeprefix("image."): value for name, value in weights.items()})
+    context_length, width = weights["text.pos_embed"].shape
+    if text_heads is None:
+        if width % HEAD_WIDTH:
+            raise CheckpointError(
+                f"the text encoder is {width} wide, no multiple of {HEAD_WIDTH}, so its heads cannot be told; give "
+                f"text_heads"
+            )
+        text_heads = width // HEAD_WIDTH
+    slots = {name: getattr(image, name) for name in SLOT_SIZES}
+    depth = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("text.blocks."))
+    text = TextConfig(
+        context_length=context_length,
+        vocab_size=len(weights["text.token_embed.weight"]),
+        width=width,
+        heads=text_heads,
+        layers=depth + image.replaces_block,
+        readout=towers_of(readout).text,
+        **(slots if image.kind.has_slots else {}),
+    )
+    last = {"cls": "text_proj.weight", "linear": "text_proj.1.weight"}.get(readout)
+    return CLIPConfig(
+        image=replace(image, pre_norm=True),
+        text=text,
+        readout=readout,
+        embed_dim=len(weights[last]) if last else image.num_slots * image.slot_dim,
+        bottleneck_dim=len(weights["text_proj.0.weight"]) if "text_proj.0.weight" in weights else 512,
+        replace_block=image.replaces_block,
+        quick_gelu=quick_gelu,
+    )

@@ -52,10 +52,7 @@ def clip_loss(
     """
     every_image, every_text = (gather_with_gradient(rows).flatten(0, 1) for rows in (images, texts))
     labels = torch.arange(len(images), device=images.device) + len(images) * rank()
-    parts = (
-        (images, every_text, texts_per_image * labels),
-        (texts[::texts_per_image], every_image, labels),
-    )
+    parts = ((images, every_text, texts_per_image * labels), (texts[::texts_per_image], every_image, labels))
     losses = []
     for own, others, right in parts:
         # In fp32 in OpenCLIP's order of operations.
@@ -65,11 +62,7 @@ def clip_loss(
 
 
 def require_products(products: str, device: torch.device) -> None:
-    """Refuse products that this version of torch cannot compute on a device.
-
-    Raises:
-        ValueError: bf16 on a GPU, before torch 2.8.
-    """
+    """Refuse products that this version of torch cannot compute on a device: bf16 on a GPU, before torch 2.8."""
     if products == "bf16" and device.type == "cuda" and TorchVersion(torch.__version__) < "2.8":
         raise ValueError(
             f"--logits bf16 on a GPU needs torch 2.8 or newer, this is {torch.__version__}; give --logits tf32 or fp32"
@@ -83,11 +76,6 @@ def rounded_product(
 
     So are the products of the backward pass. A GPU computes them in its tensor cores. On other devices this is no
     faster; results are equal.
-
-    Args:
-        left: X, fp32.
-        right: Y, fp32.
-        products: `tf32` or `bf16`.
     """
     return _RoundedProduct.apply(left, right, products)
 

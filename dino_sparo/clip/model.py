@@ -15,8 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
-from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
+from dino_sparo.clip.config import CLIPConfig, CLIPSizes, infer_clip_config, towers_of
 from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -45,13 +44,7 @@ def is_frozen(name: str, parts: Iterable[str]) -> bool:
 
 
 class ClipOutput(NamedTuple):
-    """Input of the contrastive loss.
-
-    Attributes:
-        image_features: (B, M), normalised.
-        text_features: (captions, M), normalised; as many captions for every image.
-        logit_scale: (), the inverse temperature.
-    """
+    """Input of the contrastive loss: normalised features, as many captions for every image, the inverse temperature."""
 
     image_features: Float[Tensor, "B M"]
     text_features: Float[Tensor, "captions M"]
@@ -85,17 +78,12 @@ class CLIP(nn.Module):
         self._frozen: list[nn.Module] = []
 
     def freeze(self, parts: Iterable[str]) -> None:
-        """Keep parts of the model as they are: no gradients, and eval mode even after `train`.
-
-        Args:
-            parts: of `FREEZABLE`.
+        """Keep parts of `FREEZABLE` as they are: no gradients, and eval mode even after `train`.
 
         Raises:
-            ValueError: an unknown part; nothing would be left to train; the codebook of `fdt`, which is both towers'.
+            ValueError: nothing would be left to train, or the parts hold the codebook of `fdt`, which is both towers'.
         """
         parts = list(parts)
-        if unknown := set(parts) - FREEZABLE.keys():
-            raise ValueError(f"freeze={sorted(unknown)}: no such part; choose among {', '.join(FREEZABLE)}")
         if {"image", "text"} <= set(parts):
             raise ValueError("freeze=['image', 'text'] leaves nothing to train but the temperature; freeze one of them")
         if self.config.image.kind.needs_codes and {"image", "text"} & set(parts):
@@ -153,11 +141,6 @@ class CLIP(nn.Module):
         per_slot = self.config.image.kind.normalized_per_slot
         return normalize_slots(output.slots if per_slot else output.slots.flatten(1)[:, None])
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Compute the blocks of both towers a second time in the backward pass instead of keeping what is in them."""
-        self.image.backbone.set_grad_checkpointing(enable)
-        self.text.set_grad_checkpointing(enable)
-
 
 def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
     """Slots -> encoding of length one: every slot normalised, side by side, over sqrt(L) (SPARO, equation 2).
@@ -168,50 +151,26 @@ def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
     return F.normalize(exact, dim=-1).flatten(1) / math.sqrt(slots.shape[1])
 
 
-def create_clip(
-    arch: str = "vit_base", patch_size: int = 32, readout: str = "sparo", drop_path_rate: float = 0.0, **sizes: Any
-) -> CLIP:
-    """Build a CLIP model with random weights.
+def create_clip(arch: str = "vit_base", patch_size: int = 32, readout: str = "sparo", **sizes: Any) -> CLIP:
+    """Build a CLIP model with random weights; `sizes` are the other fields of `config.CLIPSizes`.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
-
-    Args:
-        arch: a key of `choices.ARCHITECTURES`.
-        patch_size: P, pixels.
-        readout: a key of `choices.TOWERS`, or another read-out with slots.
-        drop_path_rate: stochastic depth rate of the image encoder.
-        sizes: the other fields of `config.CLIPSizes`.
-
-    Raises:
-        ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    return clip_from_config(CLIPSizes(arch, patch_size, readout=readout, **sizes).config, drop_path_rate)
+    return clip_from_config(CLIPSizes(arch, patch_size, readout=readout, **sizes).config)
 
 
-def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
+def clip_from_config(config: CLIPConfig) -> CLIP:
     """Build the model a configuration describes, with random weights; see `create_clip`."""
     codebook = None
     if config.image.kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
-    image = encoder_from_config(config.image, drop_path_rate, codebook)
-    text = _text_encoder(config, codebook)
-    image_proj, text_proj = (_projection(config, width) for width in (image.backbone.embed_dim, config.text.width))
-    return CLIP(image, text, image_proj, text_proj, config)
-
-
-def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
-    text = config.text
-    sizes = ReadoutSizes(
-        text.width,
-        text.num_slots,
-        text.slot_dim,
-        text.key_dim,
-        text.group_size,
-        codebook,
-        context_length=text.context_length,
-    )
+    image, text = encoder_from_config(config.image, codebook=codebook), config.text
+    slots = text.num_slots, text.slot_dim, text.key_dim, text.group_size
+    sizes = ReadoutSizes(text.width, *slots, codebook, context_length=text.context_length)
     readout = readout_kind(text.readout).build(sizes)
-    return TextEncoder(text, readout, text.layers - config.replace_block, config.quick_gelu)
+    text_encoder = TextEncoder(text, readout, text.layers - config.replace_block, config.quick_gelu)
+    image_proj, text_proj = (_projection(config, width) for width in (image.backbone.embed_dim, config.text.width))
+    return CLIP(image, text_encoder, image_proj, text_proj, config)
 
 
 def _projection(config: CLIPConfig, width: int) -> nn.Module:
@@ -316,18 +275,3 @@ def load_clip(
     model = clip_from_config(config)
     load_strictly(model, weights, source)
     return LoadedClip.of(model, checkpoint, path)
-
-
-def clip_from_open_clip(model: nn.Module) -> CLIP:
-    """The same model as one of open_clip's, in its training mode.
-
-    Args:
-        model: an `open_clip.model.CLIP` with a plain vision transformer.
-
-    Raises:
-        CheckpointError: it has parts that this package does not have.
-    """
-    config, weights = read_open_clip_model(model)
-    ours = clip_from_config(config)
-    load_strictly(ours, weights, "the open_clip model")
-    return ours.train(model.training)

@@ -98,7 +98,7 @@ class FitSettings(NamedTuple):
         momentum: of SGD.
         batch_size: pairs per step.
         seed: random seed of the order of the pairs.
-        bound: of the scale, a member of `MASK_SCALES`; see `mask_fit.Mask`.
+        bound: of the scale, a member of `MASK_SCALES`; see `slots.mask.Mask`.
     """
 
     epochs: int = 100
@@ -290,7 +290,7 @@ CHOICE: Group = {
 
 
 def pictures_parser() -> Parser:
-    """The options of `pictures/draw.py`, in data-flow order."""
+    """The options of `pictures.py`, in data-flow order."""
     groups = picture_groups("Checkpoint of CLIP training, of a model with slots.")
     size: Group = {
         "max_pairs": Option(400, "Most pairs to search, evenly spread over the data.", positive_int),

@@ -37,12 +37,7 @@ __all__ = ["check_options", "get_args_parser", "train"]
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, and a missing package, before a job waits in a queue.
-
-    Raises:
-        ValueError: names the option or the value and what would fit.
-        MissingPackageError: names the package and how to install it.
-    """
+    """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
     check_pair_options(args, options.check_options, build_model)
 
 
@@ -77,12 +72,7 @@ class CLIPObjective(PairObjective[PairBatch]):
         return model, [ModelPart(("",), args.lr, args.warmup_steps)]
 
     def initialize(self) -> None:
-        """Start the image encoder, or both towers, from other weights.
-
-        Raises:
-            CheckpointError: the weights do not fit the model.
-            ValueError: weights that are to be frozen would be random.
-        """
+        """Start the image encoder, or both towers, from other weights; ValueError if frozen weights would be random."""
         require_trained(self.args.freeze or (), self.initialize_encoders(), self.network.state_dict())
 
     def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Float[Tensor, "B M"], Float[Tensor, "captions M"]]:
@@ -117,8 +107,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     @property
     def logit_scale(self) -> Tensor:
         """The inverse temperature."""
-        scale: Tensor = self.network.logit_scale.exp()
-        return scale
+        return self.network.logit_scale.exp()  # type: ignore[no-any-return]
 
     @property
     def scorer(self) -> DotProductScorer:
@@ -128,13 +117,7 @@ class CLIPObjective(PairObjective[PairBatch]):
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse to freeze weights that are random.
-
-    Args:
-        frozen: parts of `choices.FREEZABLE`.
-        taken: names of the weights that come from a file.
-        names: of all weights.
-    """
+    """Refuse to freeze random weights: of the frozen parts, those of all `names` that are not `taken` from a file."""
     parts, taken = list(frozen), set(taken)
     random = [name for name in names if is_frozen(name, parts) and name not in taken]
     if random:
@@ -147,16 +130,7 @@ def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable
 
 def build_model(args: argparse.Namespace) -> CLIP:
     """The model from the options, with random weights."""
-    return create_clip(
-        readout=args.readout,
-        num_slots=args.sparo_slots,
-        slot_dim=args.sparo_slot_dim,
-        key_dim=args.sparo_key_dim,
-        group_size=args.sparo_group_size,
-        embed_dim=args.embed_dim,
-        replace_block=args.replace_block,
-        bottleneck_dim=args.bottleneck_dim,
-        num_codes=args.num_codes,
-        norm_first=args.norm_first,
-        **tower_options(args),
-    )
+    slots = {"num_slots": args.sparo_slots, "slot_dim": args.sparo_slot_dim, "key_dim": args.sparo_key_dim}
+    names = "readout", "embed_dim", "replace_block", "bottleneck_dim", "num_codes", "norm_first"
+    sizes = {**tower_options(args), **{name: getattr(args, name) for name in names}}
+    return create_clip(**sizes, **slots, group_size=args.sparo_group_size)

@@ -4,7 +4,6 @@
     towers.py          sizes, start weights and checkpoints of both towers
     classes.py         folders of images -> names of classes
     prompts.py         names of classes -> captions
-    choices.py         defaults, without torch
     options.py         the options that trainings share
     objective.py       data, validation, optimizer of a training
     step.py            the contrastive loss; one step, whole or in parts

@@ -1,14 +1,15 @@
-"""Labelled images -> the names to choose among, and which of them is right for each image.
+"""Labelled images -> names of the classes of a zero-shot classifier, and the class of each image.
 
-ImageNet and its relatives name their folders by WordNet id (V1, Sketch, A, R) or by number (V2). The 1000 ids in order
-come from timm, the 1000 names in the same order from OpenCLIP, so that a folder with 200 of the ids (A, R) is a choice
-among those 200 names. ObjectNet brings its own names, and says itself which 113 of its 313 classes ImageNet knows.
+ImageNet and its relatives name their folders by WordNet id (V1, Sketch, A, R) or by number (V2). timm lists the 1000
+ids, OpenCLIP the 1000 names in the same order. Images in folders of 200 ids (A, R) are classified among 200 names.
+ObjectNet has its own names, and lists the 113 of its 313 classes that ImageNet has too.
 """
 
 import copy
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dino_sparo.runtime.faults import require
 
 logger = logging.getLogger(__name__)
 
-# Two of the files in the folder `mappings` that comes with ObjectNet: folder -> name, name -> ImageNet's names.
+# Files in ObjectNet's folder `mappings`: folder -> name, and name -> ImageNet's names.
 OBJECTNET_NAMES = "folder_to_objectnet_label.json"
 OBJECTNET_OVERLAP = "objectnet_to_imagenet_1k.json"
 
@@ -35,9 +36,8 @@ class ClassList:
     """Classes of a zero-shot classifier.
 
     Attributes:
-        names: of the classes to choose among.
-        class_of: (classes of the images,), which of the names each class of the images is; -1: none of them, its
-            images are left out.
+        names: one per class.
+        class_of: (classes of the images,), index of each class in `names`; -1: images of this class are left out.
         origin: where the names come from.
     """
 
@@ -47,29 +47,30 @@ class ClassList:
 
 
 def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "") -> ClassList:
-    """The classes that `--classnames` asks for.
+    """The classes of `--classnames`.
 
     Args:
         source: labelled images.
-        classnames: `auto`: the names that go with a set; ImageNet's names of the folders that are WordNet ids; else the
-            folders' names in words. `imagenet`: all 1000 names, whatever part of them the folders show.
-            `objectnet:MAPPINGS`: the 113 classes that ObjectNet shares with ImageNet. `folders`: the folders' names.
-            Else a file, see `_from_file`.
-        data_path: the images, as they were asked for.
+        classnames: `auto`: the names of a known set, ImageNet's names if all folders are WordNet ids, else the names of
+            the folders. `imagenet`: all 1000 names, even if there are fewer folders. `objectnet:MAPPINGS`: the 113
+            classes that ObjectNet shares with ImageNet. `folders`: the names of the folders. Else a file, see
+            `_from_file`.
+        data_path: value of `--data_path`.
 
     Raises:
-        ValueError: no labels; names that cannot be found, or that do not belong to the images.
+        ValueError: the images have no labels, or the names cannot be found or do not fit the images.
     """
     require_labels(source)
     folders = source.classes or []
+    kind, _, folder = classnames.partition(":")
     if classnames == AUTO:
         classes = _automatic(folders, set_name(data_path))
     elif classnames == "imagenet":
         classes = _all_of_imagenet(folders)
     elif classnames == "folders":
         classes = _in_words(folders)
-    elif classnames.startswith("objectnet"):
-        classes = _objectnet(folders, classnames.partition(":")[2])
+    elif kind == "objectnet":
+        classes = _objectnet(folders, folder)
     elif is_file(classnames):
         classes = _from_file(folders, classnames)
     else:
@@ -78,17 +79,13 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
         )
     repeated = [name for name, number in Counter(classes.names).items() if number > 1]
     if repeated:
-        # ImageNet itself has two of each of `missile` and `sunglasses`.
+        # ImageNet has two classes called `missile` and two called `sunglasses`.
         logger.warning("several classes are called %s; the first of them is always preferred", ", ".join(repeated))
     return classes
 
 
 def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
-    """The images whose class is to be chosen, labelled by their places in `classes.names`.
-
-    Raises:
-        ValueError: none of the images belongs to any of the classes.
-    """
+    """The images that belong to one of the classes, labelled by their places in `classes.names`; ValueError if none."""
     labels = classes.class_of[require_labels(source)]
     kept = np.flatnonzero(labels >= 0)
     if not len(kept):
@@ -107,15 +104,17 @@ def wordnet_ids() -> list[str]:
 
 
 def imagenet_names() -> list[str]:
-    """ImageNet's 1000 classes in the order of their numbers, in OpenCLIP's words.
-
-    Raises:
-        MissingPackageError: the package `open_clip_torch` is missing.
-    """
+    """ImageNet's 1000 classes in the order of their numbers, in OpenCLIP's words; MissingPackageError without it."""
     require("open_clip", "ImageNet's class names")
     from open_clip import IMAGENET_CLASSNAMES
 
     return list(IMAGENET_CLASSNAMES)
+
+
+def _one_each(names: Iterable[Any], origin: str) -> ClassList:
+    """A name for each class of the images."""
+    words = [str(name) for name in names]
+    return ClassList(words, np.arange(len(words)), origin)
 
 
 def _automatic(folders: list[str], name: str | None) -> ClassList:
@@ -126,31 +125,28 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
                 f"{name} brings no names in words for its {len(folders)} classes; give them, one per line in the order "
                 f"of their numbers, with --classnames FILE"
             )
-        if words.names is not None:
-            return ClassList(list(words.names), np.arange(len(folders)), f"names of {name}")
+        return _in_words(folders) if words.names is None else _one_each(words.names, f"names of {name}")
+    ids = wordnet_ids()
+    if not set(folders) <= set(ids):
         return _in_words(folders)
-    number = {wordnet_id: i for i, wordnet_id in enumerate(wordnet_ids())}
-    if all(folder in number for folder in folders):
-        words_of = imagenet_names()
-        names = [words_of[number[folder]] for folder in folders]
-        return ClassList(names, np.arange(len(folders)), f"ImageNet's names of {len(folders)} WordNet ids")
-    return _in_words(folders)
+    words_of = dict(zip(ids, imagenet_names(), strict=True))
+    return _one_each((words_of[folder] for folder in folders), f"ImageNet's names of {len(folders)} WordNet ids")
 
 
 def _in_words(folders: list[str]) -> ClassList:
-    """Folders' names, with spaces, up to a comma that another name for the same follows."""
+    """Names of the folders, with spaces; a comma begins a synonym, which is dropped."""
     if all(folder.isdecimal() for folder in folders) or all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
         raise ValueError(
             f"the {len(folders)} classes are called {', '.join(folders[:3])}, ..., which says nothing to a model; give "
             f"their names with --classnames: imagenet for ImageNet V2 (folders 0 to 999), or a FILE"
         )
-    names = [folder.replace("_", " ").split(", ")[0].strip() for folder in folders]
-    return ClassList(names, np.arange(len(folders)), "the images' own class names")
+    names = (folder.replace("_", " ").split(", ")[0].strip() for folder in folders)
+    return _one_each(names, "the images' own class names")
 
 
 def _all_of_imagenet(folders: list[str]) -> ClassList:
     ids = wordnet_ids()
-    number = {wordnet_id: i for i, wordnet_id in enumerate(ids)} | {str(i): i for i in range(len(ids))}
+    number = {name: i for i, wordnet_id in enumerate(ids) for name in (wordnet_id, str(i))}
     unknown = [folder for folder in folders if folder not in number]
     if unknown:
         raise ValueError(
@@ -163,13 +159,13 @@ def _all_of_imagenet(folders: list[str]) -> ClassList:
 
 def _objectnet(folders: list[str], mappings: str) -> ClassList:
     """The classes that ObjectNet shares with ImageNet, under ObjectNet's names, as in LAION's CLIP benchmark."""
-    for file in (OBJECTNET_NAMES, OBJECTNET_OVERLAP):
-        if not mappings or not (Path(mappings) / file).is_file():
-            raise ValueError(
-                f"classnames=objectnet:{mappings} needs {OBJECTNET_NAMES} and {OBJECTNET_OVERLAP}, which come with "
-                f"ObjectNet in its folder `mappings`; give that folder, as objectnet:DIR/mappings"
-            )
-    name_of, shared = (read_json(Path(mappings) / file) for file in (OBJECTNET_NAMES, OBJECTNET_OVERLAP))
+    files = [Path(mappings) / name for name in (OBJECTNET_NAMES, OBJECTNET_OVERLAP)]
+    if not mappings or not all(file.is_file() for file in files):
+        raise ValueError(
+            f"classnames=objectnet:{mappings} needs {OBJECTNET_NAMES} and {OBJECTNET_OVERLAP}, which come with "
+            f"ObjectNet in its folder `mappings`; give that folder, as objectnet:DIR/mappings"
+        )
+    name_of, shared = map(read_json, files)
     chosen = [folder for folder in folders if name_of.get(folder) in shared]
     if len(chosen) < len(shared):
         missing = sorted(set(shared) - {name_of[folder] for folder in chosen})
@@ -177,24 +173,22 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
             f"{len(missing)} of the {len(shared)} classes that ObjectNet shares with ImageNet have no folder, the "
             f"first is {missing[0]!r}; give the folder `images` of ObjectNet as --data_path"
         )
-    number_of = {folder: i for i, folder in enumerate(chosen)}
-    class_of = np.array([number_of.get(folder, -1) for folder in folders], dtype=np.int64)
+    class_of = np.array([chosen.index(folder) if folder in chosen else -1 for folder in folders], dtype=np.int64)
     names = [name_of[folder].lower() for folder in chosen]
     return ClassList(names, class_of, f"ObjectNet's names of {len(chosen)} classes")
 
 
 def _from_file(folders: list[str], where: str) -> ClassList:
-    """Names in a file: a list in the order of the classes' numbers, or an object from class to name.
+    """Names in a file: an object from class to name, or a list in the order of the classes.
 
-    Where the classes are numbers themselves, as in tar shards with `.cls` members, each is its place in the list.
-    Otherwise their numbers are their places in the order of the folders' names.
+    If the classes are numbers, as in tar shards with `.cls` members, a class is an index of the list. Otherwise the
+    list has the order of the sorted names of the folders.
     """
     words: Any = read_words(where)
     if isinstance(words, dict):
-        missing = [folder for folder in folders if folder not in words]
-        if missing:
+        if missing := [folder for folder in folders if folder not in words]:
             raise ValueError(f"{where} names no class {missing[0]!r}, and {len(missing)} classes in all")
-        return ClassList([str(words[folder]) for folder in folders], np.arange(len(folders)), where)
+        return _one_each((words[folder] for folder in folders), where)
     if all(folder.isdecimal() for folder in folders) and max(map(int, folders)) < len(words):
         return ClassList([str(word) for word in words], np.array([int(folder) for folder in folders]), where)
     if len(words) != len(folders):
@@ -202,4 +196,4 @@ def _from_file(folders: list[str], where: str) -> ClassList:
             f"{where} has {len(words)} names, the images have {len(folders)} classes: {', '.join(folders[:3])}, ...; "
             f"give one name per class in this order, or an object from class to name as JSON"
         )
-    return ClassList([str(word) for word in words], np.arange(len(folders)), where)
+    return _one_each(words, where)

@@ -82,16 +82,7 @@ def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
 def scene_scores(
     folder: Path, data_path: str, pairs: Path, device: str, run: RunCommand, templates: str = "auto"
 ) -> dict[str, float]:
-    """Scores of a trained model, in percent.
-
-    Args:
-        folder: of the run.
-        data_path: scenes to classify by their shape.
-        pairs: folder of true and false captions.
-        device: where to compute.
-        run: (command, words) -> what the command returns.
-        templates: of zero-shot classification.
-    """
+    """Scores in percent of the model in a run's folder: on scenes to classify, and on a folder of `write_pairs`."""
     model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": device, "num_workers": 1})
     classified = run("zero-shot", [*model, "--data_path", data_path, "--templates", templates])
     compared = run("sugarcrepe", [*model, "--data_root", str(pairs)])["splits"]

@@ -79,11 +79,7 @@ class PairObjective(Objective[AnyBatch]):
     counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_pairs", "num_truncated": "truncated_captions"}
     fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps")
     harmless_options: ClassVar[Sequence[str]] = (
-        "preset",
-        "init_clip",
-        "zero_shot_freq",
-        "zero_shot_path",
-        "grad_accum_steps",
+        *("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps"),
     )
     has_warned = False  # of texts that are cut off
 
@@ -114,12 +110,10 @@ class PairObjective(Objective[AnyBatch]):
         self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
         self.clip_grad = args.clip_grad
         self.model = wrap_ddp(self.network, device)
-        sizes = [(parameter.numel() / 1e6, parameter.requires_grad) for parameter in self.network.parameters()]
-        millions, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-        logger.info(
-            "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
-            *(self.network.config.summary, millions, trained, dtype, process),
-        )
+        weights = list(self.network.parameters())
+        sizes = [sum(w.numel() for w in weights if w.requires_grad or every) / 1e6 for every in (True, False)]
+        words = "%s, %.1f M parameters, %.1f M of them trained, %s on %s"
+        logger.info(words, self.network.config.summary, *sizes, dtype, process)
 
         # Evaluations after an epoch.
         self.validation = None if data.held_out is None else open_validation(data.held_out, args.batch_size)
@@ -140,12 +134,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @abstractmethod
     def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of this rank over all ranks' features, and what is logged beside it, detached.
-
-        Args:
-            features: as `encode` returns them, of all micro-batches.
-            batches: the micro-batches.
-        """
+        """The loss of this rank over the features of all ranks and micro-batches; what is logged with it, detached."""
 
     @property
     @abstractmethod
@@ -203,14 +192,7 @@ class PairObjective(Objective[AnyBatch]):
     def initialize_encoders(self, with_rest: bool = True) -> set[str]:
         """Start the image encoder, or both encoders, from other weights; with both options each from its own.
 
-        Args:
-            with_rest: as in `initialize_towers`.
-
-        Returns:
-            Names of the weights that come from a file.
-
-        Raises:
-            CheckpointError: the weights do not fit the model.
+        Returns the names of the weights that come from a file; `with_rest` as in `initialize_towers`.
         """
         args, model, taken = self.args, self.network, set[str]()
         if args.init_clip:
@@ -279,17 +261,8 @@ def check_pair_options(
 
 def tower_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of both encoders, as fields of `TowerSizes`."""
-    return {
-        "arch": args.arch,
-        "patch_size": args.patch_size,
-        "img_size": args.img_size,
-        "text_width": args.text_width,
-        "text_heads": args.text_heads,
-        "text_layers": args.text_layers,
-        "context_length": args.context_length,
-        "pre_norm": args.pre_norm,
-        "quick_gelu": args.quick_gelu,
-    }
+    names = "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"
+    return {name: getattr(args, name) for name in (*names, "pre_norm", "quick_gelu")}
 
 
 def updater_of_parts(
@@ -302,16 +275,8 @@ def updater_of_parts(
 ) -> Updater:
     """AdamW with a cosine schedule per part of the model.
 
-    The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
-
-    Args:
-        model: what is trained, on the device.
-        parts: each weight that is trained belongs to the first part that has a prefix of its name. The log has the
-            learning rate of the last.
-        args: the options of the optimisation.
-        steps_per_epoch: of the run.
-        device: where to compute.
-        dtype: of autocast.
+    Each trained weight belongs to the first part that has a prefix of its name; the log has the learning rate of the
+    last part. The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
     """
     total = args.epochs * steps_per_epoch
     groups: list[dict[str, Any]] = []
@@ -325,15 +290,8 @@ def updater_of_parts(
         groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
-    return Updater(
-        create_optimizer("adamw", groups),
-        schedules,
-        list(model.parameters()),
-        device,
-        dtype,
-        args.grad_accum_steps,
-        args.seed,
-    )
+    optimizer, weights = create_optimizer("adamw", groups), list(model.parameters())
+    return Updater(optimizer, schedules, weights, device, dtype, args.grad_accum_steps, args.seed)
 
 
 def param_groups(
@@ -343,22 +301,10 @@ def param_groups(
 
     Vectors and numbers get no weight decay: gains, biases, class token, temperature, and all others with fewer than two
     dimensions longer than one. Source: OpenCLIP, which decides by name and number of dimensions.
-
-    Args:
-        parameters: by name.
-        weight_decay: of the regularised ones.
-        betas: AdamW's decays of the mean gradient and of its square.
-        eps: AdamW's guard against division by zero.
-
-    Returns:
-        Two groups, the second with weight decay 0.
     """
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, parameter in parameters.items():
         is_vector = name.endswith(".bias") or sum(size > 1 for size in parameter.shape) < 2
         groups[is_vector].append(parameter)
-    constants = {"betas": betas, "eps": eps}
-    return [
-        {"params": group, "weight_decay": decay, **constants}
-        for group, decay in zip(groups, (weight_decay, 0.0), strict=True)
-    ]
+    decays = zip(groups, (weight_decay, 0.0), strict=True)
+    return [{"params": group, "weight_decay": decay, "betas": betas, "eps": eps} for group, decay in decays]

@@ -7,6 +7,7 @@ import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.pairs.tables import ListedCaptions, PackedTexts
+from dino_sparo.image_text.pairs.tables import PackedTexts, listed_captions
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import select_device
@@ -69,12 +70,7 @@ def begin_pictures(args: argparse.Namespace) -> torch.device:
     return select_device(args.device)
 
 
-def write_pictures(
-    args: argparse.Namespace,
-    stem: str,
-    figure: Figure,
-    numbers: dict[str, Any],
-) -> dict[str, Any]:
+def write_pictures(args: argparse.Namespace, stem: str, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:
     """Write STEM.png (or another format), STEM.html and STEM.json, and say where; returns the content of the last.
 
     Args:
@@ -131,7 +127,7 @@ def open_pair_folder(folder: Path, limits: ImageLimits = DEFAULT_LIMITS) -> Pair
         logger.warning("%s: left out %s", folder, left_out)
     files = FileSource(f"folder {folder}", str(folder), names.packed(), None, None)
     files.limits = limits
-    return PairSource(files, ListedCaptions(captions.packed()), left_out)
+    return PairSource(files, partial(listed_captions, captions.packed(), None), left_out)
 
 
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:

@@ -1,16 +1,16 @@
-"""Names of classes and templates -> the captions a zero-shot classifier is made of.
+"""Names of classes and templates -> the captions of a zero-shot classifier.
 
-A template is a sentence with `{}` where the name of a class belongs. OpenCLIP's two lists for ImageNet are taken from
-it; the sets that torchvision carries have their own here. Where CLIP quotes a template ("Learning transferable visual
-models from natural language supervision", section 3.1.4) it is that one, the rest are ours. Published numbers depend on
-the templates they were made with: give those as a file to compare with them.
+A template is a sentence with `{}` in place of the name of a class. OpenCLIP's two lists for ImageNet come from its
+package; the lists for torchvision's sets stand here. Templates that CLIP's paper quotes are taken from the paper
+("Learning transferable visual models from natural language supervision", section 3.1.4); the others are ours. Published
+accuracies depend on their templates: give the authors' templates as a file to compare with them.
 """
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
@@ -24,8 +24,6 @@ else:  # options can still be parsed, and `open_templates` says what is missing
     OPENAI_IMAGENET_TEMPLATES = SIMPLE_IMAGENET_TEMPLATES = ()
 
 DEFAULT_TEMPLATES = "openai"
-# The three lists are gone through side by side, until all of them end together.
-NUM_SCENE_TEMPLATES = math.lcm(len(COLOURS), len(TEXTURES), len(BACKGROUNDS))
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SMALL_PICTURES = (
@@ -43,26 +41,26 @@ SMALL_PICTURES = (
 
 
 def scene_templates() -> tuple[str, ...]:
-    """Captions of the built-in scenes with the shape left open, in the grammar of `scene_graphs.py`.
+    """Captions of the built-in scenes without the shape, in the grammar of `scene_graphs.py`.
 
-    Every colour, texture and background stands in equally many, so that none speaks for a class.
+    Every colour, texture and background occurs equally often, so that none favours a class.
     """
-    templates = []
-    for number in range(NUM_SCENE_TEMPLATES):
-        colour, texture = COLOURS[number % len(COLOURS)], TEXTURES[number % len(TEXTURES)]
-        article = "an" if colour[0] in "aeiou" else "a"
-        templates.append(f"{article} {colour} {texture} {{}} on {BACKGROUNDS[number % len(BACKGROUNDS)]}")
-    return tuple(templates)
+    # The three lists are gone through side by side, until all of them end together.
+    number = math.lcm(len(COLOURS), len(TEXTURES), len(BACKGROUNDS))
+    words = islice(zip(cycle(COLOURS), cycle(TEXTURES), cycle(BACKGROUNDS), strict=False), number)
+    return tuple(
+        f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {texture} {{}} on {background}"
+        for colour, texture, background in words
+    )
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """How the classes of one set of images are put into words.
+class PromptSet(NamedTuple):
+    """Templates and names of the classes of a set of images.
 
     Attributes:
         templates: sentences with `{}`.
-        names: of the classes in the order of their numbers; None: those that the set brings along.
-        has_names: whether the set's own names are words.
+        names: names of the classes, in the order of their numbers; None: the set has names.
+        has_names: False if the names of the set are no words.
     """
 
     templates: tuple[str, ...]
@@ -98,22 +96,22 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 
 
 def set_name(data_path: str) -> str | None:
-    """The name under which a data path's prompts are kept here: a torchvision set's, or `scenes`; else None."""
+    """The key of `PROMPT_SETS` for a data path: `scenes`, or the name of a torchvision set; else None."""
     name = data_path.partition(":")[0]
     is_known = name == "scenes" or (name in TORCHVISION_SETS and not Path(data_path).exists())
     return name if is_known else None
 
 
 def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
-    """The templates that `--templates` asks for.
+    """The templates of `--templates`.
 
     Args:
-        templates: a name of `TEMPLATES`; a file, see `read_words`, whose templates mark the place of the name by `{}`
-            or `{c}`; or `auto`: those of the set of images, OpenCLIP's 80 for any other.
-        data_path: the images.
+        templates: a key of `TEMPLATES`; a file, see `read_words`, whose templates have `{}` or `{c}` in place of the
+            name; or `auto`: the templates of the set of images, OpenCLIP's 80 for an unknown set.
+        data_path: value of `--data_path`.
 
     Raises:
-        ValueError: no such name or file, no templates, or one without a place for the name.
+        ValueError: there is no such list or file, or a template has no place for the name.
     """
     require("open_clip", "prompts")
     if templates == AUTO:
@@ -137,7 +135,7 @@ def prompts(templates: tuple[str, ...], name: str) -> list[str]:
 
 
 def is_file(text: str) -> bool:
-    """Whether a text names a file, or a key in a JSON file as `FILE.json:KEY`."""
+    """Whether a text is the path of a file, or `FILE.json:KEY`."""
     return Path(text).is_file() or (".json:" in text and Path(text.rpartition(":")[0]).is_file())
 
 
@@ -150,33 +148,25 @@ def read_json(path: Path) -> Any:
 
 
 def read_words(where: str) -> Any:
-    """Names or templates in a file.
+    """Names or templates in a file: a list, or an object from class to name.
 
     Args:
-        where: a text file, one per line; or JSON, a list or an object. `FILE.json:KEY` takes what stands under a key,
-            so that files which hold the lists of many sets can be read.
-
-    Returns:
-        What the JSON holds, else the lines that are not empty.
+        where: a text file with one name per line, a JSON file, or `FILE.json:KEY` for the value of a key.
 
     Raises:
         ValueError: the file is no JSON, has no such key, or is empty.
     """
-    path, key = (where, None) if Path(where).is_file() else where.rsplit(":", 1)
+    path, _, key = (where, "", "") if Path(where).is_file() else where.rpartition(":")
     if not path.endswith(".json"):
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
-        words: Any = [line for line in lines if line]
+        words: Any = list(filter(None, map(str.strip, Path(path).read_text(encoding="utf-8-sig").splitlines())))
     else:
         words = read_json(Path(path))
-        if key is not None:
-            if not isinstance(words, dict) or key not in words:
-                keys = ", ".join(sorted(words)) if isinstance(words, dict) else "none"
-                raise ValueError(f"{path} has no key {key!r}; its keys are {keys}")
-            words = words[key]
-        elif isinstance(words, dict) and any(isinstance(value, list) for value in words.values()):
-            raise ValueError(
-                f"{path} holds several lists; say which with {path}:KEY, one of {', '.join(sorted(words))}"
-            )
+        lists = words if isinstance(words, dict) else {}
+        if key and key not in lists:
+            raise ValueError(f"{path} has no key {key!r}; its keys are {', '.join(sorted(lists)) or 'none'}")
+        if not key and any(isinstance(value, list) for value in lists.values()):
+            raise ValueError(f"{path} holds several lists; say which with {path}:KEY of {', '.join(sorted(lists))}")
+        words = words[key] if key else words
     if not words:
         raise ValueError(f"{where} is empty; give a list of texts")
     return words

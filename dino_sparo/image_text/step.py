@@ -66,14 +66,8 @@ def train_step(objective: "PairObjective[Any]", batches: Sequence[Any]) -> StepR
 
     With several micro-batches the gradients are those of one batch that holds them all: every pair is compared with all
     pairs of the step. Nothing is read from the device. After a loss or gradients that are not finite, on any rank, the
-    weights stay as they are until the trainer reads the report and ends the run.
-
-    Args:
-        objective: changed in place.
-        batches: `accum_steps` micro-batches of this rank.
-
-    Returns:
-        The report; its scalars: the objective's own and `grad_norm`, of all gradients together before clipping.
+    weights stay as they are until the trainer reads the report and ends the run. `grad_norm` in the report is of all
+    gradients together, before clipping.
     """
     updater = objective.updater
     updater.begin_step()
@@ -118,14 +112,7 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
 
 
 class LossGradients(NamedTuple):
-    """The loss of a step and its gradient at what it reads.
-
-    Attributes:
-        loss: of this rank, nats.
-        scalars: what is logged beside it.
-        features: d loss / d feature, of every feature of this rank.
-        parameters: d loss / d weight, of the weights that the loss reads.
-    """
+    """The loss of this rank in nats, what is logged beside it, and its gradients at all that it reads."""
 
     loss: Float[Tensor, ""]
     scalars: dict[str, Tensor]
@@ -141,11 +128,6 @@ def loss_gradients(loss: Loss, features: Sequence[Tensor], parameters: Sequence[
     loss' own weights are no feature of any micro-batch; their gradient is taken here, once. Source: Gao et al.,
     "Scaling deep contrastive learning batch size under memory limited setup", section 3. (OpenCLIP computes the whole
     loss anew for every micro-batch, and so adds up the temperature's gradient as many times.)
-
-    Args:
-        loss: of this rank.
-        features: of all micro-batches of this rank.
-        parameters: weights that the loss reads.
     """
     leaves = [feature.detach().requires_grad_() for feature in features]
     with torch.enable_grad():

@@ -1,11 +1,11 @@
 """Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out.
 
-It is the counterpart of `dino_sparo.models.encoder`. Ids come from open_clip's tokenizer, whose end token is
-the vocabulary's last: the encoder finds it as the largest id of a caption, as CLIP does, and lets no read-out see what
-follows it.
+The encoder is the counterpart of `dino_sparo.models.encoder`. open_clip's tokenizer makes the ids. The end token is the
+last id of the vocabulary, so the largest id of a caption is its end, as in CLIP; read-outs do not see the tokens behind
+the end. Parsers of captions use spaCy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,26 +20,27 @@ from torch.utils.checkpoint import checkpoint
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import MissingPackageError, require
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408
+SPACY_MODEL = "en_core_web_sm"
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """How a text encoder is built; it travels in every checkpoint.
+    """Sizes of a text encoder; every checkpoint stores them.
 
     Attributes:
         context_length: N, the longest caption in tokens, start and end token included.
-        vocab_size: number of ids; the last one is the end token.
+        vocab_size: number of ids; the last id is the end token.
         width: D, of the tokens.
         heads: attention heads of a block.
-        layers: blocks of the architecture; a read-out that replaces the last one leaves one fewer.
+        layers: blocks, including the block that a read-out may replace.
         readout: a key of `readout_table.READOUTS`.
         num_slots: L, of a slotted read-out.
-        slot_dim: V, likewise.
-        key_dim: A, likewise.
+        slot_dim: V, of a slotted read-out.
+        key_dim: A, of a slotted read-out.
         group_size: G, of `sparo`.
 
     Raises:
@@ -62,9 +63,7 @@ class TextConfig:
         if self.vocab_size < 3:
             raise ValueError(f"vocab_size={self.vocab_size} is no vocabulary; open_clip's tokenizer has {VOCAB_SIZE}")
         if self.heads < 1 or self.width < 1 or self.width % self.heads:
-            raise ValueError(
-                f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's heads are 64 wide"
-            )
+            raise ValueError(f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's are 64 wide")
         if self.layers < 1:
             raise ValueError(f"text layers={self.layers}; give a positive number of blocks, usually 12")
 
@@ -86,13 +85,13 @@ class TextEncoder(nn.Module):
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
     embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2 depth)^-1/2 for what is added to the
-    residual; no bias in attention is drawn, those of the MLP are as `nn.Linear` draws them. Source: Radford et al.,
+    residual stream; biases are 0 in attention and as `nn.Linear` draws them in the MLP. Source: Radford et al.,
     CLIP, section 2.4; OpenCLIP, `transformer.py`.
 
     Args:
         config: sizes.
         readout: tokens and mask -> `ReadoutOutput`.
-        depth: number of blocks to build, if fewer than `config.layers`.
+        depth: number of blocks, if fewer than `config.layers`.
         quick_gelu: OpenAI's activation.
     """
 
@@ -128,23 +127,13 @@ class TextEncoder(nn.Module):
             nn.init.zeros_(block.attn.proj.bias)
 
     def forward(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B N D"]:
-        """Token ids -> tokens after the final LayerNorm.
+        """Token ids, at most as many as the context has, -> tokens after the final LayerNorm.
 
-        Args:
-            token_ids: (B, N), N at most the context length; shorter captions need no padding to it.
-
-        Returns:
-            (B, N, D); a token has seen itself and those before it.
-
-        Raises:
-            ValueError: too many tokens; ids on the CPU that `check_token_ids` refuses.
+        A token has seen itself and those before it. Ids on the CPU pass `check_token_ids`.
         """
-        number = token_ids.shape[1]
-        if number > self.config.context_length:
-            raise ValueError(
-                f"captions of {number} tokens are longer than context_length={self.config.context_length}; tokenize "
-                f"them with that context_length, which truncates and counts them"
-            )
+        number, longest = token_ids.shape[1], self.config.context_length
+        if number > longest:
+            raise ValueError(f"captions of {number} tokens are longer than context_length={longest}; tokenize them so")
         # Elsewhere the check would have to wait for the device.
         if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
             check_token_ids(token_ids, self.config.vocab_size)
@@ -172,25 +161,20 @@ class TextEncoder(nn.Module):
 
 
 def end_token_mask(token_ids: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
-    """True up to and including the end token, which is the first of the largest ids of a caption."""
+    """True up to and including the end token, the first occurrence of the largest id of a caption."""
     return torch.arange(token_ids.shape[1], device=token_ids.device) <= token_ids.argmax(dim=-1, keepdim=True)
 
 
 def check_token_ids(token_ids: Int64[Tensor, "B N"], vocab_size: int = VOCAB_SIZE) -> None:
-    """Refuse ids that the text encoder would misread.
-
-    Raises:
-        ValueError: an id outside the vocabulary, or a caption without end token.
-    """
+    """Refuse ids outside the vocabulary, and captions without end token; raises ValueError."""
     if not token_ids.numel():
         return
-    smallest, largest = token_ids.aminmax()
-    if smallest < 0 or largest >= vocab_size:
+    smallest, last_ids = token_ids.min(), token_ids.amax(dim=-1)
+    if smallest < 0 or last_ids.max() >= vocab_size:
         raise ValueError(
-            f"token ids reach from {smallest} to {largest}; the text encoder knows 0 to {vocab_size - 1}: its "
+            f"token ids reach from {smallest} to {last_ids.max()}; the text encoder knows 0 to {vocab_size - 1}: its "
             f"vocab_size={vocab_size} is another tokenizer's"
         )
-    last_ids = token_ids.amax(dim=-1)
     without_end = (last_ids != vocab_size - 1).nonzero().flatten().tolist()
     if without_end:
         raise ValueError(
@@ -205,9 +189,9 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids: (B, N) int64: start token, words, end token, zeros.
-        num_truncated: captions that were too long and lost their last words.
-        num_empty: captions without any word.
-        truncated: which captions those are that were too long.
+        num_truncated: number of captions that were too long and lost their last words.
+        num_empty: number of captions without words.
+        truncated: indices of the captions that were too long.
     """
 
     ids: Int64[Tensor, "B N"]
@@ -225,7 +209,6 @@ def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Toke
 
     Raises:
         ValueError: one string instead of a list, or a context without room for a word.
-        MissingPackageError: the package `open_clip_torch` is missing.
     """
     if isinstance(texts, str):
         raise ValueError(f"texts={texts!r} is one caption; give a list of captions")
@@ -240,12 +223,36 @@ def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Toke
 
 @lru_cache(maxsize=1)
 def simple_tokenizer() -> Any:
-    """open_clip's `SimpleTokenizer`, read once per process.
-
-    Raises:
-        MissingPackageError: the package `open_clip_torch` is missing.
-    """
+    """open_clip's `SimpleTokenizer`, read once per process."""
     require("open_clip", "captions")
     from open_clip.tokenizer import SimpleTokenizer
 
     return SimpleTokenizer()
+
+
+def spacy_record(purpose: str) -> dict[str, Any]:
+    """Versions of spaCy and of its model, for a result file.
+
+    Args:
+        purpose: what needs them, in the plural, for the MissingPackageError.
+    """
+    require("spacy", purpose)
+    import spacy
+
+    if not spacy.util.is_package(SPACY_MODEL):
+        raise MissingPackageError(
+            f"{purpose} need spaCy's model {SPACY_MODEL}; install it with: python -m spacy download {SPACY_MODEL}"
+        )
+    return {"spacy": spacy.__version__, "model": f"{SPACY_MODEL} {spacy.util.get_package_version(SPACY_MODEL)}"}
+
+
+@lru_cache(maxsize=1)
+def _pipeline() -> Any:
+    import spacy
+
+    return spacy.load(SPACY_MODEL, exclude=["ner", "lemmatizer"])
+
+
+def spacy_documents(texts: Iterable[str]) -> Iterator[Any]:
+    """spaCy's document of every text, in batches; its tokens have `text`, `tag_`, `pos_`, `dep_` and `head`."""
+    yield from _pipeline().pipe(texts)

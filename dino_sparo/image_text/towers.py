@@ -57,16 +57,8 @@ class TowerSizes:
 
     def configs(self, image_readout: str, text_readout: str, **slots: Any) -> tuple[EncoderConfig, TextConfig]:
         """The configurations of both encoders; `slots` are fields that both have, such as `num_slots`."""
-        image = EncoderConfig(
-            self.arch,
-            self.patch_size,
-            image_readout,
-            img_size=self.img_size,
-            in_chans=self.in_chans,
-            pre_norm=self.pre_norm,
-            quick_gelu=self.quick_gelu,
-            **slots,
-        )
+        more = {name: getattr(self, name) for name in ("img_size", "in_chans", "pre_norm", "quick_gelu")}
+        image = EncoderConfig(self.arch, self.patch_size, image_readout, **more, **slots)
         sizes = (self.context_length, self.vocab_size, self.text_width, self.text_heads, self.text_layers)
         return image, TextConfig(*sizes, text_readout, **slots)
 
@@ -134,9 +126,6 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
         with_rest: False where scores are not the file's, and projections and temperature have no meaning.
         with_image: False where the image tower starts from other weights, and may be of another make.
 
-    Returns:
-        Names of the weights that were taken, and of those that stay random.
-
     Raises:
         CheckpointError: the file cannot be read, holds no CLIP, or one whose towers have another width or make.
     """
@@ -159,13 +148,10 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
     if with_image:
         tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
         image = initialize_from(model.image, tower, source)
-    taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys()
     ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
     model.load_state_dict({**model.state_dict(), **text, **ends})
-    taken |= ends.keys()
-    return TowersReport(
-        image, tuple(name for name in own if name in taken), tuple(name for name in own if name not in taken)
-    )
+    taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys() | ends.keys()
+    return TowersReport(image, *(tuple(name for name in own if (name in taken) == is_in) for is_in in (True, False)))
 
 
 def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
@@ -182,11 +168,8 @@ def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], sour
             f"{source} knows captions of {len(positions)} tokens, the model is to read {length}; give --context_length "
             f"{len(positions)} or less"
         )
-    text = {
-        name: weights[name]
-        for name in own
-        if name.startswith("text.") and not name.startswith("text.readout.") and name in weights
-    }
+    before_readout = (name for name in own if name.startswith("text.") and not name.startswith("text.readout."))
+    text = {name: weights[name] for name in before_readout if name in weights}
     text["text.pos_embed"] = positions[:length]
     if misshapen := [name for name, value in text.items() if value.shape != own[name].shape]:
         raise CheckpointError(f"{source} has a text encoder of another make: {', '.join(misshapen[:4])}")

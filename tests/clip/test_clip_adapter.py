@@ -58,7 +58,7 @@ def test_features_come_with_and_without_normalisation(weights):
     ids = tokenize(["a ring", "two"]).ids
     with torch.no_grad():
         for name in ("normalized", "unnormalized"):
-            model = adapter.load_for_benchmark(name, str(weights)).model
+            model = adapter.load_for_benchmark(name, str(weights))[0]
             for features, slots in (
                 (model.encode_image(images), model.model.image_output(images).slots),
                 (model.encode_text(ids), model.model.text_output(ids).slots),
@@ -73,7 +73,7 @@ def test_some_slots_alone(weights, tmp_path):
     (tmp_path / "slots.json").write_text('{"slots": [4, 2]}')
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features = adapter.load_for_benchmark(f"unnormalized:{tmp_path}/slots.json", str(weights)).model.encode_image(
+        features = adapter.load_for_benchmark(f"unnormalized:{tmp_path}/slots.json", str(weights))[0].encode_image(
             images
         )
         whole = load_clip(weights).model.image_output(images).slots

@@ -13,8 +13,19 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
-from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
+from dino_sparo.clip.concepts import (
+    Choice,
+    Criteria,
+    PairAttention,
+    Word,
+    WordAttention,
+    caption_words,
+    choose,
+    choose_pairs,
+    fits,
+    see_pairs,
+    word_attention,
+)
 from dino_sparo.data.views import PatchView
 from dino_sparo.image_text.picture_pairs import open_picture_pairs
 

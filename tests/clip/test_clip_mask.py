@@ -17,15 +17,16 @@ pytest.importorskip("open_clip")
 from clip_fakes import evaluate, paint, small_checkpoint
 
 from dino_sparo.clip import create_clip
-from dino_sparo.clip.slots import mask, mask_fit
-from dino_sparo.clip.slots.mask import number_of_parts, relative_change
-from dino_sparo.clip.slots.mask_fit import (
+from dino_sparo.clip.slots import mask
+from dino_sparo.clip.slots.mask import (
     FitSettings,
     Mask,
     fit_mask,
     masked_pairs,
+    number_of_parts,
     pair_loss,
     part_products,
+    relative_change,
 )
 from dino_sparo.clip.slots.subsets import SlotMask, read_slots
 from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, macro, split_results
@@ -129,7 +130,7 @@ def test_the_loss_follows_the_equation(num_parts):
 
 def test_products_do_not_depend_on_chunks(monkeypatch):
     expected = part_products(random_pairs(), PARTS)
-    monkeypatch.setattr(mask_fit, "PAIR_CHUNK", 4)
+    monkeypatch.setattr(mask, "PAIR_CHUNK", 4)
     for ours, theirs in zip(part_products(random_pairs(), PARTS), expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -310,7 +311,7 @@ def test_the_same_command_writes_the_same_files(pairs, tmp_path):
 
 def test_wide_masks_are_drawn_as_an_area(tmp_path):
     weights = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    mask.draw_mask(mask_fit.FitResult(weights, 2, [0.7, 0.6], [50.0, 60.0]), 45.0, tmp_path / "mask.png")
+    mask.draw_mask(mask.FitResult(weights, 2, [0.7, 0.6], [50.0, 60.0]), 45.0, tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 10_000
 
 

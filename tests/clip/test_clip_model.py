@@ -249,7 +249,8 @@ def test_grad_checkpointing_changes_neither_outputs_nor_gradients(readout: str) 
     model, (images, ids) = small_clip(readout).train(), pairs()
     found = []
     for enable in (False, True, False):
-        model.set_grad_checkpointing(enable)
+        model.image.backbone.set_grad_checkpointing(enable)
+        model.text.set_grad_checkpointing(enable)
         assert model.text.grad_checkpointing == model.image.backbone.grad_checkpointing == enable
         calls = []
         hooks = [
@@ -297,7 +298,7 @@ def test_text_weights_are_drawn_as_clip_draws_them() -> None:
 
 def test_image_weights_are_drawn_as_open_clip_draws_them() -> None:
     """Mean, standard deviation and largest value of every weight, against the model that OpenCLIP itself builds."""
-    from dino_sparo.clip.convert import open_clip_config, to_open_clip
+    from clip_fakes import open_clip_config, to_open_clip
 
     torch.manual_seed(0)
     ours = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=97)
@@ -328,8 +329,8 @@ def towers(**text: object) -> CLIPConfig:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_slots": 6}, "num_slots=5 in the image tower and 6 in the text tower.*the same L"),
-        ({"slot_dim": 8}, "slot_dim=7 in the image tower and 8 in the text tower.*the same V"),
+        ({"num_slots": 6}, r"\(5, 7\) in the image tower and \(6, 7\) in the text tower.*the same L"),
+        ({"slot_dim": 8}, r"\(5, 7\) in the image tower and \(5, 8\) in the text tower.*the same L and V"),
         ({"readout": "gap"}, r"readout 'sparo' is .*built with .*'gap'"),
         ({"readout": "gap_then_norm"}, r"readout 'sparo' is .*built with .*'gap_then_norm'"),
         ({"layers": 1}, "no block"),
@@ -352,7 +353,7 @@ def test_key_width_and_groups_may_differ_between_the_towers() -> None:
 
 
 def test_the_encodings_width_follows_from_the_slots() -> None:
-    with pytest.raises(ValueError, match=r"embed_dim=11.*num_slots \* slot_dim = 35"):
+    with pytest.raises(ValueError, match=r"embed_dim is 11.*embed_dim = L \* V"):
         replace(small_clip().config, embed_dim=11)
     with pytest.raises(ValueError, match="bottleneck_dim=0"):
         replace(small_clip().config, bottleneck_dim=0)

@@ -22,9 +22,8 @@ from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.pictures.concepts import PairAttention
-from dino_sparo.clip.pictures.draw import level_of, slots_figure
-from dino_sparo.clip.pictures.words import WordAttention, caption_words
+from dino_sparo.clip.concepts import PairAttention, WordAttention, caption_words
+from dino_sparo.clip.pictures import level_of, slots_figure
 from dino_sparo.clip.slots.subsets import SlotMask
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
@@ -240,7 +239,7 @@ def test_the_command_draws_chosen_slots(weights, tmp_path, capsys, caplog):
     ]
     assert json.loads(written[0][2]) == found
     assert [len(slot["pairs"]) for slot in found["slots"]] == [3, 3]
-    assert "of 2 slots shown meet the criteria" in caplog.text  # an untrained model's
+    assert "of 2 do, the others come nearest" in caplog.text  # an untrained model's
     for pair in found["slots"][0]["pairs"]:
         shares = [word["share"] for word in pair["words"]]
         assert sum(shares) + pair["start"] + pair["end"] == pytest.approx(1, abs=1e-4)
@@ -308,4 +307,5 @@ def test_the_options_are_known():
     assert vars(parser_of("pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "max_pairs", "image_size"),
         *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "device", "figure_format"),
+        *("max_image_mb", "max_image_mpix", "max_value"),
     }

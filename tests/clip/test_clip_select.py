@@ -20,7 +20,7 @@ from figures import assert_readable, drawn_words
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots import select
 from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
-from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
+from dino_sparo.clip.slots.subsets import ReducedClip, open_slots, read_slots
 from dino_sparo.data.scene_patterns import SHAPES
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
@@ -43,7 +43,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
     loaded = load_clip(weights)
-    model = loaded.model if choice is None else with_slots(loaded.model, choice)
+    model = loaded.model if choice is None else ReducedClip(loaded.model, choice)
     return DotProductScorer(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
 
 

@@ -22,7 +22,7 @@ from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.pairs.run_data import stream_pairs
-from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
+from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.checkpoint import CheckpointError
 
@@ -85,7 +85,7 @@ def test_ranks_epochs_and_resumed_steps_have_streams_of_their_own(tmp_path: Path
 @pytest.mark.slow
 def test_workers_share_the_batches_of_an_epoch(tmp_path: Path) -> None:
     pairs = stream(shards(tmp_path))
-    loader = create_loader(StreamDataset(pairs), None, collate=default_convert, num_workers=2)
+    loader = create_loader(pairs, None, collate=default_convert, num_workers=2)
     first = values(list(loader))
     assert len(first) == 24
     pairs.sampler.set_epoch(1)

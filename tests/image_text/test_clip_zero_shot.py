@@ -21,7 +21,7 @@ open_clip = pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
 
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
-from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
+from dino_sparo.clip.slots.subsets import ReducedClip  # noqa: E402
 from dino_sparo.data.scene_patterns import COLOURS, SHAPES, TEXTURES  # noqa: E402
 from dino_sparo.data.scenes import Scenes  # noqa: E402
 from dino_sparo.data.sources import open_source  # noqa: E402
@@ -487,7 +487,7 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
     assert result["feature"]["dim"] == 2 * WIDTH
     assert result["slots"]["slots"] == [3, 1]
     encoder = small_encoder(weights)
-    chosen = dataclasses.replace(encoder, model=with_slots(encoder.model, SlotSelection((3, 1))))
+    chosen = dataclasses.replace(encoder, model=ReducedClip(encoder.model, SlotSelection((3, 1))))
     found = evaluate_zero_shot(chosen, Scenes(23, 32, "val", ties=INDEPENDENT), list(SHAPES), scene_templates())
     assert found.top1 == result["top1"]
     by_number = run(*options[:-1], "3,1", "--output", tmp_path / "by-number.json")

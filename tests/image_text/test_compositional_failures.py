@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 
 from dino_sparo.clip import load_clip
-from dino_sparo.clip.pictures.explain import best_slots, slot_leads
+from dino_sparo.clip.load import best_slots, slot_leads
 from dino_sparo.data.views import ClipView
 from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
 from dino_sparo.draw.html import save_page

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from dino_sparo.image_text.spacy_model import MODEL
+from dino_sparo.image_text.text import SPACY_MODEL
 from dino_sparo.oc_clip.graph import SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.parsers import Outcome
@@ -160,5 +160,5 @@ def test_without_spacy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_without_its_model_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     spacy = pytest.importorskip("spacy", reason="pip install 'dino_sparo[parse]'")
     monkeypatch.setattr(spacy.util, "is_package", lambda name: False)
-    with pytest.raises(MissingPackageError, match=f"python -m spacy download {MODEL}"):
+    with pytest.raises(MissingPackageError, match=f"python -m spacy download {SPACY_MODEL}"):
         SpacyParser()

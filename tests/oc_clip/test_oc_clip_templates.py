@@ -9,7 +9,7 @@ from dino_sparo.data import scene_graphs as built_in
 from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
-from dino_sparo.image_text.pairs.sources import SceneCaptions
+from dino_sparo.image_text.pairs.sources import VARIED, scene_captions
 from dino_sparo.oc_clip.graph import Relation, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 
@@ -55,9 +55,8 @@ def test_captions_of_scenes_give_the_true_graph(attributes: tuple[str, ...]) -> 
 
 def test_every_caption_that_training_draws_gives_the_true_graph() -> None:
     scenes = Scenes(60)
-    captions = SceneCaptions(scenes, varied=True)
     for index in range(len(scenes)):
-        for caption, attributes in zip(captions(index), SceneCaptions.VARIED, strict=True):
+        for caption, attributes in zip(scene_captions(scenes, VARIED, index), VARIED, strict=True):
             assert canonical(parsed(caption)) == canonical(true_graph(scenes.scene_graph(index), attributes))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("open_clip")
 
 import clip_fakes
+from clip_fakes import to_open_clip
 from oc_clip_fakes import (
     COMMAND,
     CONTEXT,
@@ -40,7 +41,6 @@ from test_clip_train import checkpoint_of
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import clip_description, create_clip, tokenize
-from dino_sparo.clip.convert import to_open_clip
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.image_text import objective

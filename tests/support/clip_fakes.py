@@ -1,7 +1,7 @@
 """For tests of evaluations: a CLIP model whose features are known, a real one that is small, images of one colour."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import clip_description, create_clip, tokenize
+from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.runtime.launch import shutdown
+from dino_sparo.weights.foreign_names import from_open_clip_names, open_clip_settings, to_open_clip_names
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
 TOKENIZER = SimpleTokenizer()
@@ -85,3 +87,22 @@ def evaluate(name: str, *options: Any) -> dict[str, Any]:
         return call(name, [*options, "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"])
     finally:
         shutdown()
+
+
+def to_open_clip(config: CLIPConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under open_clip's names, of a model that open_clip has."""
+    open_clip_config(config)
+    return to_open_clip_names(weights)
+
+
+def open_clip_config(config: CLIPConfig) -> dict[str, Any]:
+    """Arguments of open_clip's `CLIP` for the same model."""
+    return open_clip_settings(config.to_dict())
+
+
+def from_open_clip(
+    weights: Mapping[str, Tensor], text_heads: int | None = None, quick_gelu: bool = False
+) -> tuple[CLIPConfig, dict[str, Tensor]]:
+    """open_clip's weights under our names, and the model that they fit."""
+    renamed = from_open_clip_names(weights)
+    return infer_clip_config(renamed, text_heads, quick_gelu), renamed

@@ -2,6 +2,5 @@
 
 subsets.py     a model with some of its slots, or with weighted ones
 select.py      which slots classify well
-mask.py        weights that tell true from false captions (mask_fit.py learns them)
-options.py     the options of these commands, without torch
+mask.py        weights that tell true from false captions
 """

@@ -11,28 +11,163 @@ and appendix 0.C.1.
 """
 
 import argparse
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
-from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
-from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
+from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT, FitSettings
+from dino_sparo.clip.slots.subsets import ReducedClip, SlotMask, mask_features, whole_model
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
+from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.compositional.answers import SplitResult, macro, split_results
+from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, SplitResult, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, DotProductScorer
+from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.launch import is_main
+from dino_sparo.runtime.logs import progress
 
 MAX_BARS = 256  # more parts are drawn as an area
+BOUND = 100.0
+# How the inverse temperature is bounded -> where alpha starts. The paper prints max(100, exp(alpha)), "similar to
+# CLIP", and does not say where alpha starts; CLIP's own is min(100, exp(alpha)) from ln(1 / 0.07). With max alpha
+# starts where the bound begins to depend on it, a hair above, so that rounding does not decide whether it learns.
+INITIAL_ALPHA = {"min": math.log(INITIAL_LOGIT_SCALE), "max": math.log(BOUND) + 1e-6}
+
+
+class Mask(nn.Module):
+    """Weights of the parts of an encoding, and the inverse temperature of their loss.
+
+        scale = min(100, exp(alpha)),   m = sigmoid(scale / 4 * theta)
+
+    theta, one number per part, starts at 0: m = 1/2 everywhere changes no cosine. (Where it starts is not in the
+    paper.) Source: SPARO, appendix 0.C.1, which prints max(100, exp(alpha)): `bound="max"`. With max the sigmoid
+    saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
+
+    Args:
+        num_parts: number of parts.
+        bound: `min` or `max`, of 100 and exp(alpha).
+    """
+
+    def __init__(self, num_parts: int, bound: str = "min") -> None:
+        super().__init__()
+        self.bound = bound
+        self.theta = nn.Parameter(torch.zeros(num_parts))
+        self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA[bound]))
+
+    def forward(self) -> tuple[Float[Tensor, " parts"], Float[Tensor, ""]]:
+        """The weights m, and the scale."""
+        exponential = self.alpha.exp()
+        scale = exponential.clamp(max=BOUND) if self.bound == "min" else exponential.clamp(min=BOUND)
+        return torch.sigmoid(scale / 4 * self.theta), scale
+
+
+class PartProducts(NamedTuple):
+    """Scalar products of normalised encodings, part by part: of image and true caption, of image and false caption, of
+    the image with itself.
+    """
+
+    positive: Float[Tensor, "pairs parts"]
+    negative: Float[Tensor, "pairs parts"]
+    squares: Float[Tensor, "pairs parts"]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The best mask, and the course of its fit.
+
+    Attributes:
+        weights: (parts,), after the epoch with the highest accuracy.
+        epoch: that epoch, from 1; of several the first.
+        losses: mean loss of every epoch, nats.
+        accuracies: on the pairs after every epoch, mean over the splits, percent.
+    """
+
+    weights: Float[Tensor, " parts"]
+    epoch: int
+    losses: list[float]
+    accuracies: list[float]
+
+
+def part_products(pairs: EncodedQuestions, num_parts: int) -> PartProducts:
+    """Scalar products of the parts of encodings; the number of parts divides M."""
+
+    image_of = pairs.image_of[:, 0]
+
+    def by_part(products: Float[Tensor, "rows M"]) -> Float[Tensor, "rows parts"]:
+        return products.unflatten(1, (num_parts, -1)).sum(dim=2)
+
+    def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs parts"]:
+        chunks = zip(image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
+        return torch.cat([by_part(pairs.images[rows] * pairs.texts[texts]) for rows, texts in chunks])
+
+    squares = by_part(pairs.images.square())[image_of]
+    return PartProducts(products(pairs.text_of[:, 0]), products(pairs.text_of[:, 1]), squares)
+
+
+def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """Cross-entropy of choosing the true caption of two, in nats.
+
+        y' = m * y,   logits = scale * [y' . y_p / (|y'| |y_p|),  y' . y_n / (|y'| |y_n|)],   target: the first
+
+    with y, y_p and y_n the normalised encodings of image, true and false caption, and the weights m. Source: SPARO,
+    appendix 0.C.1.
+    """
+    lengths = (products.squares @ weights.square()).sqrt()
+    cosines = torch.stack((products.positive @ weights, products.negative @ weights), dim=1) / lengths[:, None]
+    return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
+
+
+def masked_pairs(pairs: EncodedQuestions, weights: Float[Tensor, " parts"]) -> EncodedQuestions:
+    """The same pairs with masked images."""
+    per_dimension = weights.repeat_interleave(pairs.images.shape[1] // len(weights))
+    return replace(pairs, images=mask_features(pairs.images, per_dimension))
+
+
+def fit_mask(pairs: EncodedQuestions, num_parts: int, settings: FitSettings) -> FitResult:
+    """Learn a mask on frozen encodings and keep the one that fits best.
+
+    After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
+    splits. Pairs of all splits are put together without balancing them.
+    """
+    products = part_products(pairs, num_parts)
+    mask = Mask(num_parts, settings.bound).to(pairs.images.device)
+    optimizer = torch.optim.SGD(mask.parameters(), lr=settings.lr, momentum=settings.momentum)
+    generator = torch.Generator().manual_seed(settings.seed)
+    best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))
+    losses, accuracies = [], []
+    for epoch in progress(range(1, settings.epochs + 1), desc="mask"):
+        total = torch.zeros((), device=pairs.images.device)
+        order = torch.randperm(len(pairs.questions), generator=generator).to(pairs.images.device)
+        for rows in order.split(settings.batch_size):
+            loss = pair_loss(PartProducts(*(part[rows] for part in products)), *mask())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(rows)
+        weights = mask()[0].detach()
+        if not (weights.isfinite().all() and weights.any()):
+            raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
+        accuracy = macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs))
+        losses.append(float(total) / len(pairs.questions))
+        accuracies.append(accuracy)
+        if accuracy > best[0]:
+            best = (accuracy, epoch, weights)
+    return FitResult(best[2], best[1], losses, accuracies)
 
 
 def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
@@ -71,20 +206,12 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
 def change_elsewhere(
     scorer: DotProductScorer, mask: SlotMask, data_path: str, download: bool, limits: ImageLimits
 ) -> dict[str, Any]:
-    """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask.
-
-    Args:
-        scorer: of the whole model.
-        mask: what to apply.
-        data_path: labelled images.
-        download: fetch a torchvision set that is not on disk.
-        limits: larger images count as unreadable.
-    """
+    """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask."""
     source = open_evaluation_images(data_path, None, download, limits)
     classes = open_classes(source, data_path=data_path)
     images = apply_classes(source, classes)
     templates = open_templates("auto", data_path)
-    model = with_slots(whole_model(scorer.model), mask).to(scorer.device)
+    model = ReducedClip(whole_model(scorer.model), mask).to(scorer.device)
     masked = DotProductScorer(**{**vars(scorer), "model": model})  # `scorer` may be one of whole models alone
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
@@ -130,17 +257,9 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
 def describe(
     before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Accuracies without and with the mask, here and elsewhere, as table 5 of the paper does.
-
-    Args:
-        before: SugarCrepe's splits without the mask.
-        after: the splits with the mask.
-        elsewhere: from `change_elsewhere`.
-    """
+    """Accuracies without and with the mask, on SugarCrepe's splits and elsewhere, as table 5 of the paper has them."""
     accuracy = {"initial": macro(before), "masked": macro(after)}
-    means = {}
-    if elsewhere:
-        means = {name: sum(each[name] for each in elsewhere) / len(elsewhere) for name in ("initial", "masked")}
+    means = {n: sum(each[n] for each in elsewhere) / len(elsewhere) for n in ("initial", "masked") if elsewhere}
     for each in filter(None, [*elsewhere, means]):
         each["relative_change"] = relative_change(each["initial"], each["masked"], *accuracy.values())
     return {
@@ -172,9 +291,7 @@ def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, A
         "num_parts": len(fit_result.weights),
         "parts_above_half": int((fit_result.weights > 0.5).sum()),
         "optimizer": "SGD, constant learning rate, no weight decay",
-        "lr": args.lr,
-        "momentum": args.momentum,
-        "epochs": args.epochs,
+        **{name: getattr(args, name) for name in ("lr", "momentum", "epochs")},
         "batch_size": args.mask_batch_size,
         "seed": args.seed,
         "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
@@ -207,17 +324,15 @@ def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
     order = fit_result.weights.argsort(descending=True, stable=True).tolist()
     weights = fit_result.weights[order].tolist()
     above = sum(weight > 0.5 for weight in weights)
-    epochs = range(1, len(fit_result.accuracies) + 1)
+    epoch, accuracies = fit_result.epoch, fit_result.accuracies
+    best = accuracies[epoch - 1]
     with panels(path, 1, 2) as axes:
         fit, mask = axes[0]
         fit.axhline(initial, color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="without mask")
-        fit.plot(epochs, fit_result.accuracies, color=INK, linewidth=1.4, label="masked")
-        best = fit_result.accuracies[fit_result.epoch - 1]
-        fit.plot(
-            [fit_result.epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {fit_result.epoch}: {best:.1f} %"
-        )
+        fit.plot(range(1, len(accuracies) + 1), accuracies, color=INK, linewidth=1.4, label="masked")
+        fit.plot([epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {epoch}: {best:.1f} %")
         fit.set(xlabel="epoch", ylabel="right of the pairs, %")
-        fit.set_title("Fit to true and false captions", loc="left", fontweight="bold", fontsize=11)
+        fit.set_title("Fit to true and false captions", **TITLE)
         fit.legend(frameon=False, loc="best")
         count_ticks(fit)
         if len(weights) <= MAX_BARS:
@@ -225,4 +340,4 @@ def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
         else:
             mask.fill_between(range(1, len(weights) + 1), weights, color=ACCENT, linewidth=0)
         mask.set(xlabel="part of the encoding, heaviest first", ylabel="weight", ylim=(0, 1.02))
-        mask.set_title(f"Mask: {above} of {len(weights)} above ½", loc="left", fontweight="bold", fontsize=11)
+        mask.set_title(f"Mask: {above} of {len(weights)} above ½", **TITLE)

@@ -11,13 +11,15 @@ test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and ta
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -100,36 +102,34 @@ def score_slots(
 
     Args:
         scorer: of a model with slots.
-        source: images labelled by their places in `names`, which rank the slots.
+        source: images labelled by their places in `names`; they rank the slots.
         names: of the classes.
         templates: sentences with `{}`.
         num_slots: L.
         held_out: other images, on which the ranking is tried.
     """
     classes = scorer.encode_classes(names, templates)
-    classifier = classes.payload
     images = _finite_features(scorer, source)
-    if not classifier.isfinite().all():
+    if not classes.payload.isfinite().all():
         raise ValueError("features of the class names are not finite; the model is broken or overflowed")
-    by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
-    alone = _hits_alone(images, F.normalize(by_slot, dim=2))
-    ranking = sorted(range(num_slots), key=lambda slot: (-int(alone[slot]), slot))
-    held_out_curve, num_held_out = [], 0
-    if held_out is not None:
-        others = _finite_features(scorer, held_out)
-        num_held_out = len(others.features)
-        held_out_curve = _percent(_hits_together(others, by_slot[ranking], ranking), others)
-    return SlotScores(
-        _percent(alone, images),
-        ranking,
-        _percent(_hits_together(images, by_slot[ranking], ranking), images),
-        len(images.features),
-        images.num_corrupt,
-        len(names),
-        classes.num_truncated,
-        held_out_curve,
-        num_held_out,
-    )
+    by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
+    units = F.normalize(by_slot, dim=2)
+    alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
+    ranking = sorted(range(num_slots), key=lambda slot: (-alone[slot], slot))
+    ranked = by_slot[ranking]
+    lengths = ranked.square().sum(dim=2).cumsum(dim=0).sqrt()  # (L, classes)
+
+    def together(slots: Float[Tensor, "b L V"]) -> Iterator[Tensor]:
+        products = (slots[:, slot] @ weights.t() for slot, weights in zip(ranking, ranked, strict=True))
+        return map(operator.truediv, itertools.accumulate(products), lengths)
+
+    counts = len(images.features), images.num_corrupt, len(names), classes.num_truncated
+    scores = SlotScores(alone, ranking, _accuracies(images, by_slot, together), *counts)
+    if held_out is None:
+        return scores
+    others = _finite_features(scorer, held_out)
+    curve = _accuracies(others, by_slot, together)
+    return replace(scores, held_out_curve=curve, num_held_out=len(others.features))
 
 
 def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
@@ -142,40 +142,24 @@ def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
     return images
 
 
-def _percent(hits: Int64[Tensor, " L"], images: Features) -> list[float]:
-    """Hits -> percent of all images."""
-    return [100 / len(images.features) * number for number in hits.tolist()]
+def _accuracies(
+    images: Features, classifier: Float[Tensor, "L classes V"], scores_of: Callable[[Tensor], Iterable[Tensor]]
+) -> list[float]:
+    """Top-1 accuracies, percent; each process classifies its share of the images.
 
-
-def _chunks(images: Features, like: Float[Tensor, "L classes V"]) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process' share of the images: slots (b, L, V) and labels (b,), on the device of a classifier."""
+    Args:
+        images: with features on the CPU.
+        classifier: for its device and its number of slots.
+        scores_of: slots (b, L, V) of some images -> L scores (b, classes).
+    """
+    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
     for start in range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK):
         rows = slice(start, start + IMAGE_CHUNK)
-        slots = images.features[rows].to(like.device).unflatten(1, (len(like), -1))
-        yield slots, images.labels[rows].to(like.device)
-
-
-def _hits_alone(images: Features, classifier: Float[Tensor, "L classes V"]) -> Int64[Tensor, " L"]:
-    """Images that each slot classifies right by itself."""
-    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
-    for slots, labels in _chunks(images, classifier):
-        for slot, weights in enumerate(classifier):
-            hits[slot] += count_hits(slots[:, slot] @ weights.t(), labels)[:, 0].sum()
-    return all_reduce_sum(hits).cpu()
-
-
-def _hits_together(
-    images: Features, classifier: Float[Tensor, "L classes V"], ranking: Sequence[int]
-) -> Int64[Tensor, " L"]:
-    """Images that the first k of the ranking classify right together; `classifier` is in the ranking's order."""
-    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
-    lengths = classifier.square().sum(dim=2).cumsum(dim=0).sqrt()  # (L, classes)
-    for slots, labels in _chunks(images, classifier):
-        sums = torch.zeros(len(slots), classifier.shape[1], device=classifier.device)
-        for position, slot in enumerate(ranking):
-            sums += slots[:, slot] @ classifier[position].t()
-            hits[position] += count_hits(sums / lengths[position], labels)[:, 0].sum()
-    return all_reduce_sum(hits).cpu()
+        slots = images.features[rows].to(hits.device).unflatten(1, (len(classifier), -1))
+        labels = images.labels[rows].to(hits.device)
+        for number, scores in enumerate(scores_of(slots)):
+            hits[number] += count_hits(scores, labels)[:, 0].sum()
+    return [100 / len(images.features) * number for number in all_reduce_sum(hits).tolist()]
 
 
 def select_slots(args: argparse.Namespace) -> dict[str, Any]:
@@ -226,12 +210,8 @@ def describe(
         # In other results `slots` names the slots that were evaluated: here all, one by one.
         **{name: value for name, value in record.items() if name != "slots"},
         "images": {
-            "data_path": args.data_path,
-            "split": args.split,
-            "max_images": args.num_images,
-            "num_images": scores.num_images,
-            "num_held_out": scores.num_held_out,
-            "num_corrupt": scores.num_corrupt,
+            **{name: getattr(args, name) for name in ("data_path", "split", "max_images")},
+            **{name: getattr(scores, name) for name in ("num_images", "num_held_out", "num_corrupt")},
         },
         "prompts": {
             "num_classes": scores.num_classes,

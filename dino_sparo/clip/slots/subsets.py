@@ -13,7 +13,6 @@ Source: SPARO, sections 5.1, 5.2 and 0.C.1.
 """
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
-from dino_sparo.evaluation.slots.choice import (
-    SlotSelection,
-    check_same_checkpoint,
-    keep_slots,
-    origin_of,
-    parse_slots,
-)
+from dino_sparo.clip.model import CLIP, LoadedClip, normalize_slots
+from dino_sparo.evaluation.slots.choice import SlotSelection, check_same_checkpoint, keep_slots, origin_of, parse_slots
 from dino_sparo.models.readout import ReadoutOutput
 
 FORMS = (
@@ -77,69 +70,45 @@ class SlotMask:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
-        return {
-            "mask": list(self.values),
-            "encoding_dim": self.encoding_dim,
-            "weights_sha256": self.weights_sha256,
-        }
+        return {"mask": list(self.values), "encoding_dim": self.encoding_dim, "weights_sha256": self.weights_sha256}
 
 
-class _ReducedModel(nn.Module, ABC):
-    """Parts that every reduced model shares with the whole one."""
+class ReducedClip(nn.Module):
+    """A model reduced to some of its slots, or with weighed encodings of images; see the top of this file.
 
-    model: CLIP
-
-    @property
-    def config(self) -> CLIPConfig:
-        """The whole model's."""
-        return self.model.config
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The whole model's."""
-        return self.model.logit_scale
-
-    @abstractmethod
-    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
-        """Images -> features."""
-
-    @abstractmethod
-    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
-        """Captions -> features."""
-
-    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
-        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
-        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
-
-
-class SelectedSlots(_ReducedModel):
-    """A model reduced to some of its slots, on both sides; see the top of this file.
+    It shares the model's weights and goes where it goes.
 
     Args:
-        model: with slots that are normalised one by one.
-        selection: which of them.
+        model: for a selection with slots that are normalised one by one.
+        choice: slots that are kept, or weights.
     """
 
-    kept: Tensor
+    kept: Tensor  # numbers of slots, or a weight per dimension
 
-    def __init__(self, model: CLIP, selection: SlotSelection) -> None:
+    def __init__(self, model: CLIP, choice: SlotSelection | SlotMask) -> None:
         super().__init__()
-        check_fits(selection, model.config)
-        self.model, self.selection = model, selection
-        self.register_buffer("kept", torch.tensor(selection.indices), persistent=False)
+        check_fits(choice, model.config)
+        self.model, self.config, self.choice = model, model.config, choice
+        self.is_selection, self.encoding_dim = isinstance(choice, SlotSelection), self.config.embed_dim
+        if isinstance(choice, SlotSelection):
+            self.encoding_dim = len(choice.indices) * self.config.image.slot_dim
+            kept = torch.tensor(choice.indices)
+        else:
+            kept = choice.per_dimension(self.encoding_dim)
+        self.register_buffer("kept", kept, persistent=False)
 
-    @property
-    def encoding_dim(self) -> int:
-        """Numbers in a feature, k V."""
-        return len(self.selection.indices) * self.config.image.slot_dim
+    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Images -> features of the kept slots, or masked encodings; `normalize` is for before the mask and after."""
+        if self.is_selection:
+            return _encoding(self.image_output(images), normalize)
+        encoding = self.model.encode_image(images, normalize)
+        return mask_features(encoding, self.kept) if normalize else encoding * self.kept
 
-    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B kV"]:
-        """Images -> features of the slots that are kept; see `CLIP.encode_image`."""
-        return _encoding(self.image_output(images), normalize)
-
-    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B kV"]:
-        """Captions -> features of the slots that are kept; see `CLIP.encode_text`."""
-        return _encoding(self.text_output(token_ids), normalize)
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Captions -> features of the kept slots, or encodings without mask; see `CLIP.encode_text`."""
+        if self.is_selection:
+            return _encoding(self.text_output(token_ids), normalize)
+        return self.model.encode_text(token_ids, normalize)
 
     def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
         """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
@@ -152,48 +121,6 @@ class SelectedSlots(_ReducedModel):
 
 def _encoding(output: ReadoutOutput, normalize: bool) -> Tensor:
     return normalize_slots(output.slots) if normalize else output.slots.flatten(1)
-
-
-class MaskedImages(_ReducedModel):
-    """A model whose encodings of images are weighed by a mask; see the top of this file.
-
-    Args:
-        model: any.
-        mask: the weights.
-    """
-
-    weights: Tensor
-
-    def __init__(self, model: CLIP, mask: SlotMask) -> None:
-        super().__init__()
-        check_fits(mask, model.config)
-        self.model = model
-        self.register_buffer("weights", mask.per_dimension(model.config.embed_dim), persistent=False)
-
-    @property
-    def encoding_dim(self) -> int:
-        """Numbers in a feature, M."""
-        return self.config.embed_dim
-
-    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Images -> masked encodings; `normalize` normalises before the mask and after it."""
-        encoding = self.model.encode_image(images, normalize)
-        return mask_features(encoding, self.weights) if normalize else encoding * self.weights
-
-    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Captions -> encodings, without mask."""
-        return self.model.encode_text(token_ids, normalize)
-
-
-ReducedClip = SelectedSlots | MaskedImages
-
-
-def with_slots(model: CLIP, choice: SlotSelection | SlotMask) -> ReducedClip:
-    """The model reduced to a choice among its slots, as a model that any evaluation takes.
-
-    It shares the model's weights and goes where it goes.
-    """
-    return SelectedSlots(model, choice) if isinstance(choice, SlotSelection) else MaskedImages(model, choice)
 
 
 def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) -> Float[Tensor, "B M"]:
@@ -258,4 +185,4 @@ def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | Redu
         mean = math.fsum(choice.values) / len(choice.values)
         record |= {"kind": "mask", "num_parts": len(choice.values), "mean_weight": mean}
         record["rule"] = "normalised encodings of images times the mask, normalised again; captions as they are"
-    return with_slots(loaded.model, choice), record
+    return ReducedClip(loaded.model, choice), record

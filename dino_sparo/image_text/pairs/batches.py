@@ -31,12 +31,7 @@ Captions = Callable[[int], Sequence[str]]
 
 @dataclass
 class LeftOut:
-    """Samples that a source skips when it is opened, because they are no pairs.
-
-    Attributes:
-        counts: reason -> number of samples.
-        examples: reason -> where the first lies.
-    """
+    """Samples that a source skips because they are no pairs: reason -> their number, and where the first lies."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -64,12 +59,14 @@ class PairSource:
         captions: index -> the image's captions; raises CorruptImageError if they cannot be read.
         left_out: samples without image or caption, which are not among the images.
         negatives: index -> one false caption of the image, which may be empty; None: there are none.
+        how_opened: for the log.
     """
 
     images: ImageSource
     captions: Captions
     left_out: LeftOut = field(default_factory=LeftOut)
     negatives: Captions | None = None
+    how_opened: str = "read"
     name: str = field(init=False)
     classes: list[str] | None = field(init=False)
     labels: np.ndarray | None = field(init=False)
@@ -141,9 +138,9 @@ class PairItem:
     Attributes:
         image: (C, H, W), 8 bit.
         caption: in words.
-        index: its place in the source.
+        index: in the source.
         corrupt: (location, reason) of the requested pair, if it was replaced.
-        negative: a false caption; None: the source has none.
+        negative: a false caption, if the source has them.
     """
 
     image: Tensor

@@ -40,7 +40,7 @@ IMAGE_KINDS = tuple(ending.removeprefix(".") for ending in IMAGE_EXTENSIONS)
 Sample = dict[str, Any]
 
 
-class PairStream:
+class PairStream(IterableDataset):
     """Micro-batches of pairs, as many as the sampler has left in its epoch; every loading process makes its share.
 
     Args:
@@ -171,13 +171,3 @@ def _expand(part: str) -> list[str]:
     if not shards:
         raise ValueError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
     return shards
-
-
-class StreamDataset(IterableDataset):
-    """A `PairStream` for torch's loader."""
-
-    def __init__(self, stream: PairStream) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[PairBatch]:
-        return iter(self.stream)

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,10 @@ from dino_sparo.runtime.files import open_regular, parse_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
 # `title` is OpenCLIP's default.
-CAPTIONS = Column(
-    "captions",
-    "caption_key",
-    ("caption", "captions", "title", "text", "sentence", "description"),
-    is_required=True,
-    may_span=True,
-)
+CAPTION_NAMES = ("caption", "captions", "title", "text", "sentence", "description")
+CAPTIONS = Column("captions", "caption_key", CAPTION_NAMES, is_required=True, may_span=True)
 NEGATIVES = Column("false captions", "negative_key", (), may_span=True)  # never looked for by name
+COLUMNS = IMAGES, CAPTIONS, NEGATIVES, SPLITS
 FILES_CHECKED = 8
 
 NO_IMAGE, NO_CAPTION, NO_SUCH_IMAGE = "without image", "without caption", "with the id of no image"
@@ -51,59 +48,47 @@ class PackedTexts:
         return PackedStrings(np.frombuffer(bytes(self.blob), np.uint8), np.array(self.ends, dtype=np.int64))
 
 
-class ListedCaptions:
-    """Captions of a table or of annotations.
+def listed_captions(texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None, index: int) -> list[str]:
+    """The captions of image `index` of a table or of annotations.
 
     Args:
         texts: all captions, in the order of the images.
         ends: (images,), index after the last caption of each image; None: one caption per image.
+        index: of the image.
     """
-
-    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None = None) -> None:
-        self.texts, self.ends = texts, ends
-
-    def __call__(self, index: int) -> Sequence[str]:
-        """The captions of image `index`."""
-        if self.ends is None:
-            return [self.texts[index]]
-        start = int(self.ends[index - 1]) if index else 0
-        return [self.texts[i] for i in range(start, int(self.ends[index]))]
+    if ends is None:
+        return [texts[index]]
+    return [texts[i] for i in range(int(ends[index - 1]) if index else 0, int(ends[index]))]
 
 
 def open_pair_table(
-    path: str,
-    image_key: str | None = None,
-    caption_key: str | None = None,
-    image_folder: str | None = None,
-    split: str | None = None,
-    split_column: str | None = None,
-    default_split: str = "train",
-    negative_key: str | None = None,
-) -> tuple[PairSource, str]:
-    """The pairs of a table with a header, one per row; also the log's words for how it was opened.
+    path: str, keys: Sequence[str | None], image_folder: str | None, split: str | None, default_split: str
+) -> PairSource:
+    """The pairs of a table with a header, one per row; `keys` are the names of `COLUMNS`, the others as in `PairPath`.
 
-    The arguments are those of `open_pairs`. Captions may hold delimiters and line ends in double quotes.
+    Captions may hold delimiters and line ends in double quotes.
 
     Raises:
         ValueError: a missing column, a row of another length, no row of the split, no pairs, or missing files.
     """
     paths, captions, negatives, left_out = PackedTexts(), PackedTexts(), PackedTexts(), LeftOut()
-    columns = IMAGES.named(image_key), CAPTIONS.named(caption_key), NEGATIVES.named(negative_key)
-    for line, cells in TableRows(path, columns, SPLITS.named(split_column), split, default_split):
+    *columns, splits = (column.named(key) for column, key in zip(COLUMNS, keys, strict=True))
+    has_negatives = columns[2].name is not None
+    for line, cells in TableRows(path, columns, splits, split, default_split):
         image, caption, negative = (cell.strip() for cell in cells)
         if image and caption:
             paths.append(image)
             captions.append(caption)
-            if negative_key is not None:
+            if has_negatives:
                 negatives.append(negative)
         else:
             left_out.add(NO_CAPTION if image else NO_IMAGE, f"{path}, line {line}")
     images = _files(f"table {path}", image_folder or os.path.dirname(path), paths)
-    false_captions = None if negative_key is None else ListedCaptions(negatives.packed())
-    return PairSource(images, ListedCaptions(captions.packed()), left_out, false_captions), "read"
+    false_captions = partial(listed_captions, negatives.packed(), None) if has_negatives else None
+    return PairSource(images, partial(listed_captions, captions.packed(), None), left_out, false_captions)
 
 
-def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[PairSource, str]:
+def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource:
     """The images of COCO's caption annotations, each with all of its captions.
 
     Args:
@@ -125,7 +110,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
             captions.append(caption)
         ends.append(len(captions.ends))
     images = _files(f"captions {path}", image_folder or os.path.dirname(path), paths)
-    return PairSource(images, ListedCaptions(captions.packed(), np.array(ends, dtype=np.int64)), left_out), "read"
+    return PairSource(images, partial(listed_captions, captions.packed(), np.array(ends, dtype=np.int64)), left_out)
 
 
 def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:

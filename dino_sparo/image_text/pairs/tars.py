@@ -6,8 +6,7 @@ among ranks are exact for any number of shards.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -48,19 +47,18 @@ class TarCaptions:
     def __init__(self, index: ShardIndex, key: str | None) -> None:
         self.index, self.key = index, key
 
-    def __call__(self, index: int) -> Sequence[str]:
-        """The captions of image `index`.
+    def __call__(self, index: int) -> list[str]:
+        """The captions of image `index`; raises CorruptImageError as `json_of`."""
+        if self.key is None:
+            return [self._read(index)]
+        return captions_in_json(self._read(index), self.key, self.location(index))
+
+    def json_of(self, index: int) -> dict[str, Any]:
+        """The JSON object of image `index`.
 
         Raises:
             CorruptImageError: the shard cannot be read, or the member is no JSON object.
         """
-        text = self._read(index)
-        if self.key is None:
-            return [text]
-        return captions_in_json(text, self.key, self.location(index))
-
-    def json_of(self, index: int) -> dict[str, Any]:
-        """The JSON object of image `index`; raises CorruptImageError if there is none."""
         return _json_object(self._read(index), self.location(index))
 
     def _read(self, index: int) -> str:
@@ -100,33 +98,26 @@ def _json_object(text: str, location: str) -> dict[str, Any]:
     return value
 
 
-def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> tuple[PairSource, str]:
-    """The pairs in tar shards, and the log's words for how they were opened.
+def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> PairSource:
+    """The pairs in tar shards.
 
     Args:
         shards: paths.
-        name: what the log calls them.
+        name: for the log.
         caption_key: key of the `.json` members under which the captions stand; None takes the `.txt` members.
 
     Raises:
         ValueError: all shards are damaged, or there is no pair; names the members and keys found.
     """
     index, notes, how = open_index(pairs_kind(caption_key), shards)
-    samples = np.array([note.get("samples", 0) for note in notes])
-    lost = lost_samples(shards, notes, samples)
+    left_out = _left_out(shards, notes)
     if not len(index):
-        endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
-        raise ValueError(_nothing_found(name, list(endings), caption_key))
+        endings = list(dict.fromkeys(ending for note in notes for ending in note.get("endings", ())))
+        raise ValueError(_nothing_found(name, endings, caption_key))
     captions = TarCaptions(index, caption_key)
     if caption_key is not None:
         _require_key(captions, name, caption_key)
-    left_out = _left_out(notes)
-    for shard, number in lost.items():
-        damage = notes[shards.index(shard)]["damage"]
-        logger.warning("%s; it is left out, with about %d samples", damage, number)
-        left_out.add(DAMAGED, damage, number)
-    _compare_sizes(shards, samples, left_out, lost)
-    return PairSource(TarSource(name, index), captions, left_out), f"{len(shards)} shard(s) {how}"
+    return PairSource(TarSource(name, index), captions, left_out, how_opened=f"{len(shards)} shard(s) {how}")
 
 
 def pairs_kind(caption_key: str | None) -> Kind:
@@ -135,22 +126,17 @@ def pairs_kind(caption_key: str | None) -> Kind:
     return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
 
 
-@dataclass
-class _Sample:
-    """Members of one name up to the file name's first dot, the key, by ending (lower case with its dot)."""
+def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+    """Groups of a shard's members: neighbours of one key, until an ending is repeated.
 
-    key: bytes
-    members: dict[bytes, Member] = field(default_factory=dict)
+    Args:
+        shard: path.
+        count: called per member.
 
-    @property
-    def image(self) -> Member | None:
-        """The first image among the members."""
-        return next((member for ending, member in self.members.items() if ending.endswith(IMAGE_ENDINGS)), None)
-
-
-def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
-    """Groups of a shard's members: neighbours of one key, until an ending is repeated; `count` is called per member."""
-    sample = _Sample(b"")
+    Yields:
+        The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot).
+    """
+    last_key, members = b"", dict[bytes, Member]()
     for member in tar_members(shard):
         count()
         folder, slash, base = member.name.rpartition(b"/")
@@ -158,26 +144,26 @@ def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
         key, ending = folder + slash + stem, (dot + ending).lower()
         if not stem:
             continue
-        if key != sample.key or ending in sample.members:
-            if sample.members:
-                yield sample
-            sample = _Sample(key)
-        sample.members[ending] = member
-    if sample.members:
-        yield sample
+        if members and (key != last_key or ending in members):
+            yield last_key, members
+            members = {}
+        last_key, members[ending] = key, member
+    if members:
+        yield last_key, members
 
 
 def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
     """The pairs in one shard; its number of samples, endings, and samples that are no pairs."""
     records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
-    for sample in shard_samples(shard, count):
+    for key, members in shard_samples(shard, count):
         samples += 1
-        endings.update(dict.fromkeys(sample.members))
-        image, caption = sample.image, sample.members.get(ending)
+        endings.update(dict.fromkeys(members))
+        image = next((member for name, member in members.items() if name.endswith(IMAGE_ENDINGS)), None)
+        caption = members.get(ending)
         if image is None or caption is None:
-            left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(sample.key)}")
-            continue
-        records.append((*blocks_of(image), *blocks_of(caption)[1:]))
+            left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(key)}")
+        else:
+            records.append((*blocks_of(image), *blocks_of(caption)[1:]))
     notes = {
         "samples": samples,
         "endings": [os.fsdecode(ending) for ending in endings],
@@ -186,12 +172,25 @@ def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
     return Piece(np.array(records, PAIR_RECORD), notes)
 
 
-def _left_out(notes: list[Notes]) -> LeftOut:
-    """The samples that the index skipped."""
+def _left_out(shards: list[str], notes: list[Notes]) -> LeftOut:
+    """Samples that are no pairs, that damaged shards hold, or that `sizes.json` beside a shard counts in vain."""
     left_out = LeftOut()
     for note in notes:
         for reason, (number, example) in note.get("left_out", {}).items():
             left_out.add(reason, example, number)
+    samples = [note.get("samples", 0) for note in notes]
+    lost, sizes = lost_samples(shards, notes, np.array(samples)), shard_sizes(shards)
+    for shard, note, number in zip(shards, notes, samples, strict=True):
+        expected = sizes.get(shard, number)
+        if shard in lost:
+            logger.warning("%s; it is left out, with about %d samples", note["damage"], lost[shard])
+            left_out.add(DAMAGED, note["damage"], lost[shard])
+        elif expected > number:
+            left_out.add(NOT_THERE, f"{shard} with {number} of {expected}", expected - number)
+        elif expected < number:
+            logger.warning(
+                "%s holds %d samples, sizes.json in its folder says %d: it is out of date", shard, number, expected
+            )
     return left_out
 
 
@@ -219,16 +218,3 @@ def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
     raise ValueError(
         f"{name}: no .json has the key caption_key={caption_key!r}; found the keys {', '.join(other_keys) or 'none'}"
     )
-
-
-def _compare_sizes(shards: list[str], samples: np.ndarray, left_out: LeftOut, lost: dict[str, int]) -> None:
-    """Compare the samples of every undamaged shard with `sizes.json` in its folder, if there is one."""
-    sizes = shard_sizes(shards)
-    for shard, number in zip(shards, samples.tolist(), strict=True):
-        expected = number if shard in lost else sizes.get(shard, number)
-        if expected > number:
-            left_out.add(NOT_THERE, f"{shard} with {number} of {expected}", expected - number)
-        elif expected < number:
-            logger.warning(
-                "%s holds %d samples, sizes.json in its folder says %d: it is out of date", shard, number, expected
-            )

@@ -50,14 +50,9 @@ class DotProductScorer(ImageRows):
     """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
 
     Attributes:
-        model: on `device`, in eval mode.
         tokenize: captions -> `Tokens`.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        batch_size: images, or captions, per process and step.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
         record: description of the model in a result file.
+        (The others are those of `ImageRows`.)
     """
 
     measure: ClassVar[str] = "cosine"
@@ -78,17 +73,16 @@ class DotProductScorer(ImageRows):
         return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
-        """Features of any number of captions, of length one in fp32; (0, 0) if there are none."""
-        features = [torch.empty(0, 0, device=self.device)]
-        batches = token_ids.split(self.batch_size) if len(token_ids) else ()
+        """Features of captions, of length one in fp32."""
+        features = []
         with inference(self.module, self.device, self.dtype):
-            for ids in progress(batches, desc=desc):
+            for ids in progress(token_ids.split(self.batch_size), desc=desc):
                 # Filled up with the first caption, so that all products have one size, as in `encode_padded`.
                 padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
                 encoded = self.model.encode_text(padded, normalize=True)[: len(ids)]
                 features.append(F.normalize(encoded.float(), dim=-1))
         # Put together outside of inference mode, so that a mask can be trained on the features.
-        return torch.cat(features[1:] or features)
+        return torch.cat(features)
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
         """Features of all images of a source, on every process; on `storage`, by default the device."""
@@ -98,10 +92,9 @@ class DotProductScorer(ImageRows):
         self, ids: Int64[Tensor, "rows ..."], encode: Callable[[Tensor], Float[Tensor, "part M"]]
     ) -> Float[Tensor, "rows M"]:
         """Features of all rows of token ids, on every process; each process encodes its share."""
-        part = encode(ids[len(ids) * rank() // world_size() : len(ids) * (rank() + 1) // world_size()])
-        # A process without a row does not know the features' width.
-        width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
-        return all_gather_ragged(part.reshape(-1, width))
+        part = ids[len(ids) * rank() // world_size() : len(ids) * (rank() + 1) // world_size()]
+        # A process without a row encodes one nevertheless, to know the features' width.
+        return all_gather_ragged(encode(part if len(part) else ids[:1])[: len(part)])
 
     def expect_texts(self, captions: Sequence[str]) -> None:
         """Any caption can be encoded."""
@@ -137,12 +130,12 @@ class DotProductScorer(ImageRows):
         by_class = without_padding(tokens.ids).unflatten(0, (len(names), len(templates)))
 
         def encode(own: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
-            features = [torch.empty(0, 0, device=self.device)]
+            features = []
             # Some classes at a time, so that memory does not grow with their number.
-            for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))) if len(own) else ():
+            for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))):
                 encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
                 features.append(F.normalize(encoded.mean(dim=1), dim=-1))
-            return torch.cat(features[1:] or features)
+            return torch.cat(features)
 
         return EncodedTexts(self._shared(by_class, encode), tokens.num_truncated)
 

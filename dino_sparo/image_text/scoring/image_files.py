@@ -42,29 +42,18 @@ def file_of(image: ImageName) -> str:
     return image.name if isinstance(image, Crop) else image
 
 
-class CroppedSource:
-    """Parts of images.
+class CroppedSource(FileSource):
+    """Image files, or parts of them.
 
-    Args:
-        source: whole images.
-        boxes: of each the part to take; None: all of it.
+    Attributes:
+        boxes: of each image the part to take; None: all of it.
     """
 
-    def __init__(self, source: FileSource, boxes: Sequence[tuple[float, float, float, float] | None]) -> None:
-        self.source, self.boxes = source, boxes
-        self.name, self.classes, self.labels = source.name, source.classes, source.labels
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.source)
-
-    def location(self, index: int) -> str:
-        """The file's path."""
-        return self.source.location(index)
+    boxes: Sequence[tuple[float, float, float, float] | None]
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
-        image, box = self.source.read(index), self.boxes[index]
+        image, box = super().read(index), self.boxes[index]
         if box is None:
             return image
         if not all(map(math.isfinite, box)):
@@ -131,10 +120,9 @@ def named_source(
         limits: larger images count as unreadable.
     """
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    files = FileSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
-    files.limits = limits
-    boxes = [name.box if isinstance(name, Crop) else None for name in names]
-    return CroppedSource(files, boxes) if any(boxes) else files
+    files = CroppedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
+    files.limits, files.boxes = limits, [name.box if isinstance(name, Crop) else None for name in names]
+    return files
 
 
 def require_few_missing(missing: int, total: int, kind: str, share: float | None = None) -> None:

@@ -223,16 +223,9 @@ class ImageRows(ABC):
         return EncodedImages(rows.features, rows.labels, rows.indices, rows.num_corrupt)
 
     def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
+        settings: dict[str, Any] = {name: getattr(self, name) for name in ("batch_size", "num_workers", "dtype")}
         return extract_split(
-            self.module,
-            source,
-            self.transform,
-            self.device,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            encode=encode,
-            dtype=self.dtype,
-            storage=storage,
+            self.module, source, self.transform, self.device, encode=encode, storage=storage, **settings
         )
 
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
@@ -252,10 +245,9 @@ class ImageRows(ABC):
 
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""
+        parts = self.views(images).split(self.batch_size)
         with inference(self.module, self.device, self.dtype):
-            return torch.cat(
-                [self.encode_image(part.to(self.device)) for part in self.views(images).split(self.batch_size)]
-            )
+            return torch.cat([self.encode_image(part.to(self.device)) for part in parts])
 
 
 def require_both(images: Any, captions: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.spacy_model import SpacyModel
+from dino_sparo.image_text.text import spacy_documents, spacy_record
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES
@@ -47,8 +47,7 @@ class SpacyParser:
     """Caption -> graph with a model of spaCy's, which is loaded when the first caption is parsed."""
 
     def __init__(self) -> None:
-        self.model = SpacyModel("graphs of the parser spacy")
-        self.record: dict[str, Any] = {"parser": "spacy", **self.model.record}
+        self.record: dict[str, Any] = {"parser": "spacy", **spacy_record("graphs of the parser spacy")}
 
     def __call__(self, caption: str) -> SceneGraph:
         """The graph, not normalised."""
@@ -59,7 +58,7 @@ class SpacyParser:
         return map(Outcome, self._graphs(captions))
 
     def _graphs(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
-        for document in self.model.documents(captions):
+        for document in spacy_documents(captions):
             yield graph_of_words([Word(token.text, token.pos_, token.dep_, token.head.i) for token in document])
 
 

@@ -35,7 +35,7 @@ from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, 
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.protocol import file_record
 from dino_sparo.image_text.scoring.image_files import Crop
-from dino_sparo.image_text.spacy_model import SpacyModel
+from dino_sparo.image_text.text import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
 from dino_sparo.runtime.logs import progress, setup_logging
@@ -192,7 +192,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     """Write the questions, and a record beside them; returns the record."""
     setup_logging()
     require("nltk", PURPOSE)
-    model = SpacyModel(PURPOSE)
+    tools = spacy_record(PURPOSE)
     import nltk
 
     try:
@@ -204,7 +204,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     if not pairs:
         raise ValueError(f"--captions {args.captions} has no captions with words")
     entries, unchanged = [], dict.fromkeys(PERTURBATIONS, 0)
-    documents = model.documents(caption for _, caption in pairs)
+    documents = spacy_documents(caption for _, caption in pairs)
     for number, document in enumerate(progress(documents, len(pairs), "shuffling")):
         image, caption = pairs[number]
         words = Words([(token.text, token.tag_) for token in document], nltk.word_tokenize(document.text))
@@ -219,7 +219,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
         "captions": file_record(Path(args.captions)),
         "split": file.split,
         "seed": args.seed,
-        "tools": {**model.record, "nltk": nltk.__version__},
+        "tools": {**tools, "nltk": nltk.__version__},
         "output": file_record(output),
         "num_questions": len(entries),
         "num_empty": sum(map(len, file.captions_of.values())) - len(pairs),

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
+from dino_sparo.clip.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
-from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.slots.subsets import check_fits, read_slots
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import (
@@ -65,12 +65,7 @@ EXPLANATION = (
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of pictures.json.
-
-    Raises:
-        ValueError: options, weights or pairs that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw what the options ask for; returns the content of pictures.json."""
     if is_only_a_peer():
         return {}
     device = begin_pictures(args)
@@ -89,7 +84,6 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     pairs = see_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
     if slots is None:
         choice = choose(pairs, args.max_slots, args.max_columns, criteria)
-        warn_of_poor_fit(choice, len(pairs), criteria)
     else:
         everything = np.ones(len(pairs), dtype=bool)
         choice = Choice(slots, choose_pairs(pairs, slots, args.max_columns, everything), 0, 0)
@@ -100,6 +94,8 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     model_words = describe_model(loaded.record, config.image, run, config.readout, f"{config.image.num_slots} slots")
     source_words = f"{len(shown)} of {len(pairs):,} pairs of {printable(source.name)}"
     rule = rule_in_words(choice, slots is not None, criteria)
+    if slots is None and choice.num_fitting < len(choice.slots):
+        logger.warning("%s", rule)
     figure = slots_figure(f"{model_words}  ·  {source_words}", rule, choice.slots, shown, pictures)
     numbers = {
         "model": loaded.record,
@@ -123,7 +119,7 @@ def slots_figure(
         about: a line about model and pairs.
         rule: how slots and pairs were chosen, one sentence.
         slots: numbers of the slots.
-        pairs: the pairs.
+        pairs: a column each.
         pictures: the views of their images, of one size.
     """
     images = [Tile(picture, pair.name) for pair, picture in zip(pairs, pictures, strict=True)]
@@ -142,16 +138,11 @@ def _tile(pair: PairAttention, picture: Picture, slot: int) -> Tile:
     """One pair as a slot sees it."""
     caption = [
         Word(word.text, level_of(share), note=f"{100 * share:.0f}%", has_space=word.has_space)
-        for word, share in zip(pair.words, pair.text.words[slot].tolist(), strict=True)
+        for word, share in pair.shares(slot)
     ]
     ends = f"start {100 * pair.text.start[slot]:.0f}%  ·  end {100 * pair.text.end[slot]:.0f}%"
-    return Tile(
-        picture,
-        pair.name,
-        map_painter(heat(pair.maps[slot])),
-        caption=caption,
-        notes=(f"cosine {pair.cosines[slot]:.2f}", ends),
-    )
+    notes = (f"cosine {pair.cosines[slot]:.2f}", ends)
+    return Tile(picture, pair.name, map_painter(heat(pair.maps[slot])), caption=caption, notes=notes)
 
 
 def level_of(share: float) -> float:
@@ -160,33 +151,14 @@ def level_of(share: float) -> float:
 
 
 def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | None:
-    """The slots that `--slots` names; None if they are to be chosen.
-
-    Raises:
-        ValueError: a slot that the model does not have, or a file that does not fit it.
-    """
+    """The slots that `--slots` names; None if they are to be chosen."""
     if slots is None:
         return None
-    config = loaded.model.config
-    if len(slots) == 1 and not slots[0].isdecimal():
-        selection = read_slots(slots[0])
-        if not isinstance(selection, SlotSelection):
-            raise ValueError(f"{slots[0]} is a mask; give a file of dino-sparo slots select, or numbers of slots")
-        check_fits(selection, config, loaded.record["sha256"])
-        return list(selection.indices)
-    if not all(word.isdecimal() for word in slots):
-        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one file of dino-sparo slots select")
-    return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
-
-
-def warn_of_poor_fit(choice: Choice, num_pairs: int, criteria: Criteria) -> None:
-    """Say so where the rows are not what the criteria ask for."""
-    if choice.num_fitting < len(choice.slots):
-        logger.warning(
-            "%d of %d slots shown meet the criteria (cosine > %g, one word with %g%% of the attention, no word for two "
-            "slots) in enough of %d pairs at once; the others come nearest",
-            choice.num_fitting, len(choice.slots), criteria.min_cosine, 100 * criteria.min_sharpness, num_pairs,
-        )  # fmt: skip
+    selection = read_slots(",".join(slots))
+    if not isinstance(selection, SlotSelection):
+        raise ValueError(f"{slots[0]} is a mask; give a file of dino-sparo slots select, or numbers of slots")
+    check_fits(selection, loaded.model.config, loaded.record["sha256"])
+    return list(selection.indices)
 
 
 def rule_in_words(choice: Choice, is_given: bool, criteria: Criteria) -> str:
@@ -207,22 +179,18 @@ def numbers_of(
 ) -> list[dict[str, Any]]:
     """Each slot on each pair, for pictures.json."""
     return [
-        {"slot": slot, "pairs": [_numbers(pair, slot, fit[slot]) for pair, fit in zip(pairs, meets, strict=True)]}
+        {"slot": slot, "pairs": [_numbers(pair, slot, bool(fit[slot])) for pair, fit in zip(pairs, meets, strict=True)]}
         for slot in slots
     ]
 
 
-def _numbers(pair: PairAttention, slot: int, meets: np.bool_) -> dict[str, Any]:
-    """Numbers of a slot on a pair."""
+def _numbers(pair: PairAttention, slot: int, meets: bool) -> dict[str, Any]:
     return {
         "image": pair.name,
         "caption": pair.caption,
         "cosine": float(pair.cosines[slot]),
-        "meets_criteria": bool(meets),
-        "words": [
-            {"word": word.text, "share": share}
-            for word, share in zip(pair.words, pair.text.words[slot].tolist(), strict=True)
-        ],
+        "meets_criteria": meets,
+        "words": [{"word": word.text, "share": share} for word, share in pair.shares(slot)],
         "start": float(pair.text.start[slot]),
         "end": float(pair.text.end[slot]),
         "effective_patches": float(effective_patches(pair.maps[slot])),

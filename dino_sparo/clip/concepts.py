@@ -3,9 +3,13 @@
 Everything here is numbers. What the paper asks of a slot to be shown is measured as `fits` says; how several slots and
 pairs are chosen together is ours, since the paper shows examples. Source: SPARO, section 5.5.
 
+The tokenizer cuts words into pieces and marks the last piece of each; a word is what lies between two marks. Its words
+are those of the caption as written, but punctuation stands alone, and so do endings after an apostrophe.
+
 h, w are rows and columns of the patch grid.
 """
 
+import html
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,24 +18,54 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.options import Criteria
-from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import mass_mask
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import view_pairs
-from dino_sparo.image_text.text import Tokens
+from dino_sparo.image_text.text import Tokens, simple_tokenizer
 
 logger = logging.getLogger(__name__)
 
 FOCUS_SHARE = 0.5  # of a slot's attention on words: the fewest words that hold it are those it attends to
 BATCH_SIZE = 16
+END_OF_WORD = "</w>"
+
+
+class Word(NamedTuple):
+    """A word of a caption.
+
+    Attributes:
+        text: as the caption has it; where the tokenizer changed more than its case, as the tokenizer has it.
+        has_space: whether a space precedes it.
+        first: place of its first token; the start token is 0.
+        end: place after its last token.
+    """
+
+    text: str
+    has_space: bool
+    first: int
+    end: int
+
+
+class WordAttention(NamedTuple):
+    """How slots share their attention among the words of one caption; a slot's shares sum to one.
+
+    Attributes:
+        words: (L, words), shares of the words.
+        start: (L,), of the start token.
+        end: (L,), of the end token.
+    """
+
+    words: Float[np.ndarray, "L words"]
+    start: Float[np.ndarray, " L"]
+    end: Float[np.ndarray, " L"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +90,10 @@ class PairAttention:
     text: WordAttention
     cosines: Float[np.ndarray, " L"]
 
+    def shares(self, slot: int) -> list[tuple[Word, float]]:
+        """Each word, and its share of a slot's attention."""
+        return list(zip(self.words, self.text.words[slot].tolist(), strict=True))
+
     @property
     def sharpness(self) -> Float[np.ndarray, " L"]:
         """The largest attention share of any word."""
@@ -64,8 +102,7 @@ class PairAttention:
     @property
     def focus(self) -> Bool[np.ndarray, "L words"]:
         """The words that a slot attends to: the fewest that hold half of what it gives to words."""
-        rows = [mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words]
-        return np.stack(rows)
+        return np.stack([mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words])
 
 
 class Choice(NamedTuple):
@@ -95,13 +132,7 @@ def see_pairs(
 ) -> list[PairAttention]:
     """Run a model over at most `max_pairs` pairs, evenly spread over the source; unreadable ones are skipped and named.
 
-    Args:
-        model: with slots, in eval mode, on the device.
-        source: the pairs; of several captions of an image the first is taken.
-        view: the part of an image that the model sees.
-        tokenize: captions -> `Tokens`.
-        device: where to compute.
-        max_pairs: at most.
+    Of several captions of an image the first is taken.
     """
     seen: list[PairAttention] = []
     num_truncated = 0
@@ -109,7 +140,7 @@ def see_pairs(
     while batch := list(islice(pairs, BATCH_SIZE)):
         tokens = tokenize([pair.caption for pair in batch])
         num_truncated += tokens.num_truncated
-        columns = _see_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
+        columns = see(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
         for pair, ids, maps, attention, cosines in zip(batch, tokens.ids, *columns, strict=True):
             words = caption_words(pair.caption, ids)
             text = word_attention(attention, words, ids)
@@ -119,10 +150,13 @@ def see_pairs(
     return seen
 
 
-def _see_batch(
-    model: CLIP, images: Float[Tensor, "B C H W"], token_ids: Tensor, device: torch.device
+def see(
+    model: CLIP, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "U N"], device: torch.device
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Maps (B, L, h, w), attention over the captions' tokens (B, L, N), and the slots' cosines (B, L)."""
+    """Maps (B, L, h, w), attention over the tokens of U captions (U, L, N), and the slots' cosines (U, L).
+
+    Caption i belongs to image i, or all captions to a single image.
+    """
     image, text = model.image_output(images.to(device)), model.text_output(token_ids.to(device))
     backbone = model.image.backbone
     grid = tuple(side // backbone.patch_size for side in images.shape[-2:])
@@ -197,5 +231,36 @@ def choose_pairs(
 
 def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "pairs L"]:
     """Whether each slot of each pair attends to no word that one of `slots` attends to."""
-    rows = [~(words & words[list(slots)].any(axis=0)).any(axis=1) for words in focus]
-    return np.stack(rows)
+    return np.stack([~(words & words[list(slots)].any(axis=0)).any(axis=1) for words in focus])
+
+
+def caption_words(caption: str, token_ids: Int64[Tensor, " N"]) -> list[Word]:
+    """The words of a caption that the model sees; of one that was cut off, those before the cut."""
+    tokenizer = simple_tokenizer()
+    pieces = [tokenizer.decoder[number] for number in token_ids[1 : int(token_ids.argmax())].tolist()]
+    written, cursor = html.unescape(html.unescape(caption)), 0
+    words: list[Word] = []
+    first, joined = 0, ""
+    for index, piece in enumerate(pieces):
+        joined += piece.removesuffix(END_OF_WORD)
+        if not piece.endswith(END_OF_WORD) and index + 1 < len(pieces):
+            continue
+        text = bytearray(tokenizer.byte_decoder[letter] for letter in joined).decode("utf-8", "replace")
+        start = len(written) - len(written[cursor:].lstrip())
+        has_space, as_written = start > cursor, written[start : start + len(text)]
+        if as_written.lower() == text:
+            text, cursor = as_written, start + len(text)
+        else:
+            has_space = True
+        words.append(Word(text, has_space and bool(words), first + 1, index + 2))
+        first, joined = index + 1, ""
+    return words
+
+
+def word_attention(
+    attention: Float[np.ndarray, "L N"], words: list[Word], token_ids: Int64[Tensor, " N"]
+) -> WordAttention:
+    """The attention of a caption's tokens, merged to its words."""
+    shares = [attention[:, word.first : word.end].sum(axis=1) for word in words]
+    merged = np.stack(shares, axis=1) if shares else np.zeros((len(attention), 0), attention.dtype)
+    return WordAttention(merged, attention[:, 0], attention[:, int(token_ids.argmax())])
