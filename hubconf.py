@@ -2,8 +2,9 @@
 
     torch.hub.load("path/to/clone", "dino_sparo_encoder", "runs/vits16/checkpoint.pth", source="local")
     torch.hub.load("path/to/clone", "encoder", arch="vit_small", readout="sparo", source="local")    # random weights
+    torch.hub.load("path/to/clone", "dino_sparo_encoder", "demo", source="local")    # the small encoder in the package
 
-Nothing is downloaded: there are no published weights.
+Nothing is downloaded: there are no other published weights.
 """
 
 from torch import nn
@@ -16,7 +17,7 @@ def dino_sparo_encoder(path: str, which: str = "teacher") -> nn.Module:
     """The encoder of a checkpoint or of a safetensors export, in eval mode, on the CPU.
 
     Args:
-        path: a .pth checkpoint, ours or the reference's, or a .safetensors file written by `dino-sparo export`.
+        path: as `dino_sparo.load_encoder` takes it: a .pth checkpoint, ours or the reference's, an export, or "demo".
         which: `teacher` or `student`; an export holds one of them.
     """
     from dino_sparo import load_encoder

@@ -43,10 +43,15 @@ print(result.results["results"][0]["k"], run.encoder().encoding_dim)
 
 
 def handlers() -> dict[int, Any]:
-    """What may be left behind in a process: signal handlers, log handlers, the log's level."""
+    """What a call may leave behind: signal handlers, log handlers besides those of commands before, the log's level."""
     root = logging.getLogger()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
-    return {**signals, 0: (list(root.handlers), root.level)}
+    return {**signals, 0: ([handler for handler in root.handlers if not is_ours(handler)], root.level)}
+
+
+def is_ours(handler: logging.Handler) -> bool:
+    """Whether a command has added this log handler."""
+    return getattr(handler, "is_dino_sparo", False)
 
 
 def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(tmp_path: Path) -> None:
@@ -70,6 +75,7 @@ def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(t
         "cls": 40,
     }
     assert handlers() == before
+    assert not any(map(is_ours, logging.getLogger().handlers))
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,8 @@ def load_encoder(
     Its `transform` turns one PIL image, or a list, into a batch (B, 3, H, W), normalised as in training.
 
     Args:
-        path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference, of timm or OpenCLIP.
+        path: one of our checkpoints or exports; a folder or a repository, USER/NAME, of Hugging Face; "demo"; or
+            weights of the reference, of timm or OpenCLIP.
         which: `teacher`, `student`, or another entry with weights; ignored for raw weights.
         arch: architecture of foreign weights; None: inferred.
         patch_size: patch side of foreign weights in pixels; None: inferred.

@@ -169,9 +169,9 @@ class CheckpointFolder:
             # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.
             for damaged, reason in reasons:
                 os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
-                logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
+                logger.error("%s; it is %s.damaged now, and the run resumes from %s", reason, damaged.name, path)
             return path
         if reasons:
             causes = "; ".join(reason for _, reason in reasons)
-            raise CheckpointError(f"{causes}; none is left to go on from. Choose another --output_dir")
+            raise CheckpointError(f"{causes}; none is left to resume from. Choose another --output_dir")
         return None

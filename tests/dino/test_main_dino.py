@@ -297,7 +297,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     with caplog.at_level(logging.INFO):
         run(tmp_path / "parts")
     assert "checkpoint.pth is damaged: the checksum of its part" in caplog.text
-    assert "the run goes on from" in caplog.text
+    assert "the run resumes from" in caplog.text
     assert "resumed" in caplog.text
     assert "1 epochs, 4 steps done" in caplog.text
     assert (tmp_path / "parts" / "checkpoint.pth.damaged").read_bytes() == content

@@ -26,6 +26,7 @@ import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.task import trained_encoder
+from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description, normalization_of
 from dino_sparo.weights.export import WRITERS, export, resized
@@ -327,6 +328,8 @@ def test_read_outs_that_timm_does_not_have_are_refused(tmp_path: Path, settings:
 
 # Hugging Face.
 
+SIZES_OF_CODES = {"num_slots": 5, "slot_dim": 3, "key_dim": 2, "num_codes": 7, "code_dim": 16}
+
 HUGGINGFACE_FILES = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
 
 # Runs where neither this package nor jaxtyping can be imported.
@@ -352,7 +355,15 @@ torch.save(dict(output.items()), out)
 
 @pytest.mark.parametrize(
     "settings",
-    [SPARO, {"readout": "cls", "quick_gelu": True}, {"readout": "gap", "pre_norm": True}],
+    [
+        SPARO,
+        {"readout": "cls", "quick_gelu": True},
+        {"readout": "gap", "pre_norm": True},
+        *(
+            pytest.param({**SIZES_OF_CODES, "readout": readout}, marks=pytest.mark.slow)
+            for readout in ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)
+        ),
+    ],
     ids=lambda settings: settings["readout"],
 )
 def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed(
