@@ -19,18 +19,20 @@ from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, cached_bat
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots
-from dino_sparo.evaluation.slots.command import describe, kept_numbers, table
-from dino_sparo.evaluation.slots.study import (
+from dino_sparo.evaluation.slots.command import (
     ProbeSettings,
     StudyImages,
     accuracy_curve,
     choosing_rows,
+    describe,
+    kept_numbers,
     knn_accuracies,
     probe_slots,
     random_orders,
     rank_slots,
     slot_columns,
     spread,
+    table,
 )
 from dino_sparo.evaluation.task import EvaluationTask, encoder_of_options
 from dino_sparo.runtime.launch import shutdown

@@ -3,8 +3,8 @@
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots 0,3,7
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study.json
 
-`study.py` chooses slots of an encoder of images, `dino-sparo slots select` those of a CLIP; both write the same form of
-file, which every evaluation takes as --slots.
+`dino-sparo slots study` chooses slots of an encoder of images, `dino-sparo slots select` those of a CLIP; both write
+the same form of file, which every evaluation takes as --slots.
 """
 
 from collections.abc import Callable
