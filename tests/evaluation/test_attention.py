@@ -443,8 +443,8 @@ def test_the_options_are_the_documented_ones() -> None:
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
         "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
         "--max_maps", "--compare", "--figure_format", "--atlas", "--atlas_images", "--atlas_max_images", "--device",
-        "--num_workers", "--max_value", "--dist_url", "--dist_timeout_min", "--local_rank", "--config", "--print_config",
-        "--help_all", "--help-all",
+        "--num_workers", "--max_value", "--dist_url", "--dist_timeout_min", "--local_rank", "--config",
+        "--print_config", "--help_all", "--help-all",
     }  # fmt: skip
 
 
