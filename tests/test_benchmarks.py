@@ -283,3 +283,12 @@ def test_bf16_is_left_out_and_that_is_said_where_it_is_slower_than_fp32(monkeypa
     assert section.notes == ["bf16 is left out: this cpu multiplies matrices at 0.012 times its speed in fp32."]
     monkeypatch.setattr(report, "bf16_speed", lambda device: 2.5)
     assert report.measured_precisions(Section("title", "setting"), "cpu") == ["fp32", "bf16"]
+
+
+@pytest.mark.slow
+def test_embeddings_are_timed_beside_decoding_and_encoding_alone() -> None:
+    words = ["--num_images", "5", "--rounds", "1", "--batch_size", "2", "--num_workers", "0"]
+    found = importlib.import_module("benchmarks.embed_speed").main(words)
+    assert found["num_images"] == 5
+    assert found["images_per_s"].keys() == {"ours", "ours, fast_views", "alone"}
+    assert math.isfinite(found["overhead_percent"])

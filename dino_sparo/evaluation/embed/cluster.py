@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dino_sparo.data.sources import CorruptImageError, ImageSource, TableColumns, open_source
-from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, short_name
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import fitted
 from dino_sparo.draw.plots import colour_of, panels
@@ -206,6 +206,7 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
                 axis.scatter(*own.T, s=3, color=colour, linewidths=0)
                 x, y = np.median(own, axis=0)
                 axis.text(x, y, str(cluster), ha="center", va="center", weight="bold", color=colour)
+        axis.spines[:].set_visible(False)
         axis.set(xticks=[], yticks=[], title=f"{len(rows):,} images, {'t-SNE' if method == 'tsne' else 'PCA'}")
 
 
@@ -251,7 +252,7 @@ def _tile(source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool
         if location == path or (has_moved and Path(location).name == Path(path).name):
             with contextlib.suppress(CorruptImageError):
                 picture = fitted(np.asarray(source.read(place)), PICTURE_HEIGHT, PICTURE_WIDTH)
-                return Tile(picture, path, caption=[Word(short_name(path))])
+                return Tile(picture, path, notes=(short_name(path), ""))
     return None
 
 
