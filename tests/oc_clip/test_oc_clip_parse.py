@@ -449,6 +449,7 @@ def test_the_same_words_annotated_in_two_ways_keep_one_graph(tmp_path: Path) -> 
     [
         ("vg", SCENE_GRAPHS, "is no file of vg, which is a list of images"),
         ("gqa", REGIONS, "is no file of gqa, which is an object with one entry per image"),
+        ("vg", [7], "is no file of vg, which is a list of images with image_id; found 7"),
         ("vg", [{"image_id": 7}], "image 0, '7', is not annotated as vg is .KeyError"),
         ("gqa", {"n14": {"objects": {}}}, "gives no caption"),
         ("gqa", "text", "is neither a JSON list nor an object"),

@@ -119,8 +119,9 @@ class AnnotatedImages:
 def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
     """Id and annotations of every image of a file."""
     for key, content in json_items(path):
-        if bool(key) != (kind == "gqa"):
-            forms = {"vg": "a list of images", "gqa": "an object with one entry per image"}
+        is_image = isinstance(content, dict) and bool(key or "image_id" in content)
+        if bool(key) != (kind == "gqa") or not is_image:
+            forms = {"vg": "a list of images with image_id", "gqa": "an object with one entry per image"}
             raise ValueError(f"{path} is no file of {kind}, which is {forms[kind]}; found {content!s:.60}")
         yield key or str(content["image_id"]), content
 
