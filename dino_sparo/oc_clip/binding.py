@@ -4,7 +4,7 @@ The slot of an entity is a weighted mean of the values of the patches. The entit
 patch, with one another and with default tokens, which take the patches that no entity names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.oc_clip.config import BindingConfig
 
@@ -146,9 +145,24 @@ class Binding(nn.Module):
         """W_k^T q / sqrt(dim) of entities."""
         return self._against_keys(self.query_norm(self._cast(entities)))
 
-    def chunks(self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int) -> list[list[int]]:
-        """Captions in groups with equal numbers of entities, each group within `chunk_mb`."""
-        numbers, budget = self._numbers(counts, relation_counts, num_images)
+    def chunks(
+        self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int
+    ) -> tuple[list[list[int]], bool]:
+        """Captions in groups with equal numbers of entities, each group within `chunk_mb`.
+
+        Args:
+            counts: U numbers of entities.
+            relation_counts: U numbers of relations that are scored in the same chunk.
+            num_images: B.
+
+        Returns:
+            The groups, and whether the backward pass should compute each again to save memory. Chunks that are small
+            together (`KEPT_SHARE` of one) stay in memory, which is faster.
+        """
+        largest = max(self.num_patches, self.dim)
+        # Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows.
+        numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
+        budget = self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
         chunks: list[list[int]] = []
         room = 0.0
         for text in sorted(range(len(counts)), key=lambda text: (counts[text], numbers[text])):
@@ -158,27 +172,7 @@ class Binding(nn.Module):
                 chunks.append([text])
                 room = budget
             room -= numbers[text]
-        return chunks
-
-    def _numbers(
-        self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int
-    ) -> tuple[list[int], float]:
-        """Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows."""
-        largest = max(self.num_patches, self.dim)
-        numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
-        return numbers, self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
-
-    def recomputed(
-        self, function: Callable[..., Tensor], counts: Sequence[int], relation_counts: Sequence[int], num_images: int
-    ) -> Callable[..., Tensor]:
-        """The function of a chunk; while training, the backward pass computes the chunk again to save memory.
-
-        Chunks that are small together (`KEPT_SHARE` of one) stay in memory, which is faster. Arguments as in `chunks`.
-        """
-        numbers, budget = self._numbers(counts, relation_counts, num_images)
-        if not (self.training and torch.is_grad_enabled()) or sum(numbers) <= KEPT_SHARE * budget:
-            return function
-        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        return chunks, sum(numbers) > KEPT_SHARE * budget
 
     def chunk_slots(self, queries: Float[Tensor, "U E dim"], patches: BoundPatches) -> Float[Tensor, "B U E dim"]:
         """The slots of captions without padding, from `queries` and `project`."""

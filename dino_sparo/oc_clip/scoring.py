@@ -1,12 +1,14 @@
 """Slots, entities and relations -> the structured similarity of images and graphs; `score_all_pairs` binds, too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.binding import Binding, BoundPatches
@@ -143,7 +145,7 @@ def score_all_pairs(
 
     Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
     padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While
-    training, only the scores of large chunks stay in memory (`Binding.recomputed`).
+    training, only the scores of large chunks stay in memory (`Binding.chunks`).
     """
 
     def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
@@ -160,8 +162,10 @@ def score_all_pairs(
 
     with torch.autocast(keys.device.type, enabled=False):
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
-    sizes = graphs.entity_counts, graphs.relation_counts, len(keys)
-    chunks, score = binding.chunks(*sizes), binding.recomputed(score_chunk, *sizes)
+    chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys))
+    score: Callable[..., Tensor] = score_chunk
+    if is_large and binding.training and torch.is_grad_enabled():
+        score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
     order = [text for texts in chunks for text in texts]
     numbers = [sorted(range(len(order)), key=order.__getitem__)]
     for texts in chunks:

@@ -352,10 +352,10 @@ def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> No
     chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
     binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0), chunk_mb)
     counts, none = [3, 1, 3, 2, 1, 3], [0] * 6
-    assert binding.chunks(counts, none, num_images=4) == [[1, 4], [3], [0, 2], [5]]
-    assert binding.chunks(counts, none, num_images=1000) == [[1], [4], [3], [0], [2], [5]]
+    assert binding.chunks(counts, none, num_images=4)[0] == [[1, 4], [3], [0, 2], [5]]
+    assert binding.chunks(counts, none, num_images=1000)[0] == [[1], [4], [3], [0], [2], [5]]
     # A text with 30 relations of width 4 fills a chunk, and comes after those with fewer.
-    assert binding.chunks(counts, [30, *none[1:]], num_images=4) == [[1, 4], [3], [2, 5], [0]]
+    assert binding.chunks(counts, [30, *none[1:]], num_images=4)[0] == [[1, 4], [3], [2, 5], [0]]
 
 
 def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
