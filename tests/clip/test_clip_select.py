@@ -220,7 +220,7 @@ def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
 
 
 def test_the_options_are_known():
-    own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
+    own = {"data_path", "split", "download", "num_images", "classnames", "templates", "keep"}
     assert own <= vars(parser_of("slots select").parse_args([])).keys()
 
 

@@ -210,7 +210,9 @@ def describe(
         # In other results `slots` names the slots that were evaluated: here all, one by one.
         **{name: value for name, value in record.items() if name != "slots"},
         "images": {
-            **{name: getattr(args, name) for name in ("data_path", "split", "max_images")},
+            "data_path": args.data_path,
+            "split": args.split,
+            "max_images": args.num_images,
             **{name: getattr(scores, name) for name in ("num_images", "num_held_out", "num_corrupt")},
         },
         "prompts": {
