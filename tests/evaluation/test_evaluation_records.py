@@ -37,7 +37,7 @@ EVALUATIONS: dict[str, tuple[object, ...]] = {
     "mask": ("slots mask", *PAIRS, "--epochs", 3, "--mask_batch_size", 12, "--evaluate", "scenes:40:32"),
     "zero_shot_slots": ("zero-shot", *MODEL, "--data_path", "scenes:60:32", "--slots", "slots.json"),
     "sugarcrepe_mask": ("sugarcrepe", *PAIRS, "--slots", "mask.json"),
-    "sweep": ("sweep", "zero_shot.json", *ON_CPU),
+    "sweep": ("sweep", "zero_shot.json"),
 }
 
 INPUTS = ("zero_shot", "slots", "mask")  # results that other evaluations take
