@@ -14,6 +14,7 @@ process.
 import contextlib
 import json
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,16 +101,13 @@ def _process_left_as_it_was() -> Iterator[None]:
     from dino_sparo.runtime.workers import end_workers
 
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers, level, children = list(root.handlers), root.level, multiprocessing.active_children()
     try:
         yield
-    except RunStopped as stopped:
-        end_workers()
-        if stopped.is_interrupt:
-            raise KeyboardInterrupt(str(stopped)) from None
-        raise
-    except BaseException:
-        end_workers()
+    except BaseException as error:
+        end_workers(keep=children)
+        if isinstance(error, RunStopped) and error.is_interrupt:
+            raise KeyboardInterrupt(str(error)) from None
         raise
     finally:
         for handler in [handler for handler in root.handlers if handler not in handlers]:

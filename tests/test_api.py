@@ -1,6 +1,7 @@
 """Commands as calls from Python: results, refused keywords, interrupts, and a process that is left as it was."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -116,6 +117,16 @@ def test_an_interrupt_saves_and_raises_keyboard_interrupt(tmp_path: Path) -> Non
     saved = dino_sparo.load_checkpoint(tmp_path / "run" / "checkpoint.pth")
     assert 0 < saved["step"] < 3000
     assert handlers() == before
+
+
+def test_a_failed_training_ends_its_workers_and_leaves_those_of_others(tmp_path: Path) -> None:
+    theirs = iter(torch.utils.data.DataLoader(list(range(20)), num_workers=1))
+    options = {**TINY, "data_path": "scenes:4000:32", "num_workers": 1, "lr": 1e30, "precision": "fp32"}
+    with pytest.raises(Exception, match="not finite") as caught:
+        dino_sparo.train(output_dir=tmp_path / "run", epochs=3, **options)
+    assert caught.tb is not None  # what a notebook keeps
+    assert [child.pid for child in multiprocessing.active_children()] == [worker.pid for worker in theirs._workers]
+    assert next(theirs).item() == 0
 
 
 def test_any_command_can_be_called_and_one_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 OWNED_FOLDER = "dino_sparo_folder"  # in multiprocessing's settings of a process: owner and path of the shared folder
 END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
@@ -55,9 +56,13 @@ def remove_folder_of_a_killed_parent() -> None:
     multiprocessing.util.Finalize(None, clean, exitpriority=0)
 
 
-def end_workers() -> None:
-    """Kill the processes that load images for this one: after a request they would run for `TERM_GRACE_SECONDS`."""
-    workers = [child for child in multiprocessing.active_children() if child.daemon]
+def end_workers(keep: Collection[Any] = ()) -> None:
+    """Kill the processes that load images for this one: after a request they would run for `TERM_GRACE_SECONDS`.
+
+    Args:
+        keep: child processes that somebody else has started.
+    """
+    workers = [child for child in multiprocessing.active_children() if child.daemon and child not in keep]
     if not workers:
         return
     with ends_unnoticed():
@@ -65,11 +70,11 @@ def end_workers() -> None:
             worker.kill()
         for worker in workers:
             worker.join(END_SECONDS)
-    _shut_iterators()
+    _shut_iterators(workers)
 
 
-def _shut_iterators() -> None:
-    """Let torch's iterators over batches go without a word to their workers.
+def _shut_iterators(workers: Collection[Any]) -> None:
+    """Let torch's iterators over batches go without a word to these workers.
 
     A worker that was killed within a lock never releases it, and an iterator that says goodbye would wait for the lock
     forever.
@@ -77,7 +82,7 @@ def _shut_iterators() -> None:
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
     for iterator in gc.get_objects():
-        if type(iterator) is _MultiProcessingDataLoaderIter:
+        if type(iterator) is _MultiProcessingDataLoaderIter and any(worker in workers for worker in iterator._workers):
             iterator._shutdown = True
 
 
