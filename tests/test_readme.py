@@ -25,7 +25,7 @@ def test_the_python_of_the_readme_prints_what_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     text = README.read_text(encoding="utf-8")
-    ((block, output),) = re.findall(r"^```python\n(.*?)^```\n\n((?:    .*\n)+)", text, re.MULTILINE | re.DOTALL)
+    ((block, output),) = re.findall(r"^```python\n(.*?)^```\n\n((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL)
     Image.new("RGB", (300, 250), (9, 80, 200)).save(tmp_path / "photo.jpg")
     monkeypatch.chdir(tmp_path)
     with torch.no_grad():
