@@ -57,13 +57,7 @@ def overlay(picture: Picture, heatmap: Float[np.ndarray, "h w"], smooth: bool = 
 
 
 def overlay_levels(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
-    """Lay a map that is on the scale of colours already over its picture.
-
-    Args:
-        picture: (H, W, 3).
-        levels: (h, w), in [0, 1].
-        smooth: bicubic between patches; False shows each patch as it is.
-    """
+    """Lay a map in [0, 1] over its picture, bicubic between patches; `smooth` False shows each patch as it is."""
     level = enlarge(levels, picture.shape[0], picture.shape[1], smooth)
     # The colour takes some light and dark from the image, whose contents can so be seen through it.
     glow = ramp(level) * (0.6 + 0.4 * _lightness(picture) / 255)

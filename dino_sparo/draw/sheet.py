@@ -7,6 +7,7 @@ before they get their place, so that pictures of any shape leave room for them. 
 import logging
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -338,14 +339,10 @@ def shorten(words: str, width: int, size: float = TEXT_SIZE, weight: str = "norm
     if text_width(words, size, weight) <= width:
         return words
     # Bisected: a word of thousands of letters is measured a dozen times, not once per letter.
-    fits, too_many = 1, len(words)
-    while too_many - fits > 1:
-        letters = (fits + too_many) // 2
-        if text_width(_without_middle(words, letters), size, weight) <= width:
-            fits = letters
-        else:
-            too_many = letters
-    return _without_middle(words, fits)
+    letters = bisect_right(
+        range(1, len(words)), width, key=lambda n: text_width(_without_middle(words, n), size, weight)
+    )
+    return _without_middle(words, max(letters, 1))
 
 
 def _without_middle(words: str, letters: int) -> str:

@@ -70,15 +70,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def dump_features(folder: Path, train: Features, val: Features, record: dict[str, Any], device: torch.device) -> None:
-    """`save_features` where each process holds a share: rank 0 collects the features on the CPU and writes them.
-
-    Args:
-        folder: created if need be.
-        train: this process' share.
-        val: this process' share.
-        record: plain values.
-        device: where the processes talk to each other.
-    """
+    """`save_features` where each process holds a share: rank 0 collects the features on the CPU and writes them."""
     train, val = (gather_features(part, device, on_rank_0=True) for part in (train, val))
     with all_or_none("writing the features", patient=True):  # writing may take longer than a collective waits
         if is_main():

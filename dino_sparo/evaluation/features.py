@@ -213,7 +213,7 @@ def require_memory(
         num_images: size of the training set.
         feature_dim: numbers of fp32 per image.
         storage: where features are kept.
-        option: the option that gathers them.
+        option: the option that gathers them, for the message.
         remedy: advice beside --use_cuda false.
         more_rows: further features that are kept there at the same time.
     """
@@ -247,13 +247,7 @@ def share_loader(
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:
-    """Random subsets of one source that share no image.
-
-    Args:
-        source: any images.
-        sizes: images per subset; all are made smaller in proportion if the source has fewer.
-        seed: of the choice.
-    """
+    """Random subsets of one source that share no image; all are smaller in proportion if the source has too few."""
     share = min(1.0, len(source) / sum(sizes))
     counts = [int(size * share) for size in sizes]
     if min(counts) < 1:

@@ -161,19 +161,16 @@ def build_atlas(
     images_per_slot: int = 8,
     num_workers: int = 0,
 ) -> Atlas:
-    """Look at every image of a source and choose those that light up each slot most.
+    """Look at every image of a source and choose those that light up each slot most; unreadable images are left out.
 
     Args:
         encoder: in eval mode, on its device; any but one that averages all tokens.
-        source: the images; those that cannot be read are left out.
-        view: the part that the encoder sees.
+        source: the images.
+        view: the part of an image that the encoder sees.
         model: a line about the encoder.
-        name: what the images are called; None: the source's name.
-        images_per_slot: how many to choose.
+        name: of the images; None: the source's name.
+        images_per_slot: number of images to choose.
         num_workers: processes that load images.
-
-    Raises:
-        ValueError: the encoder averages all tokens, or `images_per_slot` is not positive.
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
     if kind == "average":

@@ -94,12 +94,8 @@ def group_near_duplicates(
     """Group maps that look the same on all images.
 
     In the order of `rank_by_peakedness`, a map joins the group whose first member it resembles most, if it resembles it
-    by `threshold` or more; else it opens a group. Every member thus resembles the group's first; chains of small
-    steps do not end up in one group.
-
-    Args:
-        maps: (B, maps, h, w).
-        threshold: of the cosine similarity averaged over the images, in (0, 1].
+    by `threshold` or more (cosine similarity averaged over the images); else it opens a group. Every member thus
+    resembles the group's first; chains of small steps do not end up in one group.
 
     Returns:
         (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
@@ -122,16 +118,10 @@ def group_near_duplicates(
 def display_order(
     maps: Float[np.ndarray, "B maps h w"], groups: Int[np.ndarray, " maps"], max_maps: int | None = None
 ) -> Int[np.ndarray, " _"]:
-    """The order in which maps are shown.
+    """Numbers of maps in the order in which they are shown.
 
-    Args:
-        maps: (B, maps, h, w).
-        groups: (maps,), from `group_near_duplicates`.
-        max_maps: None shows all maps, by peakedness, near-duplicates directly behind the first of their group. A number
-            below their number shows the first map of so many groups at most: a short list has no room for repetitions.
-
-    Returns:
-        Numbers of maps.
+    All maps stand by peakedness, near-duplicates directly behind the first of their group. With `max_maps` below the
+    number of maps, at most `max_maps` groups are shown by their first maps: a short list has no room for repetitions.
     """
     ranking = rank_by_peakedness(maps)
     order = ranking[np.argsort(groups[ranking], kind="stable")]
@@ -141,11 +131,9 @@ def display_order(
 
 
 def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.ndarray, "*B h w"]:
-    """The smallest set of patches that holds a share of each map's mass, as the reference's `--threshold`.
+    """The smallest set of patches that holds a share in (0, 1] of each map's mass, as the reference's `--threshold`.
 
-    Args:
-        heatmap: (..., h, w), non-negative, of any sum.
-        share: of the mass, in (0, 1]; 1 takes every patch that got any attention.
+    Maps are non-negative and may have any sum; 1 takes every patch that got any attention.
     """
     check_share("share", share)
     mass = heatmap.reshape(*heatmap.shape[:-2], -1).astype(np.float64)
