@@ -65,7 +65,7 @@ class Drawing:
 
     def text(self, x: int, y: int, words: str, size: float = TEXT_SIZE, colour: str = INK, **style: str) -> None:
         """Words with their left end (or as `ha` says) at x and their baseline at y; `size` in pixels."""
-        self.items.append((x, y, drawable(words), {"fontsize": size * 72 / DPI, "color": colour, **style}))
+        self.items.append((x, y, words, {"fontsize": size * 72 / DPI, "color": colour, **style}))
 
     def words(self, x: int, y: int, words: Sequence[Word], size: float = WORD_SIZE, weight: str = "normal") -> int:
         """Words side by side, their colours behind them; returns where they end."""
@@ -107,7 +107,7 @@ class Drawing:
         for x, y, item, style in self.items:
             if isinstance(item, str):
                 # Names of files may hold dollar signs, which would start mathematics.
-                figure.text(x, height - y, item, transform=pixels, parse_math=False, **style)
+                figure.text(x, height - y, drawable(item), transform=pixels, parse_math=False, **style)
             elif isinstance(item, tuple):
                 figure.add_artist(FancyBboxPatch((x, height - y - item[1]), *item, transform=pixels, **style))
             else:
@@ -143,8 +143,10 @@ def save_sheet(figure: Figure, path: Path) -> None:
             sheet.place(part, MARGIN + column * step, y)
             y += part.height + gap
         bottom = max(bottom, y - gap)
-    if any(isinstance(item, str) and NO_LETTER in item for _, _, item, _ in sheet.items):
-        logger.info("the font of the sheet lacks some letters; the page shows them")
+    letters = set("".join(item for _, _, item, _ in sheet.items if isinstance(item, str)))
+    missing = sorted(letter for letter in letters if not letter.isspace() and ord(letter) not in _letters())
+    if missing:
+        logger.info("the font of the sheet has no %s; the page shows such letters", " ".join(missing))
     save_figure(sheet.render(width + 2 * MARGIN, bottom + MARGIN), path)
 
 
@@ -340,7 +342,7 @@ def shorten(words: str, width: int, size: float = TEXT_SIZE, weight: str = "norm
         return words
     # Bisected: a word of thousands of letters is measured a dozen times, not once per letter.
     letters = bisect_right(
-        range(1, len(words)), width, key=lambda n: text_width(_without_middle(words, n), size, weight)
+        range(1, len(words)), float(width), key=lambda n: text_width(_without_middle(words, n), size, weight)
     )
     return _without_middle(words, max(letters, 1))
 

@@ -21,7 +21,7 @@ AXIS_END = 116  # percent: a bar of 100 % and its number
 CONTROL, BOUND = "#b9b7c6", "#e8a33d"
 SHADES = ("#e8a33d", "#ffffff", "#46147a")  # from worse over equal to better than on other classes
 COLUMN_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches, of a cell of the table of classes
-MEASURES_SIZE, MATCHING_SIZE = (13.3, 6.6), (7, 4.2)  # inches
+MEASURES_SIZE, MATCHING_SIZE = (13.3, 6.6), (7.0, 4.2)  # inches
 
 
 def table(result: Mapping[str, Any]) -> str:
