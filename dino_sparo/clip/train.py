@@ -107,7 +107,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     @property
     def logit_scale(self) -> Tensor:
         """The inverse temperature."""
-        return self.network.logit_scale.exp()  # type: ignore[no-any-return]
+        return self.network.logit_scale.exp()
 
     @property
     def scorer(self) -> DotProductScorer:

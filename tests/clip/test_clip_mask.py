@@ -327,7 +327,7 @@ def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
 
 def test_the_options_are_known():
     own = {
-        "data_path",
+        "data_root",
         "images",
         "parts",
         "epochs",
