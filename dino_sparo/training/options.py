@@ -45,7 +45,7 @@ RUN: Group = {
     "report_to": Option(
         ("tensorboard",),
         "Trackers that get losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights & Biases. "
-        "trackio: Trackio, on this machine. Several may be named.",
+        "trackio: Trackio, on this machine. Several may be named; without a name none gets anything.",
         choices=TRACKERS,
         nargs="*",
     ),
