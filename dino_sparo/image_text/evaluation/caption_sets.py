@@ -97,9 +97,6 @@ def open_caption_set(
         image_list: file with one image's name per line: use these alone.
         allow_outside: whether `captions` may name images outside of `data_path`.
         limits: larger images count as unreadable.
-
-    Raises:
-        ValueError: the file cannot be read, or has no captions of the images; more than 1 % of the images are missing.
     """
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
@@ -122,15 +119,7 @@ def open_caption_set(
 
 
 def read_captions(path: Path, split: str | None = None) -> CaptionFile:
-    """Read a file of captions.
-
-    Args:
-        path: file in one of the layouts above that have a file.
-        split: of Karpathy's, by default `KARPATHY_SPLIT`.
-
-    Raises:
-        ValueError: the file is missing or has another layout; or `split` is given and the file has no splits.
-    """
+    """Read a file of captions; `split` is one of Karpathy's, by default `KARPATHY_SPLIT`."""
     where = f"captions={str(path)!r}"
     if not path.is_file():
         raise ValueError(f"{where} does not exist (in {os.getcwd()})")

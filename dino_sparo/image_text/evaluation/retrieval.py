@@ -89,9 +89,6 @@ def recall(
         texts: payload of captions.
         matches: (matches, 2), index of an image and of its caption, without repetition, sorted by image.
         k: numbers of candidates.
-
-    Raises:
-        ValueError: a k is out of range, or a score is not finite.
     """
     for candidates in (len(texts), len(images)):
         if max(k) > candidates:
@@ -166,11 +163,7 @@ def _mean_recall(hits: Int64[Tensor, "queries k"], k: Sequence[int]) -> dict[int
 
 @torch.no_grad()
 def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> RetrievalResult:
-    """Recall on a set of images with captions; every process gets the result.
-
-    Raises:
-        ValueError: more than 1 % of the images are unreadable; a k out of range.
-    """
+    """Recall on a set of images with captions; every process gets the result."""
     scorer.expect_texts(merge_equal(data.captions)[0])
     images = scorer.encode_images(data.images)
     require_few_missing(images.num_corrupt, len(data.images), f"images of {data.images.name}")

@@ -54,9 +54,6 @@ class Validation:
         Args:
             scorer: the model.
             logit_scale: inverse temperature, the factor of the scores in the loss.
-
-        Raises:
-            ValueError: more than 1 % of the pairs are unreadable.
         """
         images = scorer.encode_images(self.pairs)
         require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
@@ -103,9 +100,6 @@ def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, P
         source: all pairs.
         share: share of validation pairs, in (0, 1); at most `MAX_PAIRS` pairs are held out.
         seed: random seed; the split depends on the seed and the number of pairs alone.
-
-    Raises:
-        ValueError: a part would be empty.
     """
     number = min(round(share * len(source)), MAX_PAIRS)
     if not 0 < number < len(source):
@@ -146,14 +140,7 @@ class ZeroShotProbe:
 def open_zero_shot_probe(
     zero_shot_path: str | None, data_path: str, download: bool = False, limits: ImageLimits = DEFAULT_LIMITS
 ) -> ZeroShotProbe:
-    """The probe of a run, on held-out images if there are any.
-
-    Args:
-        zero_shot_path: labelled images; None: the images of the pairs.
-        data_path: the pairs.
-        download: fetch a torchvision set that is not on disk.
-        limits: larger images count as unreadable.
-    """
+    """The probe of a run, on the held-out images of `zero_shot_path` or else of the pairs in `data_path`."""
     path = zero_shot_path or data_path
     try:
         source = open_evaluation_images(path, download=download, limits=limits)

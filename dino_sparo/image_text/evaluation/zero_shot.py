@@ -92,11 +92,7 @@ class ClassCounts:
 def evaluate_zero_shot(
     scorer: Scorer, source: ImageSource, names: Sequence[str], templates: tuple[str, ...]
 ) -> ZeroShotResult:
-    """Accuracy on the images of a source, whose labels are indices of `names`; every process gets the result.
-
-    Raises:
-        ValueError: scores that are not finite, or no readable image.
-    """
+    """Accuracy on the images of a source, whose labels are indices of `names`; every process gets the result."""
     classes = scorer.encode_classes(names, templates)
     hits, num_corrupt = ClassCounts(len(names), scorer.device), 0
     for batch in scorer.image_batches(source):

@@ -143,13 +143,7 @@ def captions_of(questions: Sequence[Question]) -> list[str]:
 def encode_questions(
     scorer: Scorer, questions: Sequence[Question], limits: ImageLimits = DEFAULT_LIMITS
 ) -> EncodedQuestions | None:
-    """Encode every image and every caption once; None if no question has its images.
-
-    Args:
-        scorer: the model.
-        questions: their images are absolute paths, or parts of such files.
-        limits: larger images count as unreadable.
-    """
+    """Encode every image and every caption once; None if no question has its images."""
     names = list(dict.fromkeys(name for question in questions for name in question.images))
     images = scorer.encode_images(named_source(ROOT, names, list(map(file_of, names)), limits))
     image_row = {names[index]: row for row, index in enumerate(images.indices.tolist())}

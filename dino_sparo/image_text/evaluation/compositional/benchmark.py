@@ -111,11 +111,7 @@ class Benchmark:
 def wilson(num_right: int, num_questions: int) -> list[float]:
     """Low and high end of Wilson's 95 % interval of a share, in percent.
 
-        (p + z²/2n ± z sqrt(p (1-p) / n + z²/4n²)) / (1 + z²/n)
-
-    Args:
-        num_right: n p.
-        num_questions: n.
+    (p + z²/2n ± z sqrt(p (1-p) / n + z²/4n²)) / (1 + z²/n)
     """
     share, count, square = num_right / num_questions, num_questions, Z_95**2
     middle = share + square / (2 * count)

@@ -136,9 +136,6 @@ def evaluate(
 
     Returns:
         The result, and its errors of each benchmark.
-
-    Raises:
-        ValueError: no image of any benchmark can be read.
     """
     own = [each.questions for each in benchmarks]
     for each in benchmarks if blind else ():

@@ -87,11 +87,7 @@ def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Pa
 
 
 def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchmark]:
-    """Read all benchmarks of these names that lie below a folder.
-
-    Raises:
-        ValueError: a name is unknown; there is no benchmark; annotations cannot be read; too many images are missing.
-    """
+    """Read all benchmarks of these names that lie below a folder."""
     root = rules.root
     if unknown := set(names) - set(BENCHMARKS):
         raise ValueError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
@@ -118,11 +114,7 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
 
 
 def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix: str = "") -> LocalBenchmark:
-    """Read one benchmark, whose annotations lie in a folder, and look for its images.
-
-    Raises:
-        ValueError: annotations that cannot be read; too many images are missing.
-    """
+    """Read one benchmark with the annotations in `folder`, and find its images."""
     title = benchmark.title + suffix
     questions = list(benchmark.read(folder))
     names = list(dict.fromkeys(file_of(image) for question in questions for image in question.images))

@@ -36,11 +36,7 @@ Answers = Sequence[Answer | None]
 
 
 def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
-    """The benchmark of that name in `--data_root`, its images in `--images`, by default in the folder `images` there.
-
-    Raises:
-        ValueError: no folder is named; its annotations cannot be read; too many images are missing.
-    """
+    """The benchmark of that name in `--data_root`; its images lie in `--images`, by default in `images` there."""
     benchmark = BENCHMARKS[name]
     if not args.data_root:
         raise ValueError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")

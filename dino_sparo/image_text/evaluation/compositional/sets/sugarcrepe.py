@@ -28,11 +28,7 @@ COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
 
 
 def read(folder: Path) -> Iterator[Question]:
-    """The questions of SugarCrepe's files that lie in a folder; without any of these, of every JSON file there.
-
-    Raises:
-        ValueError: the folder holds no such file, or a file is no SugarCrepe's.
-    """
+    """The questions of SugarCrepe's files that lie in a folder; without any of these, of every JSON file there."""
     files = {split: file for split, file in FILES.items() if (folder / file).is_file()}
     if 0 < len(files) < len(FILES):
         logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(files), len(FILES), ", ".join(files))

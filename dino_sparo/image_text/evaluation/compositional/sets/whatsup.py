@@ -33,11 +33,7 @@ def controlled_question(_: str, entry: Any) -> Question:
 
 
 def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
-    """Both objects and the preposition in an image's name such as `mug_left_of_table.jpeg`.
-
-    Raises:
-        ValueError: the name has another form.
-    """
+    """Both objects and the preposition in an image's name such as `mug_left_of_table.jpeg`."""
     words = Path(path).stem.split("_")
     if len(words) < 3 or words[1] not in {word for pair in PAIRS for word in pair}:
         raise ValueError(f"{path!r} names no preposition")
