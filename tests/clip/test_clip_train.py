@@ -741,6 +741,8 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "eps": 1e-6,
         "precision": "auto",
         "preset": None,
+        "report_to": ["tensorboard"],
+        "run_name": None,
         "data_path": None,
         "shards": "indexed",
         "epoch_pairs": None,

@@ -641,7 +641,6 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
         ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
         ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
         ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),
-        ({"batch_size_per_gpu": 0}, "batch_size_per_gpu 0"),
         ({"warmup_epochs": 4}, "warmup_epochs 4 is longer than the run of 3 epochs"),
         ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3"),
         ({"teacher_temp": 0}, "teacher_temp=0.0 is not a temperature"),

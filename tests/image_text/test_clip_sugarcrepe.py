@@ -251,8 +251,8 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
-    own |= {"data_path", "images", "max_missing", "allow_outside"}
+    own |= {"data_root", "images", "max_missing", "allow_outside"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
-    pictures = {"output_dir", "num_pairs", "image_size", "split", "seed"}
+    pictures = {"output_dir", "num_pairs", "img_size", "split", "seed"}
     assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

@@ -139,6 +139,6 @@ def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, ca
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
-    own |= {"data_path", "images", "max_missing", "allow_outside"}
+    own |= {"data_root", "images", "max_missing", "allow_outside"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("winoground").parse_args([])).keys() - DEVICE_OPTIONS == own

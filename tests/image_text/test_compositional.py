@@ -603,7 +603,7 @@ def test_the_options_are_frozen():
         "benchmarks",
     }
     own |= {"images", "max_missing", "allow_outside", "write_captions", "chunk_images", "blind", "seed", "failures"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 

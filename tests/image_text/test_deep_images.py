@@ -1,0 +1,77 @@
+"""`--max_value` of every command that reads images with captions or classes: images of 12 bits in files of 16."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oc_clip_fakes
+import pytest
+from clip_fakes import call, evaluate, small_checkpoint
+from PIL import Image
+
+from dino_sparo.data.sources import image_source
+from dino_sparo.data.sources.decode import read_image
+
+pytest.importorskip("open_clip")
+# Command -> where its images are named, and options that make it fast.
+DATA: dict[str, tuple[str, ...]] = {
+    "zero-shot": ("--data_path", "classes"),
+    "clip-probe": ("--data_path", "classes", "--epochs", "1", "--weight_decay", "0.1"),
+    "retrieval": ("--data_path", "pairs", "--captions", "captions.txt", "--k", "1"),
+    "sugarcrepe": ("--data_root", "crepe"),
+    "winoground": ("--data_root", "winoground"),
+    "compositional": ("--data_root", "crepe"),
+    "slots select": ("--data_path", "classes"),
+    "slots mask": ("--data_root", "crepe", "--epochs", "1", "--evaluate", "classes"),
+    "pictures": ("--data_path", "pairs"),
+    "oc-pictures": ("--data_path", "pairs"),
+}
+
+
+def write_deep(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((40, 40), 4095, dtype=np.uint16)).save(path)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All files that the commands of `DATA` name."""
+    for part in ("train", "val"):
+        for name in ("cat/0", "cat/1", "dog/2", "dog/3"):
+            write_deep(tmp_path / "classes" / part / f"{name}.png")
+    for name in "ab":
+        write_deep(tmp_path / "pairs" / f"{name}.png")
+        (tmp_path / "pairs" / f"{name}.txt").write_text("a red star on sand")
+        write_deep(tmp_path / "crepe" / "images" / f"{name}.png")
+        write_deep(tmp_path / "winoground" / "images" / f"{name}.png")
+    (tmp_path / "captions.txt").write_text("a.png,red\nb.png,blue\n")
+    pairs = {str(i): {"filename": f"{n}.png", "caption": "a", "negative_caption": "b"} for i, n in enumerate("ab")}
+    (tmp_path / "crepe" / "swap_obj.json").write_text(json.dumps(pairs))
+    example = {"id": 0, "image_0": "a", "image_1": "b", "caption_0": "a b", "caption_1": "b a"}
+    tags = {"tag": "Object", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
+    (tmp_path / "winoground" / "examples.jsonl").write_text(json.dumps({**example, **tags}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_largest_value_of_16_bit_images_becomes_white(
+    name: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: without --max_value these images were nearly black."""
+    seen = set[int]()
+
+    def read(*args: Any, **options: Any) -> Image.Image:
+        image = read_image(*args, **options)
+        seen.add(int(np.asarray(image).max()))
+        return image
+
+    monkeypatch.setattr(image_source, "read_image", read)
+    checkpoint = oc_clip_fakes.small_checkpoint if name == "oc-pictures" else small_checkpoint
+    words = ["--pretrained_weights", checkpoint(data / "checkpoint.pth"), *DATA[name], "--max_value", "4095"]
+    if "pictures" in name:
+        call(name, [*words, "--device", "cpu"])
+    else:
+        evaluate(name, *words)
+    assert seen == {255}
