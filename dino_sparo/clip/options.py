@@ -217,7 +217,7 @@ def select_parser() -> Parser:
             | {
                 "num_images": Option(
                     None,
-                    "Most images to take; of more, a random subset. By default all.",
+                    "Most images to take, a random subset; by default all.",
                     positive_int,
                     old_names=("max_images",),
                 )
@@ -226,7 +226,7 @@ def select_parser() -> Parser:
             "selection": {
                 "keep": Option(
                     None,
-                    "Slots to keep; the paper keeps 32 of 64 or 128. By default as many as classify these images best.",
+                    "Slots to keep (the paper: 32 of 64 or 128); by default as many as classify best.",
                     positive_int,
                 )
             },
@@ -276,9 +276,7 @@ def mask_parser() -> Parser:
 
 CHOICE: Group = {
     "slots": Option(
-        None,
-        "Numbers of the slots to show, or a file of dino-sparo slots select; by default chosen.",
-        nargs="+",
+        None, "Slots to show: numbers, or a file of dino-sparo slots select; by default chosen.", nargs="+"
     ),
     "max_slots": Option(3, "Rows, if they are chosen.", positive_int),
     "max_columns": Option(4, "Pairs to show; of no more pairs all, as they come.", positive_int),
@@ -296,8 +294,7 @@ def pictures_parser() -> Parser:
         "max_pairs": Option(400, "Most pairs to search, evenly spread over the data.", positive_int),
         "img_size": Option(
             None,
-            "Side in pixels at which the model sees the central square; by default that of training, for which its "
-            "slots were made alike. Twice as much shows finer maps.",
+            "Side of the central square in pixels; by default that of training. Larger sizes show finer maps.",
             positive_int,
             old_names=("image_size",),
         ),

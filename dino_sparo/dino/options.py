@@ -41,9 +41,7 @@ IMAGES: Group = {
     **TRAINING_DATA,
     "batch_size_per_gpu": Option(64, "Images per process and forward pass.", positive_int),
     "grad_accum_steps": Option(
-        1,
-        "Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
-        positive_int,
+        1, "Forward passes per step, whose gradients are averaged: a larger batch in the same memory.", positive_int
     ),
 }
 CROPS: Group = {
@@ -68,9 +66,7 @@ ENCODER: Group = {
         f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
     ),
     "patch_size": Option(
-        16,
-        "Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits images of 32 pixels.",
-        positive_int,
+        16, "Side of a patch in pixels. Smaller is more accurate and costs more; 4 suits 32 px images.", positive_int
     ),
     "readout": Option(
         "sparo",
@@ -109,10 +105,7 @@ LOSS: Group = {
     "teacher_temp": Option(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
     "warmup_teacher_temp_epochs": Option(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
     "momentum_teacher": Option(
-        0.996,
-        "Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower values "
-        "short runs.",
-        share,
+        0.996, "Momentum of the moving average, rising to 1; 0.9995 suits a batch of 256, less short runs.", share
     ),
 }
 OPTIMIZATION: Group = {
@@ -144,11 +137,7 @@ OPTIMIZATION: Group = {
     ),
     "use_fp16": Option(None, "The reference's option: true for fp16, false for fp32.", bool_flag),
 }
-KNN_FREQ = Option(
-    0,
-    "Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
-    "checkpoint; 0: never.",
-)
+KNN_FREQ = Option(0, "Epochs between 20-NN probes of the teacher, which keep the best checkpoint; 0: never.")
 
 
 def get_args_parser() -> Parser:

@@ -30,17 +30,10 @@ ENCODER: Group = {
     "seed": Option(0, "Random seed of untrained weights, probes, crops and random choices."),
 }
 IMAGES: Group = {
-    "data_path": Option(
-        "",
-        "Required: a folder with train/ and val/, a table with a column of splits, a torchvision set (cifar10:DIR), or "
-        "scenes.",
-    ),
+    "data_path": Option("", "Folder with train/ and val/, table with a column of splits, cifar10:DIR, or scenes."),
     "download": DOWNLOAD,
     "img_size": Option(
-        None,
-        "Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the encoder's "
-        "position grid.",
-        positive_int,
+        None, "Side of the view in pixels; by default the size of the encoder's position grid.", positive_int
     ),
     "fast_views": Option(
         False,
@@ -89,8 +82,7 @@ KNN: Group = {
     "slots": SLOTS,
     "n_last_blocks": Option(
         KNN_BLOCKS,
-        "Layers whose class tokens are concatenated, as by eval_linear.py; 1: the encoding alone. More are a control: "
-        "is a wide encoding better because it is wide?",
+        "Layers whose class tokens are concatenated, as by eval_linear.py; 1: the encoding alone.",
         positive_int,
     ),
     "nb_knn": Option([10, 20, 100, 200], "Numbers of neighbours; 20 is usually best.", positive_int),
@@ -109,12 +101,7 @@ def knn_parser() -> Parser:
 PROBE_FEATURES: Group = {
     "image_encoder": IMAGE_ENCODER,
     "slots": SLOTS,
-    "n_last_blocks": Option(
-        4,
-        "Layers whose class tokens are concatenated; with sparo and gap the last one is the encoding. 4 suits a ViT-S, "
-        "1 a ViT-B.",
-        positive_int,
-    ),
+    "n_last_blocks": Option(4, "Layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B.", positive_int),
     "avgpool_patchtokens": Option(
         False, "Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B."
     ),
@@ -123,8 +110,7 @@ PROBE_TRAINING: Group = {
     "epochs": Option(100, "Epochs, over which the learning rate falls to 0.", positive_int),
     "lr": Option(
         [0.001, 0.003, 0.01, 0.03, 0.1, 0.3],
-        "Learning rates for a batch of 256 images, scaled with the batch; one probe each. The best one depends on the "
-        "checkpoint.",
+        "Learning rates for a batch of 256 images, scaled with the batch; one probe each.",
         positive_number,
     ),
     "fast": Option(
@@ -186,9 +172,7 @@ CLUSTERS: Group = {
     "slot": Option(None, "Cluster by one slot alone, by its number; --what slots.", whole_number),
     "examples": Option(12, "Images of each cluster on the page.", positive_int),
     "map": Option(
-        "tsne",
-        "Method of the map in two dimensions. t-SNE keeps neighbours together; PCA keeps large distances.",
-        choices=("tsne", "pca"),
+        "tsne", "Method of the map. t-SNE keeps neighbours together, PCA large distances.", choices=("tsne", "pca")
     ),
     "figure_format": FIGURE_FORMAT,
     "data_path": Option(None, "The images, if they have moved since they were embedded; for the page."),
@@ -219,11 +203,7 @@ CLASSIFIER: Group = {
     ),
     "folds": Option(5, "Parts of the labelled images, at least 2.", positive_int),
     "top": Option(3, "Most probable classes in the table.", positive_int),
-    "output": Option(
-        None,
-        "Table of predictions, a .csv; a .json of the same name holds the accuracy. By default predictions.csv in the "
-        "folder of --images.",
-    ),
+    "output": Option(None, "Table of predictions, a .csv; by default predictions.csv in the folder of --images."),
     "overwrite": Option(False, "Replace an older table."),
 }
 
@@ -237,16 +217,9 @@ SLOT_RANKING: Group = {
     "choosing_images": Option(
         10_000, "Training images that rank the slots, classified by the others; at most a fifth of them.", positive_int
     ),
-    "numbers": Option(
-        None,
-        "Numbers of slots to keep; by default powers of two. All slots are always among them.",
-        positive_int,
-        nargs="+",
-    ),
+    "numbers": Option(None, "Numbers of slots to keep; by default powers of two, and all.", positive_int, nargs="+"),
     "keep": Option(
-        None,
-        "Slots of the selection that the result file holds; by default as many as classify the choosing images best.",
-        positive_int,
+        None, "Slots in the result file; by default as many as classify the choosing images best.", positive_int
     ),
     "draws": Option(5, "Random orders of the slots, for comparison.", positive_int),
 }
@@ -338,8 +311,7 @@ MASKED_IMAGES: Group = {
     **IMAGE_LIMITS,
     "img_size": Option(
         None,
-        "Side of the central square that the encoder sees, pixels. By default twice the size of training: more patches "
-        "show finer maps.",
+        "Side of the central square in pixels; by default twice that of training, for finer maps.",
         positive_int,
         old_names=("image_size",),
     ),

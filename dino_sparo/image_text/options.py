@@ -70,8 +70,7 @@ PAIRS: Group = {
     "epoch_pairs": Option(None, "Pairs that make an epoch of --shards streamed, over all ranks.", positive_int),
     "shard_weights": Option(
         None,
-        "How often --shards streamed draws a shard of each source of --data_path (sources are joined by ::); by "
-        "default every shard is as likely.",
+        "Weight of each source of --data_path (joined by ::) in a stream; by default equal shards.",
         float,
         nargs="+",
     ),
@@ -104,9 +103,7 @@ IMAGE_ENCODER: Group = {
         True, "CLIP's vision transformer; false takes DINO's, which --init_from a DINO or timm ViT needs."
     ),
     "quick_gelu": Option(
-        False,
-        "OpenAI's activation in both encoders, which starting from OpenAI's weights needs, and from those whose "
-        "OpenCLIP name ends in -quickgelu.",
+        False, "OpenAI's activation in both encoders, for starting from OpenAI's weights or -quickgelu models."
     ),
     "init_from": Option(
         None,
@@ -154,15 +151,9 @@ OPTIMIZATION: Group = {
 }
 PAIR_RUN: Group = {
     **RUN,
-    "zero_shot_freq": Option(
-        0,
-        "Classify a few thousand labelled images zero-shot every so many epochs, and keep the best checkpoint; 0: "
-        "never.",
-    ),
+    "zero_shot_freq": Option(0, "Epochs between zero-shot evaluations, which keep the best checkpoint; 0: never."),
     "zero_shot_path": Option(
-        None,
-        "Labelled images for --zero_shot_freq. Default: the validation split of --data_path if there is one, else "
-        "--data_path.",
+        None, "Labelled images for --zero_shot_freq; by default the validation split of --data_path."
     ),
 }
 PAIR_FILES = {"files of images": SPLIT_COLUMN | IMAGE_LIMITS, "normalisation": NORMALIZATION}

@@ -113,9 +113,7 @@ BINDING: Group = {
         choices=COMPETITIONS,
     ),
     "relation": Option(
-        "additive",
-        "Score of a relation: one MLP each for subject and object, added; or one MLP of both.",
-        choices=RELATION_SCORES,
+        "additive", "Score of a relation: one MLP each for subject and object, or one of both.", choices=RELATION_SCORES
     ),
     "ent_coef": Option(1.5, "Weight of entities in a score, at the start.", positive_number),
     "rel_coef": Option(0.5, "Weight of relations in a score, at the start.", positive_number),
@@ -128,9 +126,7 @@ BINDING: Group = {
 }
 LOSSES: Group = {
     "logit_scale": Option(
-        "learned",
-        "Inverse temperature of both losses; none follows the paper exactly, which has no temperature.",
-        choices=("learned", "none"),
+        "learned", "Inverse temperature of both losses; the paper has none.", choices=("learned", "none")
     ),
     "rel_loss_weight": Option(
         1.0, "Weight of the local loss, which tells a graph from its own with other relations; 0 leaves it out."
@@ -139,22 +135,14 @@ LOSSES: Group = {
         "all", "Which relations of a graph are altered in its two false graphs.", choices=RELATION_NEGATIVES
     ),
     "symmetric": Option(
-        None,
-        "Predicates that hold both ways, such as next to, one per line: relations with them are not altered. The paper "
-        "alters all.",
-        metavar="FILE",
+        None, "File of predicates that hold both ways, one per line, which are not altered.", metavar="FILE"
     ),
 }
 PART_RATES: Group = {
     "lr_image": Option(
-        None,
-        "Learning rate of the image encoder, by default that of --lr. Small for a pretrained encoder: the paper's is "
-        "1e-6.",
-        number_from_0,
+        None, "Learning rate of the image encoder, by default --lr; the paper's is 1e-6.", number_from_0
     ),
-    "lr_text": Option(
-        None, "Learning rate of the text encoder, by default that of --lr. The paper's is 2e-5.", number_from_0
-    ),
+    "lr_text": Option(None, "Learning rate of the text encoder, by default --lr; the paper's is 2e-5.", number_from_0),
     "warmup_image": Option(
         None, "Steps of warm-up of the image encoder, by default those of --warmup_steps.", whole_number
     ),
@@ -274,8 +262,7 @@ def pictures_parser() -> Parser:
             "choice of pairs": {
                 "pairs": Option(
                     None,
-                    "Numbers of the pairs to show, from 0; by default --max_rows, evenly spread over those whose "
-                    "caption has two relations; where they are too few, one, or none.",
+                    "Numbers of the pairs to show; by default --max_rows pairs, with two relations where possible.",
                     whole_number,
                     nargs="+",
                 ),
@@ -286,9 +273,7 @@ def pictures_parser() -> Parser:
             },
             "maps": {
                 "default_tokens": Option(
-                    False,
-                    "Draw the map of every default token too, on the scale of the entities. Without it one panel shows "
-                    "what they take together.",
+                    False, "Draw the map of every default token; without it one panel shows them together."
                 )
             },
             "result": PICTURE_RESULT,

@@ -393,10 +393,7 @@ DEVICE: Group = {
     "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
     "dist_url": Option("env://", "Where several processes meet; not needed under torchrun and Slurm."),
     "dist_timeout_min": Option(
-        10.0,
-        "Minutes that a process waits for another one, or for images, before the run ends. While one process works for "
-        "all others, as when it saves, they wait six times as long.",
-        positive_number,
+        10.0, "Minutes that a process waits for others, or for images, before the run ends.", positive_number
     ),
     "local_rank": Option(0, "Ignored. Older launchers set it; the rank comes from the environment."),
 }
@@ -427,9 +424,7 @@ FOREIGN_WEIGHTS: Group = {
         None, "Side of a patch in pixels; weights show it, so it is only for --untrained without weights.", positive_int
     ),
     "quick_gelu": Option(
-        False,
-        "true if the weights are a CLIP's image tower trained with OpenAI's activation; needed only if no "
-        "open_clip_config.json lies beside them.",
+        False, "true for a CLIP's image tower with OpenAI's activation, if no open_clip_config.json says it."
     ),
 }
 FEATURE_FILES: Group = {
@@ -448,9 +443,7 @@ IMAGE_LIMITS: Group = {
         positive_number,
     ),
     "max_value": Option(
-        MAX_VALUE,
-        "Value of 16-bit grayscale images that becomes white; 4095 for images of 12 bits, as in medicine.",
-        positive_int,
+        MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for images of 12 bits.", positive_int
     ),
 }
 SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if it has no usual name.")}

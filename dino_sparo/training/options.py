@@ -15,7 +15,7 @@ COMPUTE: Group = {
     ),
     "compile": Option(
         "auto",
-        "torch.compile of networks and loss, in the first step, which takes a minute or two; auto: on GPUs.",
+        "torch.compile of networks and loss, a minute or two in the first step; auto: on GPUs.",
         choices=("auto", "on", "off"),
     ),
     "grad_checkpointing": Option(

@@ -27,11 +27,7 @@ PRECISION = Option(
     "products on GPUs.",
     choices=PRECISIONS,
 )
-GRAPHS = Option(
-    None,
-    "Scene graphs of the captions, for an OC-CLIP: a .jsonl file that dino-sparo parse wrote, or the parser templates "
-    "or spacy; by default templates.",
-)
+GRAPHS = Option(None, "Scene graphs of the captions, for an OC-CLIP: parse's .jsonl file, templates or spacy.")
 CLIP_MODEL: Group = {
     "pretrained_weights": Option("", "Checkpoint of CLIP training, or open_clip's weights."),
     "quick_gelu": Option(
@@ -125,11 +121,7 @@ def picture_groups(weights: str) -> dict[str, Group]:
 
 def zero_shot_parser() -> Parser:
     """The options of `zero_shot.py`, in data-flow order."""
-    crop_border = Option(
-        0,
-        "Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave it "
-        "in.",
-    )
+    crop_border = Option(0, "Pixels cut off every side of an image; ObjectNet's images have a red frame of 1.")
     return Parser(
         {
             "model: what is evaluated": MODEL,
@@ -143,11 +135,7 @@ def zero_shot_parser() -> Parser:
 CAPTIONED_IMAGES: Group = {
     "data_path": Option("", "Folder of the images, or pairs without --captions: tables, shards, scenes."),
     "captions": Option("", "Karpathy's or COCO's JSON, or Flickr's lines of image and caption."),
-    "split": Option(
-        None,
-        "Part to evaluate. With Karpathy's JSON in --captions, by default test. Without --captions a part of "
-        "--data_path, by default val.",
-    ),
+    "split": Option(None, "Part to evaluate; by default test of Karpathy's JSON, else val."),
     "image_list": Option(None, "File with names of images, to use these alone."),
     **ANNOTATED_IMAGES,
 }
@@ -206,12 +194,7 @@ def compositional_parser() -> Parser:
     groups["computation and result"] = {**groups["computation and result"], "output_dir": folder}
     del groups["computation and result"]["output"]
     return Parser(
-        {
-            "models: what is evaluated": SEVERAL_MODELS,
-            "benchmarks": BENCHMARKS,
-            "evaluation": COMPARISON,
-            **groups,
-        }
+        {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON, **groups}
     )
 
 
@@ -220,8 +203,7 @@ def order_captions_parser() -> Parser:
     captions: Group = {
         "captions": Option(
             None,
-            "Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
-            "lines.",
+            "Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's lines.",
             is_required=True,
         ),
         "split": Option(None, "Part of Karpathy's JSON, by default test."),
@@ -237,9 +219,7 @@ PROBE: Group = {
     "epochs": Option(10, "Passes over the training images.", positive_int),
     "lr": Option(0.1, "Learning rate at the start; it falls to 0 on a cosine.", positive_number),
     "probe_batch_size": Option(
-        PROBE_BATCH_SIZE,
-        "Images per step, over all processes; more is faster, and another protocol than CLIP benchmark's.",
-        positive_int,
+        PROBE_BATCH_SIZE, "Images per step, over all processes; CLIP benchmark's protocol has 64.", positive_int
     ),
     "weight_decay": Option(None, "Weight decay of the probe; by default the sweep finds the best.", type=float),
     "val_share": Option(0.2, "Share of the training images on which the sweep compares.", share_below_1),
