@@ -545,7 +545,8 @@ def parser_of(name: str, prog: str | None = None) -> Parser:
     if command.parser is None:
         raise ValueError(f"the command {name} takes no options from Python")
     parser = command.parser()
-    parser.prog, parser.description, parser.command = prog or f"dino-sparo {name}", command.summary, name
+    parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
+    parser.command = HIDDEN.get(name, name)
     parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
     return parser
 
@@ -610,7 +611,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         except ValueError as error:
             parser.error(str(error))
         if named in COMMANDS:
-            return run(named, words)
+            return run(command_for(named, words), words, prog=f"dino-sparo {named}")
         parser.error(f"--config {path} names no command; give the command first, or a line like `command: train`")
     name = parser.parse_known_args(words)[0].command
     if name is not None:
@@ -627,19 +628,20 @@ def command_for(name: str, words: Sequence[str]) -> str:
     A file that cannot be read is left to the command, whose message says why.
     """
     words = [with_underscores(word) for word in words]
-    weights = last_value(words, "--pretrained_weights")
-    if name not in FOR_OBJECTIVE or not weights or "--image_encoder" in words:
+    if name not in FOR_OBJECTIVE or any(word.partition("=")[0] == "--image_encoder" for word in words):
         return name
-    from dino_sparo.weights.checkpoint import CheckpointError, clip_weights, load_checkpoint
+    weights, config = last_value(words, "--pretrained_weights"), last_value(words, "--config")
+    if not weights and not config:
+        return name
+    from dino_sparo.weights.checkpoint import clip_weights, load_checkpoint
 
     try:
-        checkpoint = load_checkpoint(weights)
-        entry = (
-            "oc_clip" if "oc_clip" in checkpoint else "clip" if clip_weights(checkpoint, weights) is not None else ""
-        )
-    except (CheckpointError, OSError):
+        path = weights or str(read_config(Path(str(config))).get("pretrained_weights"))
+        checkpoint = load_checkpoint(path)
+        is_clip = clip_weights(checkpoint, path) is not None
+    except Exception:  # a hub or a missing package may raise anything
         return name
-    return FOR_OBJECTIVE[name].get(entry, name)
+    return FOR_OBJECTIVE[name]["oc_clip" if "oc_clip" in checkpoint else "clip"] if is_clip else name
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:

@@ -29,6 +29,7 @@ from dino_sparo.__main__ import (
     HIDDEN,
     OLD_COMMANDS,
     SYNONYMS,
+    command_for,
     find_command,
     main,
     parse_keywords,
@@ -612,7 +613,7 @@ def test_a_printed_configuration_repeats_the_command(
     path = write(tmp_path / "run.yaml", capsys.readouterr().out)
     args = PARSERS[name]().parse_args(["--config", path])
     assert json.loads(json.dumps(vars(args))) == json.loads(json.dumps(vars(expected)))
-    assert f"command: {name}\n" in Path(path).read_text()
+    assert f"command: {HIDDEN.get(name, name)}\n" in Path(path).read_text()
 
 
 def required_words(action: argparse.Action) -> list[str]:
@@ -742,6 +743,9 @@ def test_attention_and_linear_take_the_options_of_the_checkpoints_objective(
     own = COMMANDS[FOR_OBJECTIVE[name][entry]]
     usage, summary, *_ = capsys.readouterr().out.split("\n\n")
     assert (usage, summary) == (f"usage: dino-sparo {name} [options]", own.summary)
+    path = write(tmp_path / "run.yaml", f"command: {name}\npretrained_weights: {tmp_path / 'a-b.pth'}\n")
+    assert command_for(name, ["--config", path]) == FOR_OBJECTIVE[name][entry]
+    assert command_for(name, ["--config", path, "--image-encoder=True"]) == name
     with pytest.raises(SystemExit, match="0"):
         main([name, "--pretrained_weights", str(tmp_path / "a-b.pth"), "--image_encoder", "--help"])
     assert capsys.readouterr().out.split("\n\n")[1] == COMMANDS[name].summary
