@@ -32,6 +32,7 @@ NEEDS = {
     "oc_clip_splits.md": "hours",
     "result_files.md": "nothing is typed",
     "results.md": "hours",
+    "scene_graphs.md": "COCO; a server with a language model",
     "shards.md": "shards of Conceptual Captions",
     "slot_score.md": "VOC and COCO",
     "slot_study.md": "a trained run",
