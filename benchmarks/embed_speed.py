@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.runtime.cli import Parser
+
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (500, 375)  # of the built-in pictures, about ImageNet's
 
@@ -136,9 +138,9 @@ def run_part(words: str) -> None:
     print(time.perf_counter() - begin)
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data_path", default=None, help="Folder of images; by default built-in pictures.")
     parser.add_argument("--num_images", type=int, default=512, help="Number of built-in pictures.")
     parser.add_argument("--lightly_python", default=None, help="Python with lightly-train; without it ours alone.")
