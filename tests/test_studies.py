@@ -318,7 +318,7 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
         elif name == "zero-shot":
             assert given["--data_path"] == "scenes:4000:48"
         else:
-            assert given["--data_path"] == str(tmp_path / "pairs")
+            assert given["--data_root"] == str(tmp_path / "pairs")
         splits = {"swap_obj": {"accuracy": 51.0}, "swap_att": {"accuracy": 60.0}}
         return {"top1": 37.0, "splits": splits}
 

@@ -41,7 +41,7 @@ def option_words(options: Mapping[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
 
 
-def spread(values: Sequence[float], unit: str = " %") -> str:
+def spread(values: Sequence[int | float], unit: str = " %") -> str:
     """Mean, and with several values the standard deviation."""
     mean = f"{statistics.mean(values):.1f}{unit}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"

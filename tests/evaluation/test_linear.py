@@ -470,7 +470,7 @@ STUDY = "choosing_images numbers keep draws nb_knn temperature probe epochs lr"
     ("options", "own"),
     [
         (eval_knn.get_args_parser, f"{KNN} slots"),
-        (eval_linear.get_args_parser, f"{LINEAR} slots"),
+        (eval_linear.get_args_parser, f"{LINEAR} slots image_encoder"),
         (slot_study_parser, STUDY),
     ],
 )

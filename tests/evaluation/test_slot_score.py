@@ -559,7 +559,7 @@ def with_slots_in_order(evaluated: Subject, order: list[int]) -> Subject:
 
 
 def matched(own: np.ndarray, other: Subject, source: ObjectSource, image_size: int | None = None) -> dict:
-    options = argparse.Namespace(seed=0, image_size=image_size)
+    options = argparse.Namespace(seed=0, img_size=image_size)
     seen = survey.Survey(values=[own], indices=list(range(len(own))))
     return command.match_models(seen, other, source, options, torch.device("cpu"))
 

@@ -268,7 +268,7 @@ def test_classes_that_are_numbers_are_places_in_a_list(tmp_path):
         ("names.txt", "\n", "is empty; give a list"),
         ("names.json", "{", "is no JSON"),
         ("names.json", '{"a": "x"}', "names no class 'b'"),
-        ("names.json", '{"s": ["x", "y"]}', "holds several lists; say which with .*names.json:KEY, one of s"),
+        ("names.json", '{"s": ["x", "y"]}', "holds several lists; say which with .*names.json:KEY of s"),
         ("names.json:t", '{"s": ["x", "y"]}', "has no key 't'; its keys are s"),
         ("imagenet", None, "2 of the 2 classes are neither WordNet ids of ImageNet nor numbers up to 999"),
     ],
