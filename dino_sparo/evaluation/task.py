@@ -311,5 +311,7 @@ def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
     if not output_dir:
         return Path(pretrained_weights).parent if pretrained_weights else Path()
     folder = Path(output_dir)
+    if folder.is_file():
+        raise ValueError(f"--output_dir {output_dir} is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -16,8 +16,8 @@ from small_models import CLIP_RUN, DINO_RUN, SMALL_ARCH, SMALL_SIZE, command, re
 from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
 from dino_sparo.weights.checkpoint import load_checkpoint, load_encoder
 
-# Weights with noise of 1e-6 lead to losses that differ by 1.3e-6 at most; a learning rate of 1 % more, by 2e-4.
-TOLERANCE = 1e-5
+# Another processor and another torch lead to losses that differ by 2e-5; a learning rate of 1 % more, by 2e-4.
+TOLERANCE = 5e-5
 RUNS = {"dino": DINO_RUN, "clip": CLIP_RUN}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.evaluation.task import result_folder, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.answers import (
     Answer,
     answer_questions,
@@ -64,6 +64,8 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
             raise ValueError(f"--pretrained_weights {weights}: there is no such file")
+    if args.output_dir:
+        result_folder(args.output_dir, "")
     results, written = {}, []
     for label, weights in zip(labels_of(args.pretrained_weights), args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
@@ -108,8 +110,7 @@ def labels_of(weights: Sequence[str]) -> list[str]:
 def result_path(weights: str, label: str, output: str | None) -> Path:
     """Path of a model's result: in the folder `output`, by default beside the weights."""
     if output is not None:
-        Path(output).mkdir(parents=True, exist_ok=True)
-        return Path(output) / f"{RESULT}_{label.replace(' ', '_')}.json"
+        return result_folder(output, weights) / f"{RESULT}_{label.replace(' ', '_')}.json"
     stem = Path(weights).stem
     return Path(weights).with_name(f"{RESULT}.json" if stem == "checkpoint" else f"{RESULT}_{stem}.json")
 
