@@ -6,6 +6,7 @@ has to wait for a core that another process keeps busy.
 
 import logging
 import os
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -25,6 +26,14 @@ def _log_files_end_with_their_test() -> Generator[None, None, None]:
     for handler in [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]:
         root.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins_for_spacy_end_with_their_test() -> Generator[None, None, None]:
+    """A process loads spaCy's model once; that of one test must not serve another."""
+    yield
+    if text := sys.modules.get("dino_sparo.image_text.text"):
+        text._pipeline.cache_clear()
 
 
 @pytest.fixture(scope="session")
