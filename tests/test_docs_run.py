@@ -86,6 +86,8 @@ def test_the_commands_of_a_page_run(newcomer: Path, name: str) -> None:
         elif command.split()[0] in SKIPPED or not any(word.startswith("--") or word.islower() for word in words):
             continue
         words = ["demo" if word in ("W", "runs/own/checkpoint.pth") else word for word in words]
+        if "runs/clip/checkpoint.pth" in words:  # captions: tests/image_text/ embeds some
+            continue
         if "NEW_E" in words:
             main(["embed", "--pretrained_weights", "demo", "--data_path", "NEW", "--output_dir", "NEW_E"])
         main([command, *words])
