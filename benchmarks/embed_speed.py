@@ -123,7 +123,10 @@ def seconds_of(part: str, args: argparse.Namespace, out: Path) -> float:
     is_lightly = part == "lightly-train"
     python = [args.lightly_python, __file__] if is_lightly else [sys.executable, "-m", "benchmarks.embed_speed"]
     options = {**vars(args), "part": part, "out": str(out)}
-    process = subprocess.run([*python, "--part", json.dumps(options)], cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the other Python does not have this package
+    process = subprocess.run(
+        [*python, "--part", json.dumps(options)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     if process.returncode:
         raise RuntimeError(f"{part} failed:\n{process.stderr[-3000:]}")
     return float(process.stdout.strip().splitlines()[-1])
