@@ -153,17 +153,18 @@ def open_caption_encoder(args: argparse.Namespace) -> "CaptionEncoder":
     """
     from dino_sparo.clip.model import load_clip
     from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
-    from dino_sparo.weights.checkpoint import clip_weights, load_checkpoint
+    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
 
     require("open_clip", "captions")
     path = args.pretrained_weights
     checkpoint = load_checkpoint(path) if path else {}
+    kind = image_text_kind(checkpoint)
     loaded: Any
-    if "oc_clip" in checkpoint:
+    if kind == "oc_clip":
         from dino_sparo.oc_clip.load import load_oc_clip
 
         loaded = load_oc_clip(path, checkpoint)
-    elif path and clip_weights(checkpoint, path) is not None:
+    elif kind == "clip":
         loaded = load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
     else:
         raise ValueError(
@@ -633,15 +634,14 @@ def command_for(name: str, words: Sequence[str]) -> str:
     weights, config = last_value(words, "--pretrained_weights"), last_value(words, "--config")
     if not weights and not config:
         return name
-    from dino_sparo.weights.checkpoint import clip_weights, load_checkpoint
+    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
 
     try:
         path = weights or str(read_config(Path(str(config))).get("pretrained_weights"))
-        checkpoint = load_checkpoint(path)
-        is_clip = clip_weights(checkpoint, path) is not None
+        kind = image_text_kind(load_checkpoint(path, verify=False, mmap=True))  # the command reads the weights
     except Exception:  # a hub or a missing package may raise anything
         return name
-    return FOR_OBJECTIVE[name]["oc_clip" if "oc_clip" in checkpoint else "clip"] if is_clip else name
+    return FOR_OBJECTIVE[name].get(str(kind), name)
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:

@@ -177,6 +177,6 @@ def attention(**options: Any) -> Result:
     """Draw the attention map of every slot, or head, of a checkpoint for some images.
 
     Args:
-        options: of `dino-sparo attention`: pretrained_weights, image_path, output_dir, ...
+        options: of `dino-sparo attention`: pretrained_weights, data_path, output_dir, ...
     """
     return call("attention", **options)

@@ -11,28 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import TINY
 
 import dino_sparo
 from dino_sparo.api import call
 
-TINY: dict[str, Any] = {
-    "data_path": "scenes:48:32",
-    "arch": "vit_micro",
-    "patch_size": 8,
-    "global_crops_size": 32,
-    "local_crops_number": 1,
-    "local_crops_size": 16,
-    "sparo_slots": 5,
-    "sparo_slot_dim": 3,
-    "sparo_key_dim": 2,
-    "out_dim": 32,
-    "head_hidden_dim": 16,
-    "batch_size_per_gpu": 16,
-    "warmup_epochs": 0,
-    "num_workers": 0,
-    "device": "cpu",
-    "knn_freq": 0,
-}
 NOTEBOOK = """
 import dino_sparo
 run = dino_sparo.train(output_dir="run", epochs=1, **OPTIONS)

@@ -5,6 +5,7 @@ In order: a source (`sources/`) -> `ImageDataset` (image -> crops, by `crops.py`
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -198,7 +199,7 @@ class Batch(DeviceBatch):
     parameters: Float[Tensor, "S B _"] | None = None
 
 
-class EpochDataset(Dataset):
+class EpochDataset(Dataset, ABC):
     """Items of a source, by (epoch, index), or by index in epoch 0; a subclass makes an item.
 
     Args:
@@ -221,9 +222,9 @@ class EpochDataset(Dataset):
             raise IndexError(f"index {index} of {self.source.name}, which has {len(self.source)}")
         return self.item(epoch, index)
 
-    def item(self, epoch: int, asked: int) -> Any:
+    @abstractmethod
+    def item(self, epoch: int, start: int) -> Any:
         """The item of an index that exists."""
-        raise NotImplementedError
 
 
 class ImageDataset(EpochDataset):
@@ -237,17 +238,17 @@ class ImageDataset(EpochDataset):
     source: ImageSource
     transform: Transform
 
-    def item(self, epoch: int, asked: int) -> Item:
+    def item(self, epoch: int, start: int) -> Item:
         """The crops of an image in an epoch, with its label."""
-        image, index, corrupt = read_next(self.source.read, asked, self.source)
-        made = self.transform(image, image_rng(self.seed, epoch, asked))
+        image, index, corrupt = read_next(self.source.read, start, self.source)
+        made = self.transform(image, image_rng(self.seed, epoch, start))
         views, parameters = made if isinstance(made, DeferredViews) else (made, None)
         label = -1 if self.source.labels is None else int(self.source.labels[index])
         return Item(views, label, index, tuple(corrupt[:1]), parameters)
 
 
-def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
-    """`read(asked)`, or `read` of another index if that image is unreadable.
+def read_next(read: Callable[[int], T], start: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
+    """`read(start)`, or `read` of another index if that image is unreadable.
 
     The next neighbours are tried first; after the last index comes the first. An interrupted copy leaves many
     unreadable neighbours, so the steps then become wide: only a disk that does not answer fails that often.
@@ -261,7 +262,7 @@ def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tupl
     corrupt: list[tuple[str, str]] = []
     for step in range(min(MAX_CORRUPT_IN_A_ROW, len(source))):
         is_near = step < NUM_NEIGHBOURS or len(source) <= MAX_CORRUPT_IN_A_ROW
-        index = (asked + (step if is_near else int(step * WIDE_STEP * len(source)))) % len(source)
+        index = (start + (step if is_near else int(step * WIDE_STEP * len(source)))) % len(source)
         try:
             return read(index), index, corrupt
         except CorruptImageError as error:

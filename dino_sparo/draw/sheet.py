@@ -126,7 +126,7 @@ def save_sheet(figure: Figure, path: Path) -> None:
     content = max(tiles_width, MIN_WIDTH - layout.side if has_words else 0)
     parts = [_section(*both, layout, content) for both in zip(figure.sections, blocks, strict=True)]
     columns, gap = 1, SECTION_GAP
-    if layout.is_flowing:  # in so many columns that the sheet has about a slide's shape
+    if layout.is_flowing:  # the number of columns gives the sheet about the shape of a slide
         gap = GAP
         height = sum(part.height + gap for part in parts)
         columns = max(1, round(math.sqrt(height * ASPECT / (layout.side + tiles_width + MARGIN))))

@@ -19,7 +19,7 @@ def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
 
 
 def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor]:
-    """Start `all_reduce_sum` and go on computing; the returned function waits for it and returns the tensor."""
+    """Start `all_reduce_sum` without waiting; the returned function waits for the result and returns the tensor."""
     if world_size() == 1:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)

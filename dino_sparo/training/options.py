@@ -30,9 +30,9 @@ MAX_STEPS = Option(
 )
 RUN: Group = {
     "output_dir": Option(None, "Folder of checkpoints and logs; a run that lies there is resumed."),
-    "saveckp_freq": Option(20, "Keep a checkpoint every so many epochs; 0: never."),
+    "saveckp_freq": Option(20, "Keep a checkpoint every N epochs; 0: never."),
     "saveckp_minutes": Option(
-        30.0, "Also save every so many minutes within an epoch; a crash costs at most that time. 0: only after epochs."
+        30.0, "Also save every N minutes within an epoch; a crash costs at most that time. 0: only after epochs."
     ),
     "keep_checkpoints": Option(
         3, "Number of last checkpoints to keep; if the newest is damaged, the one before is used.", positive_int

@@ -90,7 +90,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
+def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU, verify its checksums, run no code from it.
 
     A .pth file has checksums, which torch does not verify, and so have our exports; torch's files before 2020 and
@@ -100,6 +100,7 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
         path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights
             are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...).
         verify: False if `verify_checkpoint` has just read the file.
+        mmap: leave tensors in the file until they are used.
 
     Raises:
         CheckpointError: the file is missing, damaged, compressed or no checkpoint, or its pickle asks for code to run.
@@ -111,7 +112,7 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
         )
     if path.suffix == ".safetensors":
         return _with_published(read_safetensors(path), path)
-    checkpoint = read_torch_file(path, verify)
+    checkpoint = read_torch_file(path, verify, mmap)
     if not isinstance(checkpoint, dict):
         kind = type(checkpoint).__name__
         raise CheckpointError(f"{path} holds a {kind}, not a dict of weights; save a model's state_dict()")
@@ -449,6 +450,12 @@ def network_name(checkpoint: Mapping[str, Any], which: str) -> str | None:
 def image_text_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
     """The entry under one of `IMAGE_TEXT_KEYS`, which describes an image-text model; None if there is none."""
     return next((checkpoint[key] for key in IMAGE_TEXT_KEYS if key in checkpoint), None)
+
+
+def image_text_kind(checkpoint: Mapping[str, Any]) -> str | None:
+    """The image-text model of a checkpoint, a key of `IMAGE_TEXT_KEYS`; "clip" also for OpenCLIP's; None: none."""
+    kind = next((key for key in IMAGE_TEXT_KEYS if key in checkpoint), None)
+    return "clip" if kind is None and is_open_clip(_top_weights(checkpoint)) else kind
 
 
 def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:

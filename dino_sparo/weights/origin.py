@@ -21,7 +21,7 @@ RECIPE = (
     *("optimizer", "lr", "min_lr", "lr_image", "lr_text", "warmup_epochs", "warmup_steps"),
     *("weight_decay", "weight_decay_end", "beta1", "beta2", "clip_grad", "precision"),
 )
-RESULTS = ("knn", "linear", "zero_shot", "retrieval", "clip_probe", "compositional", "slot_score")  # files of scores
+RESULTS = ("knn", "linear", "zero_shot", "retrieval", "probe", "compositional", "slot_score")  # files of scores
 PARTS = ("train", "val", "test", "images", "train2017")  # folders whose name alone does not tell the data
 
 

@@ -105,6 +105,17 @@ def embed_on_a_rank(weights: Path, pairs: Path, out: Path) -> None:
     COMMANDS["embed"].function(parser().parse_args([*map(str, words), *options]))
 
 
+def test_other_captions_of_the_same_number_are_other_embeddings(
+    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = small_checkpoint(tmp_path / "clip.pth")
+    embed(weights, pairs, tmp_path / "captions", "--what", "captions")
+    pairs.write_text(pairs.read_text().replace("a green disc", "a green ring"))
+    with pytest.raises(SystemExit):
+        embed(weights, pairs, tmp_path / "captions", "--what", "captions")
+    assert "holds other embeddings (captions" in caplog.text
+
+
 def test_two_processes_write_one_result(
     pairs: Path, tmp_path: Path, two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,25 @@ DINO_RUN = {
     "freeze_last_layer": 1,
     "lr": 0.01,
 }
+# DINO for tests of calls: a training of seconds.
+TINY: dict[str, Any] = {
+    "data_path": "scenes:48:32",
+    "arch": "vit_micro",
+    "patch_size": 8,
+    "global_crops_size": 32,
+    "local_crops_number": 1,
+    "local_crops_size": 16,
+    "sparo_slots": 5,
+    "sparo_slot_dim": 3,
+    "sparo_key_dim": 2,
+    "out_dim": 32,
+    "head_hidden_dim": 16,
+    "batch_size_per_gpu": 16,
+    "warmup_epochs": 0,
+    "num_workers": 0,
+    "device": "cpu",
+    "knn_freq": 0,
+}
 CLIP_RUN = {
     **SHARED,
     **TEXT,

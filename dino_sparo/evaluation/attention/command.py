@@ -13,6 +13,7 @@ import argparse
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -42,11 +43,11 @@ SCENE_INDEX, SCENE_SIZE = 23, 384
 Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
 
 
-def visualize(args: argparse.Namespace) -> None:
-    """Draw the figures that the options ask for."""
+def visualize(args: argparse.Namespace) -> dict[str, Any]:
+    """Draw the figures that the options ask for; returns the content of attention.json."""
     task = EvaluationTask.start_on_first(args)
     if task is None:
-        return
+        return {}
     require_matplotlib()
     if args.threshold is not None:
         check_share("threshold", args.threshold)
@@ -70,6 +71,7 @@ def visualize(args: argparse.Namespace) -> None:
     if args.atlas:
         written += draw_atlas(subject, f"{maps.run}  ·  {maps.model}", limits, folder, args)
     say("\n".join(map(str, written)))
+    return record
 
 
 def read_images(image_path: str | None, max_images: int, limits: ImageLimits) -> Images:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from dino_sparo.data.sources import CorruptImageError, ImageSource, TableColumns, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, TableColumns, open_source
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import fitted
@@ -217,7 +217,8 @@ def draw_page(
     images = embeddings.record["images"]
     columns = TableColumns(*images.get("columns", ()))
     try:
-        source = open_source(data_path or images["data_path"], images["split"], columns=columns)
+        limits = ImageLimits(**embeddings.record["settings"].get("limits", {}))
+        source = open_source(data_path or images["data_path"], images["split"], columns=columns, limits=limits)
     except ValueError as error:
         logger.warning("%s is not written: the images are gone (%s); --data_path says where they are now", path, error)
         return

@@ -10,6 +10,7 @@
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
         "batch_size_per_gpu": args.batch_size_per_gpu,
         "images": fingerprint_of(source),
         "num_images": len(source),
+        "limits": asdict(task.limits),
     }
     return {
         "settings": settings,

@@ -9,6 +9,7 @@ the whole caption as one phrase; they have no counterpart among images.
 """
 
 import argparse
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,7 @@ def embed_captions(
         "precision": args.precision,
         "batch_size_per_gpu": args.batch_size_per_gpu,
         "num_captions": len(data.captions),
+        "captions": hashlib.sha256("\0".join(data.captions).encode(errors="surrogatepass")).hexdigest(),
         "img_size": None,
     }
     record = {

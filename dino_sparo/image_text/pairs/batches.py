@@ -180,11 +180,11 @@ class PairDataset(EpochDataset):
     source: PairSource
     transform: PairTransform
 
-    def item(self, epoch: int, asked: int) -> PairItem:
+    def item(self, epoch: int, start: int) -> PairItem:
         """The pair of an index in an epoch; an unreadable pair is replaced as in `ImageDataset`."""
-        (image, captions), index, corrupt = read_next(self.source.read_pair, asked, self.source)
-        (view,) = self.transform(image, image_rng(self.seed, epoch, asked))
-        drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
+        (image, captions), index, corrupt = read_next(self.source.read_pair, start, self.source)
+        (view,) = self.transform(image, image_rng(self.seed, epoch, start))
+        drawn = image_rng(self.seed + CAPTION_STREAM, epoch, start).integers(len(captions))
         negative = None if self.source.negatives is None else self.source.negatives(index)[0]
         return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]), negative)
 
