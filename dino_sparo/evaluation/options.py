@@ -75,7 +75,7 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
 
 IMAGE_ENCODER = Option(
     False,
-    "Take the image encoder of a CLIP or an OC-CLIP alone, as if DINO had trained it. Else they have own options.",
+    "Treat a CLIP or an OC-CLIP as an encoder of images alone. Otherwise their own protocol and options are used.",
 )
 
 KNN: Group = {
