@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -332,18 +333,12 @@ SIZES_OF_CODES = {"num_slots": 5, "slot_dim": 3, "key_dim": 2, "num_codes": 7, "
 
 HUGGINGFACE_FILES = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
 
-# Runs where neither this package nor jaxtyping can be imported.
+# Runs in an environment of its own, where neither this package nor jaxtyping is installed.
 ELSEWHERE = """
-import sys, torch
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("dino_sparo", "jaxtyping"):
-            raise ImportError(name)
-
-sys.meta_path.insert(0, Absent())
+import importlib.util, sys, torch
 from transformers import AutoModel
 
+assert not any(map(importlib.util.find_spec, ("dino_sparo", "jaxtyping")))
 folder, images, out = sys.argv[1:]
 model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
 assert not any(report.values()), report
@@ -351,6 +346,18 @@ with torch.no_grad():
     output = model.eval()(torch.load(images))
 torch.save(dict(output.items()), out)
 """
+
+
+@pytest.fixture(scope="module")
+def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment that has all packages of this one except dino_sparo and jaxtyping."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"dino_sparo|jaxtyping|__editable__|_.*\.pth", path.name):
+            (packages / path.name).symlink_to(path)
+    return folder / "bin" / "python"
 
 
 @pytest.mark.parametrize(
@@ -367,15 +374,23 @@ torch.save(dict(output.items()), out)
     ids=lambda settings: settings["readout"],
 )
 def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed(
-    tmp_path: Path, settings: dict[str, Any]
+    tmp_path: Path, settings: dict[str, Any], another_python: Path
 ) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     encoder = build(**settings)
     folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
     assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
     torch.save(images(), tmp_path / "images.pt")
-    words = [sys.executable, "-c", ELSEWHERE, str(folder), str(tmp_path / "images.pt"), str(tmp_path / "output.pt")]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    words = [
+        str(another_python),
+        "-c",
+        ELSEWHERE,
+        str(folder),
+        str(tmp_path / "images.pt"),
+        str(tmp_path / "output.pt"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     subprocess.run(words, check=True, cwd=tmp_path, env=environment)
     found = torch.load(tmp_path / "output.pt")
     with torch.no_grad():
