@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
-    from dino_sparo.dino.head import DINOHead, DINONetwork
+    from dino_sparo.dino.head import DINOHead
     from dino_sparo.dino.loss import DINOLoss
+    from dino_sparo.distillation.network import DINONetwork
     from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
     from dino_sparo.models.readout import ReadoutOutput, Sparo
@@ -72,8 +73,9 @@ __getattr__, __dir__ = lazy_names(
         "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
         "data.crops": ("MultiCropAugmentation",),
         "data.views": ("EvalTransform",),
-        "dino.head": ("DINOHead", "DINONetwork"),
+        "dino.head": ("DINOHead",),
         "dino.loss": ("DINOLoss",),
+        "distillation.network": ("DINONetwork",),
         "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
         "models.readout": ("ReadoutOutput", "Sparo"),
     },

@@ -58,7 +58,7 @@ TESTS: dict[str, list[str]] = {
     "dino/head": ["test_head"],
     "dino/loss": ["test_loss", "test_collapse"],
     "training/optim": ["test_optim"],
-    "dino/teacher": ["test_teacher"],
+    "distillation/teacher": ["test_teacher"],
     "data/crops": ["test_crops"],
     "data/augment": ["test_distort"],
     "weights/checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],

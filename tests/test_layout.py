@@ -22,7 +22,13 @@ MAP = ROOT / "docs" / "architecture.md"
 # The rooms, each with the rooms that it may import besides itself. Whoever imports `dino_sparo` alone takes what its
 # __init__ names, when it is used.
 FLOORS = ("runtime", "data", "models", "weights", "draw", "evaluation", "training")
-TOP = {"dino": set(), "image_text": set(), "clip": {"image_text"}, "oc_clip": {"image_text"}}
+TOP = {
+    "distillation": set(),
+    "dino": {"distillation"},
+    "image_text": set(),
+    "clip": {"image_text"},
+    "oc_clip": {"image_text"},
+}
 ROOMS: dict[str, set[str]] = {
     **{room: {"_version", *FLOORS[:number]} for number, room in enumerate(FLOORS)},
     **{room: {"_version", *FLOORS} | others for room, others in TOP.items()},
@@ -151,7 +157,8 @@ def imported_files(name: str) -> set[str]:
 # What a step may do, and how far the parsed options go.
 
 STEP_FILES = (
-    *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/loss.py"),
+    *("dino/step.py", "dino/loss.py", "dino/head.py", "clip/loss.py"),
+    *("distillation/network.py", "distillation/teacher.py", "distillation/step.py"),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
@@ -191,7 +198,8 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign_names"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
-    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss"),
+    *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
+    *("distillation/network", "distillation/teacher", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),
     *("oc_clip/pairs", "oc_clip/step", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),

@@ -121,6 +121,6 @@ def wrapped_in_ddp() -> Iterator[None]:
             return wrap(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for module in ("dino_sparo.dino.train", "dino_sparo.image_text.objective"):
+        for module in ("dino_sparo.distillation.objective", "dino_sparo.image_text.objective"):
             stack.enter_context(mock.patch(f"{module}.wrap_ddp", wrap_always))
         yield

@@ -1,10 +1,9 @@
-"""DINO: what it adds to the encoder and the trainer.
+"""DINO: what it adds to student, teacher and trainer.
 
 options.py    the options of training, without torch
 step.py       one step: the paper's algorithm 1
 head.py       encoding -> logits
 loss.py       logits -> loss; the center; collapse
-teacher.py    the moving average
-train.py      options -> student, teacher, loss, data; evaluation after an epoch
+train.py      options -> networks with their heads, loss
 demo.py       trained, evaluated and drawn in minutes
 """

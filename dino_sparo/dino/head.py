@@ -1,19 +1,15 @@
-"""Encoding -> logits over K prototypes: the DINO head, and `DINONetwork`, the type of student and teacher.
+"""Encoding -> logits over K prototypes: the DINO head.
 
 The head is the reference's, unchanged, with its parameter names; only the deprecated `torch.nn.utils.weight_norm` is
 replaced by a module that holds the same two parameters.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
-
 import torch
 from jaxtyping import Float
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.models.encoder import Encoder, encode_crops
+from dino_sparo.distillation.network import mlp
 from dino_sparo.models.readout import require_positive
 
 
@@ -69,55 +65,10 @@ class DINOHead(nn.Module):
         super().__init__()
         widths = {"in_dim": in_dim, "out_dim": out_dim, "hidden_dim": hidden_dim, "bottleneck_dim": bottleneck_dim}
         require_positive("the DINO head", num_layers=num_layers, **widths)
-        self.mlp = _mlp([in_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim], use_bn)
+        self.mlp = mlp([in_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim], use_bn)
         self.last_layer = WeightNormLinear(bottleneck_dim, out_dim)
         self.last_layer.weight_g.requires_grad_(not norm_last_layer)
 
     def forward(self, encodings: Float[Tensor, "B in_dim"]) -> Float[Tensor, "B K"]:
         """Encodings (B, L*V) -> logits (B, K)."""
         return self.last_layer(F.normalize(self.mlp(encodings), dim=-1))
-
-
-def _mlp(widths: list[int], use_bn: bool) -> nn.Module:
-    """Linear layers between the given widths; one alone is the bare layer, as the reference has it."""
-    layers: list[nn.Module] = []
-    for in_width, out_width in pairwise(widths[:-1]):
-        layers.append(_linear(in_width, out_width))
-        if use_bn:
-            layers.append(nn.BatchNorm1d(out_width))
-        layers.append(nn.GELU())
-    last = _linear(widths[-2], widths[-1])
-    return nn.Sequential(*layers, last) if layers else last
-
-
-def _linear(in_width: int, out_width: int) -> nn.Linear:
-    layer = nn.Linear(in_width, out_width)
-    trunc_normal_(layer.weight, std=0.02)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-class DINONetwork(nn.Module):
-    """Student or teacher: crops -> logits. Its keys are `backbone.*`, `readout.*` and `head.*`.
-
-    Args:
-        encoder: images -> encodings; its parts become parts of the network.
-        head: encodings -> logits.
-    """
-
-    def __init__(self, encoder: Encoder, head: DINOHead) -> None:
-        super().__init__()
-        self.backbone = encoder.backbone
-        self.readout = encoder.readout
-        self.head = head
-        self.config = encoder.config
-        self.is_vanilla = encoder.is_vanilla
-
-    @property
-    def encoder(self) -> Encoder:
-        """The encoder without its head; it shares the parameters."""
-        return Encoder(self.backbone, self.readout, self.config)
-
-    def forward(self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]]) -> Float[Tensor, "SB K"]:
-        """Crops -> logits (S*B, K), crop by crop: the first B rows belong to the first crop."""
-        return self.head(encode_crops(self.backbone, self.readout, crops, self.is_vanilla))

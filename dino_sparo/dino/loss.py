@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS
 from dino_sparo.runtime.collectives import all_reduce_sum_async
 from dino_sparo.runtime.launch import world_size
-
-NUM_TEACHER_CROPS = 2
 
 
 class LossDiagnostics(NamedTuple):

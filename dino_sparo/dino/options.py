@@ -1,90 +1,19 @@
 """The options of DINO's training, in data-flow order, and their checks.
 
-Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/runtime/test_cli.py` lists the defaults
-that differ.
+`distillation/options.py` has what every objective with a student and a teacher takes.
 """
 
 import argparse
-import logging
 from typing import Any
 
-from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS
-from dino_sparo.runtime.cli import (
-    COLUMNS,
-    DEVICE,
-    IMAGE_LIMITS,
-    NORMALIZATION,
-    SLOT_SIZES,
-    TRAINING_DATA,
-    Group,
-    Option,
-    Parser,
-    bool_flag,
-    positive_int,
-    share,
-    whole_number,
-)
-from dino_sparo.training.options import COMPUTE, MAX_STEPS, RUN, check_whole_patches
+from dino_sparo.distillation import options as shared
+from dino_sparo.distillation.options import check_options
+from dino_sparo.runtime.cli import Group, Option, Parser, whole_number
 
-logger = logging.getLogger(__name__)
+__all__ = ["check_options", "defaults_of", "fill_in_defaults", "get_args_parser"]
 
-REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
-# Defaults of the reference that do not fit every run; see `fill_in_defaults`.
-WARMUP_EPOCHS, FREEZE_LAST_LAYER = 10, 1
+FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; see `fill_in_defaults`
 
-IMAGES: Group = {
-    "data_path": Option(
-        None,
-        "Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
-        "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
-    ),
-    **TRAINING_DATA,
-    "batch_size_per_gpu": Option(64, "Images per process and forward pass.", positive_int),
-    "grad_accum_steps": Option(
-        1, "Forward passes per step, whose gradients are averaged: a larger batch in the same memory.", positive_int
-    ),
-}
-CROPS: Group = {
-    "global_crops_size": Option(224, "Side of the global crops in pixels."),
-    "local_crops_size": Option(96, "Side of the local crops in pixels."),
-    "global_crops_scale": Option(
-        (0.4, 1.0),
-        "Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
-    ),
-    "local_crops_number": Option(8, "Local crops per image; 0 for none."),
-    "local_crops_scale": Option((0.05, 0.4), "Share of the area in a local crop."),
-    "distort_on": Option(
-        "auto",
-        "Where crops get colour jitter, blur and solarisation: cpu, in the processes that load images; device, in "
-        "batches, so that these processes only decode and cut; auto: device on GPUs, else cpu.",
-        choices=("auto", "cpu", "device"),
-    ),
-}
-ENCODER: Group = {
-    "arch": Option(
-        "vit_small",
-        f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
-    ),
-    "patch_size": Option(
-        16, "Side of a patch in pixels. Smaller is more accurate and costs more; 4 suits 32 px images.", positive_int
-    ),
-    "readout": Option(
-        "sparo",
-        f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
-        "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, gap "
-        "averages all tokens.",
-    ),
-    **SLOT_SIZES,
-    "pre_norm": Option(False, "CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs."),
-    "quick_gelu": Option(False, "OpenAI's activation, which --init_from OpenAI's CLIP needs."),
-    "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
-    "init_from": Option(
-        None,
-        "Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of a "
-        "CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. A read-out of the same sizes is "
-        "taken, too; another one, and the head, start at random. A resumed run takes its own weights.",
-    ),
-}
 HEAD: Group = {
     "out_dim": Option(
         65536,
@@ -93,10 +22,6 @@ HEAD: Group = {
     "norm_last_layer": Option(
         True, "Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable."
     ),
-    "head_hidden_dim": Option(2048, "Width of the head's MLP; less saves time with tiny encoders."),
-    "use_bn_in_head": Option(
-        False, "Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step."
-    ),
 }
 LOSS: Group = {
     "warmup_teacher_temp": Option(
@@ -104,99 +29,28 @@ LOSS: Group = {
     ),
     "teacher_temp": Option(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
     "warmup_teacher_temp_epochs": Option(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
-    "momentum_teacher": Option(
-        0.996, "Momentum of the moving average, rising to 1; 0.9995 suits a batch of 256, less short runs.", share
-    ),
 }
 OPTIMIZATION: Group = {
-    "epochs": Option(100, "Epochs of the run, which the schedules span.", positive_int),
-    "max_steps": MAX_STEPS,
-    "optimizer": Option("adamw", "adamw suits transformers.", choices=sorted(OPTIMIZERS)),
-    "lr": Option(
-        0.0005, f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch."
-    ),
-    "warmup_epochs": Option(
-        None,
-        f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run 1, in a run of "
-        "one epoch 0)",
-        whole_number,
-    ),
-    "min_lr": Option(1e-6, "Learning rate at the end."),
-    "weight_decay": Option(0.04, "Weight decay in the first step."),
-    "weight_decay_end": Option(0.4, "Weight decay in the last step."),
-    "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
     "freeze_last_layer": Option(
         None,
         "Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
         f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
         whole_number,
     ),
-    **COMPUTE,
     "loss_chunk": Option(
         0, "Prototypes that the loss computes together; 0 for all. Fewer take less memory and more time."
     ),
-    "use_fp16": Option(None, "The reference's option: true for fp16, false for fp32.", bool_flag),
 }
-KNN_FREQ = Option(0, "Epochs between 20-NN probes of the teacher, which keep the best checkpoint; 0: never.")
 
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    return Parser(
-        {
-            "images": IMAGES,
-            "files of images": COLUMNS | IMAGE_LIMITS,
-            "crops": CROPS,
-            "normalisation": NORMALIZATION,
-            "encoder: images -> tokens -> slots": ENCODER,
-            "head: encoding -> logits": HEAD,
-            "loss and teacher": LOSS,
-            "optimisation": OPTIMIZATION,
-            "run": RUN | {"knn_freq": KNN_FREQ},
-            "device and processes": DEVICE,
-        }
-    )
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse a warm-up beyond the run and crops that the patches do not divide.
-
-    Raises:
-        ValueError: names the option and what would fit.
-    """
-    if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
-        raise ValueError(
-            f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
-        )
-    check_whole_patches(args, "global_crops_size", *(["local_crops_size"] if args.local_crops_number else []))
+    return shared.parser_of(HEAD, LOSS, OPTIMIZATION)
 
 
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:
-    """Give options whose default depends on the run's length their values: the reference's, where they fit.
-
-    A warm-up must not be longer than the run, and the prototypes must learn at least in the last epoch. Else one epoch
-    is enough, and none in a run of one epoch. The log names what differs from the reference.
-
-    Args:
-        args: parsed options; those that are None are changed in place.
-
-    Returns:
-        The values that were filled in, by name.
-    """
-    filled_in = {}
-    for name, reference, most in (
-        ("warmup_epochs", WARMUP_EPOCHS, args.epochs),
-        ("freeze_last_layer", FREEZE_LAST_LAYER, args.epochs - 1),
-    ):
-        if getattr(args, name) is None:
-            filled_in[name] = reference if reference <= most else min(1, args.epochs - 1)
-            setattr(args, name, filled_in[name])
-            if filled_in[name] != reference:
-                logger.info(
-                    "--%s %d: the default of %d does not fit a run of %d epochs",
-                    *(name, filled_in[name], reference, args.epochs),
-                )
-    return filled_in
+    """`distillation.options.fill_in_defaults`; the prototypes must learn at least in the last epoch."""
+    return shared.fill_in_defaults(args, {"freeze_last_layer": (FREEZE_LAST_LAYER, args.epochs - 1)})
 
 
 def defaults_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dino_sparo.data.dataset import Batch
-from dino_sparo.dino.loss import NUM_TEACHER_CROPS
-from dino_sparo.dino.teacher import ema_update_
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS
+from dino_sparo.distillation.step import finish_step
 from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.objective import StepReport
-from dino_sparo.training.optim import clip_gradients_, drop_gradients
 
 if TYPE_CHECKING:
     from dino_sparo.dino.train import DINOObjective
@@ -56,16 +55,7 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
     entropies = (
         loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict() if diagnose else {}
     )
-    mean_loss = torch.stack(losses).mean()
-    grad_norms = updater.finish_gradients(mean_loss)
-    if dino.clip_grad:
-        clip_gradients_(updater.parameters, dino.clip_grad, grad_norms)
-    if epoch < dino.freeze_last_layer:
-        drop_gradients(dino.network.head.last_layer)
-    updater.update()
+    last_layer = [dino.network.head.get_submodule("last_layer")] if epoch < dino.freeze_last_layer else []
+    report = finish_step(dino, losses, entropies, frozen=last_layer)
     finish_center(updater.nonfinite)
-    momentum = float(dino.momentum[updater.step])
-    ema_update_(dino.teacher, dino.network, momentum)
-    rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
-    updater.step += 1
-    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **entropies})
+    return report

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
-from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime.launch import Distributed
 
@@ -58,7 +57,7 @@ def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[D
     args = dino_options.get_args_parser().parse_args([])
     dino_options.defaults_of(args)
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there
-    monkeypatch.setattr(dino_train, "open_crops", lambda *_: no_data(10, 64))
+    monkeypatch.setattr("dino_sparo.distillation.objective.open_crops", lambda *_: no_data(10, 64))
     with GPU:
         training = DINOObjective(args, Distributed(0, 1, 0, GPU))
     sides = [args.global_crops_size] * 2 + [args.local_crops_size] * args.local_crops_number

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dino_sparo.dino import teacher as teacher_module
+from dino_sparo.distillation import teacher as teacher_module
 
 
 def ema(teacher: nn.Module, student: nn.Module, momentum: float) -> None:

@@ -1,0 +1,8 @@
+"""The base of objectives with a student and a teacher: DINO and SimDINO.
+
+options.py    the options of their training, without torch
+network.py    the type of student and teacher
+teacher.py    the moving average
+step.py       the end of a step: gradients -> student -> teacher
+objective.py  options -> data, student, teacher, schedules, optimizer; evaluation after an epoch
+"""

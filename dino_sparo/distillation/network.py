@@ -1,0 +1,57 @@
+"""`DINONetwork`, the type of student and teacher, and the MLP of their heads."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jaxtyping import Float
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+
+from dino_sparo.models.encoder import Encoder, encode_crops
+
+NUM_TEACHER_CROPS = 2  # the teacher sees the first of the student's crops, the global ones
+
+
+class DINONetwork(nn.Module):
+    """Student or teacher: crops -> what the loss compares. Its keys are `backbone.*`, `readout.*` and `head.*`.
+
+    Args:
+        encoder: images -> encodings; its parts become parts of the network.
+        head: encodings -> the rows that the loss compares; DINO's are logits.
+    """
+
+    def __init__(self, encoder: Encoder, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = encoder.backbone
+        self.readout = encoder.readout
+        self.head = head
+        self.config = encoder.config
+        self.is_vanilla = encoder.is_vanilla
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder without its head; it shares the parameters."""
+        return Encoder(self.backbone, self.readout, self.config)
+
+    def forward(self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]]) -> Float[Tensor, "SB K"]:
+        """Crops -> rows (S*B, K), crop by crop: the first B rows belong to the first crop."""
+        return self.head(encode_crops(self.backbone, self.readout, crops, self.is_vanilla))
+
+
+def mlp(widths: list[int], use_bn: bool) -> nn.Module:
+    """Linear layers between the given widths; one alone is the bare layer, as the reference has it."""
+    layers: list[nn.Module] = []
+    for in_width, out_width in pairwise(widths[:-1]):
+        layers.append(_linear(in_width, out_width))
+        if use_bn:
+            layers.append(nn.BatchNorm1d(out_width))
+        layers.append(nn.GELU())
+    last = _linear(widths[-2], widths[-1])
+    return nn.Sequential(*layers, last) if layers else last
+
+
+def _linear(in_width: int, out_width: int) -> nn.Linear:
+    layer = nn.Linear(in_width, out_width)
+    trunc_normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer

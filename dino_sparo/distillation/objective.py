@@ -1,0 +1,210 @@
+"""The objectives with a student and a teacher: data, schedules, optimizer, evaluation after an epoch.
+
+An objective adds its head, its loss and its step; see `training/objective.py` for the contract.
+"""
+
+import argparse
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dino_sparo.data.dataset import Batch, require_labels
+from dino_sparo.data.sources.image_source import ImageSource
+from dino_sparo.distillation.network import DINONetwork
+from dino_sparo.distillation.options import REFERENCE_BATCH
+from dino_sparo.draw.pixels import crops_grid
+from dino_sparo.evaluation.attention.maps import slots_grid
+from dino_sparo.evaluation.features import effective_rank
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
+from dino_sparo.runtime.logs import RunLog
+from dino_sparo.runtime.precision import use_fused_attention
+from dino_sparo.training.images import Examples, create_updater, knn_probe, open_crops
+from dino_sparo.training.objective import EpochResult, Objective
+from dino_sparo.training.optim import cosine_schedule
+from dino_sparo.weights.checkpoint import check_same_model, encoder_description
+from dino_sparo.weights.initialize import initialize_encoder
+
+logger = logging.getLogger(__name__)
+
+
+class DistillationObjective(Objective[Batch]):
+    """An objective whose student learns from a teacher, its moving average, that sees the global crops.
+
+    Attributes:
+        loss_key: the checkpoint's key of the loss's state.
+        student: the trained `DINONetwork`, inside DDP where there are several processes.
+        network: the student without DDP.
+        teacher: a `DINONetwork` without gradients, the student's moving average.
+        loss: student's and teacher's outputs -> loss.
+        momentum: of the moving average, one value per step.
+        clip_grad: largest norm of a parameter's gradient; 0 for no limit.
+        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
+        examples: images to look at after every epoch; rank 0 only.
+    """
+
+    loss_key: ClassVar[str]
+    fixed_options: ClassVar[Sequence[str]] = ("optimizer", "use_bn_in_head", "head_hidden_dim")
+    harmless_options: ClassVar[Sequence[str]] = ("knn_freq",)
+    source: ImageSource
+    loss: nn.Module
+
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
+        # Data: images -> S crops.
+        self.args, data = args, open_crops(args, process)
+        self.source, self.sampler, self.loader = data.source, data.sampler, data.loader
+        self.distort, self.examples = data.distort, data.examples
+        self.num_left_out = getattr(data.source, "num_left_out", 0)  # in damaged shards
+        if args.knn_freq:
+            require_labels(data.source)
+
+        # Student and teacher, which begin with the same weights.
+        torch.manual_seed(args.seed)
+        student = self.build_network(args.drop_path_rate).to(process.device)
+        teacher = self.build_network(drop_path_rate=0.0).to(process.device)
+        teacher.load_state_dict(student.state_dict())
+        teacher.requires_grad_(False)
+
+        # Loss.
+        self.loss = self.build_loss().to(process.device)
+
+        # Schedules: one value per step of the run.
+        steps_per_epoch = self.sampler.steps_per_epoch
+        steps, warmup_steps = args.epochs * steps_per_epoch, args.warmup_epochs * steps_per_epoch
+        peak_lr = args.lr * self.sampler.global_batch_size / REFERENCE_BATCH
+        lr = cosine_schedule(peak_lr, args.min_lr, steps, warmup_steps)
+        weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, steps)
+        self.momentum = cosine_schedule(args.momentum_teacher, 1.0, steps)
+
+        # Optimizer; its second group, biases and norms, has no weight decay.
+        self.updater = create_updater(
+            student, [{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}], args, process.device
+        )
+        self.clip_grad = args.clip_grad
+
+        # Device and processes.
+        for network in (student, teacher):
+            network.backbone.use_fused_attention(use_fused_attention(process.device, self.updater.dtype))
+        student.backbone.set_grad_checkpointing(args.grad_checkpointing)
+        if args.use_bn_in_head and world_size() > 1:
+            student, teacher = synchronize_batch_norm(student, teacher, process.device)
+        self.network, self.teacher = student, teacher
+        # Steps under no_sync use another graph, so static_graph must be off.
+        self.student = wrap_ddp(student, process.device, static_graph=args.grad_accum_steps == 1)
+        millions = sum(parameter.numel() for parameter in student.parameters()) / 1e6
+        summary, dtype = student.encoder.summary, self.updater.dtype
+        logger.info("%s, %.1f M parameters with the head, %s on %s", summary, millions, dtype, process)
+
+    @abstractmethod
+    def build_network(self, drop_path_rate: float) -> DINONetwork:
+        """Student or teacher with random weights, from the options."""
+
+    @abstractmethod
+    def build_loss(self) -> nn.Module:
+        """The loss from the options."""
+
+    @abstractmethod
+    def diagnose(
+        self, epoch: int, means: Mapping[str, float], feature_rank: float
+    ) -> tuple[dict[str, float], str | None]:
+        """Numbers for the log after an epoch, and a warning if the encodings collapsed.
+
+        Args:
+            epoch: counted from 0.
+            means: over the steps of the epoch.
+            feature_rank: effective rank of the teacher's encodings of some images.
+        """
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """Student, teacher, and the loss.
+
+        In training the teacher is in training mode too: batch norm in its head uses the batch's statistics.
+        """
+        return {"student": self.network, "teacher": self.teacher, self.loss_key: self.loss}
+
+    @property
+    def compiled_modules(self) -> list[nn.Module]:
+        """All networks and the distortions; positions are resampled before, once for each size of crop."""
+        args = self.args
+        for network in (self.network, self.teacher):
+            for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
+                network.backbone.position_embedding(side, side)
+        return [*self.networks.values(), *([self.distort] if self.distort else [])]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The checkpoint's `encoder`."""
+        return {"encoder": encoder_description(self.network.config, self.args.norm_mean, self.args.norm_std)}
+
+    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Refuse to resume a checkpoint of another encoder."""
+        check_same_model(checkpoint, self.network.config, source)
+
+    def initialize(self) -> None:
+        """Start student and teacher from the ViT that `--init_from` names."""
+        if self.args.init_from:
+            report = initialize_encoder(self.network.encoder, self.args.init_from)
+            logger.info("start from %s; the head is new", report)
+            self.teacher.load_state_dict(self.network.state_dict())
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Every `--knn_freq` epochs."""
+        return self.args.knn_freq > 0 and (epoch + 1) % self.args.knn_freq == 0
+
+    def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
+        """The k-NN probe of the teacher; rank of its encodings and pictures of some images."""
+        values, accuracy = {}, None
+        if self.is_evaluated(epoch):  # first: if it is repeated, TensorBoard has no picture twice
+            accuracy = knn_probe(self.teacher.encoder, self.source, self.args, self.updater.device)
+        if self.examples is not None:
+            values = self._look(self.examples, epoch, means, log)
+        return EpochResult(values if accuracy is None else {**values, self.metric: accuracy}, accuracy)
+
+    def _look(self, examples: Examples, epoch: int, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
+        """Rank of the teacher's encodings and pictures of some images; names a collapse in the log."""
+        args, encoder, device = self.args, self.teacher.encoder.eval(), self.updater.device
+        with torch.no_grad(), self.updater.autocast():
+            feature_rank = effective_rank(encoder(examples.crops[0].to(device)))
+            pictures = {
+                "crops": crops_grid(examples.crops, args.norm_mean, args.norm_std),
+                "slots": slots_grid(encoder, examples.views.to(device), args.norm_mean, args.norm_std),
+            }
+        for name, picture in pictures.items():
+            log.image(name, picture, self.updater.step)
+        values, collapse = self.diagnose(epoch, means, feature_rank)
+        if collapse is not None:
+            logger.warning("%s", collapse)
+        return {"feature_rank": feature_rank, **values}
+
+
+def synchronize_batch_norm(
+    student: DINONetwork, teacher: DINONetwork, device: torch.device
+) -> tuple[DINONetwork, DINONetwork]:
+    """Batch norm in the heads takes the statistics of all GPUs; on CPUs torch has no such layer."""
+    if device.type != "cuda":
+        logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
+        return student, teacher
+    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(student), convert(teacher)
+
+
+def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:
+    """Encoder from the options, with random weights."""
+    config = EncoderConfig(
+        arch=args.arch.replace("deit", "vit"),  # the reference's older names of the same models
+        patch_size=args.patch_size,
+        readout=args.readout,
+        num_slots=args.sparo_slots,
+        slot_dim=args.sparo_slot_dim,
+        key_dim=args.sparo_key_dim,
+        group_size=args.sparo_group_size,
+        img_size=args.global_crops_size,
+        pre_norm=args.pre_norm,
+        quick_gelu=args.quick_gelu,
+    )
+    return encoder_from_config(config, drop_path_rate)

@@ -1,0 +1,46 @@
+"""The end of a step with a student and a teacher: gradients -> student -> teacher.
+
+The forward passes and the loss are the objective's own, as in `dino/step.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.distillation.teacher import ema_update_
+from dino_sparo.training.objective import StepReport
+from dino_sparo.training.optim import clip_gradients_, drop_gradients
+
+if TYPE_CHECKING:
+    from dino_sparo.distillation.objective import DistillationObjective
+
+
+def finish_step(
+    objective: "DistillationObjective",
+    losses: Sequence[Tensor],
+    scalars: Mapping[str, Tensor],
+    frozen: Sequence[nn.Module] = (),
+) -> StepReport:
+    """Clip the gradients, update student and teacher, report the step.
+
+    Args:
+        objective: changed in place.
+        losses: of the micro-batches, detached.
+        scalars: numbers to log beside the loss.
+        frozen: parts of the student that this step does not train.
+    """
+    updater = objective.updater
+    loss = torch.stack(list(losses)).mean()
+    grad_norms = updater.finish_gradients(loss)
+    if objective.clip_grad:
+        clip_gradients_(updater.parameters, objective.clip_grad, grad_norms)
+    for module in frozen:
+        drop_gradients(module)
+    updater.update()
+    momentum = float(objective.momentum[updater.step])
+    ema_update_(objective.teacher, objective.network, momentum)
+    rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
+    updater.step += 1
+    return StepReport(loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **scalars})
