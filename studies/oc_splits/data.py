@@ -35,7 +35,7 @@ NUM_SINGLES = len(SHAPES) * len(COLOURS) * len(BACKGROUNDS)
 MIN_TRAINING_IMAGES = 2 * NUM_SINGLES
 MAX_ROUNDS = 100  # rounds of exchanges of shuffled pictures
 PNG: dict[str, Any] = {"compress_level": 1}  # the default takes as long as drawing, and textures hardly compress
-FORMAT = 1  # version of the files
+FORMAT = 2  # version of the files
 
 
 def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> SceneGraph:

@@ -13,6 +13,7 @@ in the reversed form too. A question shows a picture of one form; its false capt
     other_colours               seen pairs in other colours
     unseen_pair                 pairs that are not seen
     single                      one object; the false caption names another colour
+    shape                       one object; the false caption names another shape
 
 Captions alone do not reveal the answers. Question k of `seen_pair` (`unseen_order`) is
 question k of `train` with the two captions exchanged, so a scorer that ignores the image has a mean of 50 % over the
@@ -41,7 +42,7 @@ AXES = ("left of", "above")
 
 # Kind of split -> its tests; the second test asks the questions of the first in reverse.
 TESTS: dict[str, tuple[str, ...]] = {
-    "attribute": ("train", "seen_pair", "other_colours", "unseen_pair", "single"),
+    "attribute": ("train", "seen_pair", "other_colours", "unseen_pair", "single", "shape"),
     "spatial": ("train", "unseen_order", "unseen_pair"),
 }
 T = TypeVar("T")
@@ -205,6 +206,9 @@ class Split:
             shape = SHAPES[number % len(SHAPES)]
             true, false = (Picture((Thing(colour, shape),)) for colour in _two_colours(rng))
             return Question(true, false)
+        if test == "shape":
+            true, false = (Picture((Thing(choose(rng, COLOURS), shape),)) for shape in shuffled(rng, SHAPES)[:2])
+            return Question(true, Picture((Thing(true.things[0].colour, false.things[0].shape),)))
         pools = {"train": self.pairs.once, "unseen_pair": self.pairs.unseen}
         pool = pools.get(test, (*self.pairs.once, *self.pairs.hard))
         pair = pool[number % len(pool)]

@@ -25,7 +25,7 @@ import numpy as np
 from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import INK, PANEL, PAPER, require_matplotlib
 from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
-from dino_sparo.runtime.cli import Option, Parser, positive_int, say
+from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
@@ -118,6 +118,14 @@ OPTIONS = {
         ),
         "seeds": Option([0], "One training run each; sets split, weights and order."),
         "epochs": _amount("Epochs of each training.", "epochs"),
+        "batch_size": _amount("Pictures of a step.", "batch_size"),
+        "lr": Option(float(OPTIMISATION["lr"]), "Learning rate after the warm-up.", positive_number),
+        "img_size": Option(int(SCENE_TOWERS["img_size"]), "Side of the pictures, pixels.", positive_int),
+        "init_from": Option(
+            None,
+            "Start the image encoders of all models from these weights of DINO; demo: the encoder of the package, "
+            "which was trained on pictures of all pairs, without captions.",
+        ),
         "short": Option(False, "Train for seconds, to see that all parts work."),
     },
     "run": {
@@ -135,7 +143,7 @@ def get_args_parser() -> Parser:
 
 def chosen_amount(args: argparse.Namespace) -> Amount:
     """The amount that the options choose."""
-    given = {name: getattr(args, name) for name in ("num_images", "num_questions", "epochs")}
+    given = {name: getattr(args, name) for name in Amount._fields}
     return (SHORT if args.short else FULL)._replace(**{name: value for name, value in given.items() if value})
 
 
@@ -152,9 +160,7 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     for (seen, hard), seed in product(cells, args.seeds):
         split = Split(args.split, seed, seen, hard)
         folder = Path(args.output_dir) / f"seen{seen}_hard{hard}_seed{seed}"
-        data = write_split(
-            folder / "data", split, amount.num_images, amount.num_questions, int(SCENE_TOWERS["img_size"])
-        )
+        data = write_split(folder / "data", split, amount.num_images, amount.num_questions, args.img_size)
         results += [model_result(name, split, data, folder / name, amount, args, run) for name in args.models]
     path = Path(args.output_dir) / "splits.json"
     write_json({"experiment": f"oc-splits {args.split}", "results": results, "versions": versions()}, path)
@@ -168,12 +174,15 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     return results
 
 
-def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
+def recipe(name: str, seed: int, amount: Amount, args: argparse.Namespace) -> dict[str, str]:
     """Training options of a model, without paths."""
     steps = amount.epochs * (amount.num_images // amount.batch_size)
     return {
         **SCENE_TOWERS,
         **OPTIMISATION,
+        **({"init_from": args.init_from, "pre_norm": "false"} if args.init_from else {}),
+        "img_size": str(args.img_size),
+        "lr": str(args.lr),
         "batch_size": str(amount.batch_size),
         "epochs": str(amount.epochs),
         "warmup_steps": str(max(1, steps // WARMUP_SHARE)),
@@ -195,7 +204,11 @@ def model_result(
         "model": name,
         **{"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed},
         **{"num_images": amount.num_images, "num_questions": amount.num_questions},
-        **{"command": MODELS[name].command, "graphs": MODELS[name].graphs, "options": recipe(name, split.seed, amount)},
+        **{
+            "command": MODELS[name].command,
+            "graphs": MODELS[name].graphs,
+            "options": recipe(name, split.seed, amount, args),
+        },
     }
     path = folder / "result.json"
     if path.is_file():
