@@ -133,7 +133,8 @@ def encoded_batches(
     Unreadable images are skipped, and named in the log at the end.
     """
     corrupt: list[tuple[str, str]] = []
-    for wanted, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
+    batches = progress(loader, total=len(loader), desc=f"{desc}, batches")
+    for wanted, batch in zip(loader.batch_sampler, batches, strict=True):
         images = batch.views[0].to(device, non_blocking=True)
         with inference(encoder, device, dtype):
             features = encode(F.pad(images, (0, 0) * 3 + (0, batch_size - len(images))))[: len(images)]

@@ -105,6 +105,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
 ) -> None:
     (photographs / "b" / "4.png").write_bytes(b"no image")
     monkeypatch.setattr(store, "CHUNK_BATCHES", 2)
+    monkeypatch.setattr(store, "MIN_CHUNKS", 1)
     options = ("--what", "slots", "cls", "mean")
     embed(weights, photographs, tmp_path / "undisturbed", *options)
     count, method = 0, getattr(EmbeddingWriter, moment)

@@ -28,7 +28,8 @@ from dino_sparo.evaluation.options import FEATURES
 from dino_sparo.runtime.records import differences, write_json
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
-CHUNK_BATCHES = 16  # batches between two files in `chunks/`
+CHUNK_BATCHES = 16  # most batches between two files in `chunks/`
+MIN_CHUNKS = 64  # fewer if there are fewer batches: a killed run repeats little
 BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
 
 
@@ -122,7 +123,7 @@ class EmbeddingWriter:
     ) -> None:
         self.folder, self.shapes, self.dtype = folder, dict(shapes), np.dtype(dtype)
         self.num_images, self.batch_size, self.unit = num_images, batch_size, unit
-        self.chunk_images = CHUNK_BATCHES * batch_size
+        self.chunk_images = batch_size * min(CHUNK_BATCHES, max(1, num_images // (MIN_CHUNKS * batch_size)))
         self.num_chunks = -(-num_images // self.chunk_images)
 
     @property
