@@ -484,6 +484,18 @@ def clip_benchmark(words: Sequence[str] | None) -> Any:
     return main(words)
 
 
+@command(DATA, evaluation_options.statistics_parser)
+def statistics(args: argparse.Namespace) -> Any:
+    """Any images -> mean and standard deviation of each channel, as options of train.
+
+    dino-sparo statistics --data_path xrays/train --in_chans 1 --max_value 4095
+    dino-sparo statistics --data_path stacks --in_chans 5
+    """
+    from dino_sparo.evaluation.statistics import measure_channels
+
+    return measure_channels(args)
+
+
 @command(DATA, oc_clip_options.parse_parser)
 def parse(args: argparse.Namespace) -> Any:
     """Captions -> their scene graphs, for OC-CLIP.

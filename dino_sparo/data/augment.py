@@ -1,14 +1,16 @@
 """Crops of 8-bit pixels and the parameters drawn for them -> distorted, normalised crops.
 
-Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion computes what Pillow computes: it rounds to
-8 bits after every operation and uses Pillow's fixed-point weights. `pack_parameters` turns a draw into numbers, and two
+Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion of RGB computes what Pillow computes: it rounds
+to 8 bits after every operation and uses Pillow's fixed-point weights. Crops of other than three channels are distorted
+without rounding, since their levels have fractions; contrast then is about each channel's own mean.
+`pack_parameters` turns a draw into numbers, and two
 functions take them:
 
     distort_crop   one crop on the CPU, only the distortions that were drawn; the pixels are Pillow's, bit for bit
     Distortions    a batch on any device. Every distortion runs for every crop, with neutral numbers where it was not
                    drawn. No branch and no shape depends on a value, so the device never waits and the code compiles.
 
-Levels are floats that hold integers from 0 to 255. Integers up to 2^24 are exact in fp32 on every device.
+Levels of RGB are floats that hold integers from 0 to 255. Integers up to 2^24 are exact in fp32 on every device.
 """
 
 import itertools
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int32, Shaped, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
@@ -45,9 +47,9 @@ NO_BLUR = (float(BLUR_UNIT), 0.0, 0.0)
 
 
 class DeferredViews(NamedTuple):
-    """The S crops of one image as 8-bit pixels (C, H, W), and the parameters for `Distortions`."""
+    """The S crops of one image, as 8-bit RGB or float levels (C, H, W), and the parameters for `Distortions`."""
 
-    views: list[UInt8[Tensor, "C _ _"]]
+    views: list[Shaped[Tensor, "C _ _"]]
     parameters: Float[Tensor, "S _"]
 
 
@@ -101,7 +103,7 @@ def box_weights(radius: float) -> tuple[float, ...]:
     return (*[float(weight)] * (whole + 1), float(edge), *[0.0] * (BLUR_TAPS - 2 - whole))
 
 
-# The distortions, on levels (..., 3, H, W). Factors and weights are numbers, or arrays that broadcast.
+# The distortions, on levels (..., C, H, W). Factors and weights are numbers, or arrays that broadcast.
 
 
 def gray_levels(channels: Sequence[Float[Array, "*B 1 H W"]]) -> Float[Array, "*B 1 H W"]:
@@ -122,8 +124,10 @@ def mean_level(gray: Float[Array, "*B 1 H W"]) -> Float[Array, "*B 1 1 1"]:
     return _cast((2 * total + number) // (2 * number), "float32")[..., None, None]
 
 
-def blend(levels: Float[Array, "*B C H W"], base: Array | float, factor: Array | float) -> Float[Array, "*B C H W"]:
-    """Base + factor (levels - base), clipped and rounded down to 8 bits.
+def blend(
+    levels: Float[Array, "*B C H W"], base: Array | float, factor: Array | float, is_8_bit: bool = True
+) -> Float[Array, "*B C H W"]:
+    """Base + factor (levels - base), clipped; with `is_8_bit` rounded down.
 
     The base is black for brightness, the mean for contrast and the pixel's gray for saturation.
     """
@@ -131,7 +135,8 @@ def blend(levels: Float[Array, "*B C H W"], base: Array | float, factor: Array |
     blended = levels - base
     blended *= factor
     blended += base
-    return library.floor(library.clip(blended, 0, 255, out=blended), out=blended)
+    blended = library.clip(blended, 0, 255, out=blended)
+    return library.floor(blended, out=blended) if is_8_bit else blended
 
 
 def shift_hue(
@@ -191,15 +196,18 @@ def hue_table() -> UInt8[np.ndarray, "261121"]:
     return np.asarray(Image.fromarray((colors & 255).astype(np.uint8)).convert("HSV"))[..., 0].flatten()
 
 
-def blur(levels: Float[Array, "*B C H W"], weights: Sequence[Array | int]) -> Float[Array, "*B C H W"]:
+def blur(
+    levels: Float[Array, "*B C H W"], weights: Sequence[Array | int], is_8_bit: bool = True
+) -> Float[Array, "*B C H W"]:
     """Three box filters along the rows, then three along the columns; beyond the border the border's pixels repeat.
 
     Args:
         levels: of the crop.
         weights: from `box_weights`; zeros at the end may be omitted.
+        is_8_bit: round as Pillow does.
     """
     # Centred on zero, so that a product with a weight fits into 32 bits.
-    centered = _cast(levels - 128, "int32")
+    centered = _cast(levels - 128, "int32") if is_8_bit else levels - 128
     for _ in range(2):
         centered = _boxes(_transposed(centered), weights)
     blurred = _cast(centered, "float32")
@@ -207,8 +215,8 @@ def blur(levels: Float[Array, "*B C H W"], weights: Sequence[Array | int]) -> Fl
     return blurred
 
 
-def _boxes(centered: Int32[Array, "*B C H W"], weights: Sequence[Any]) -> Int32[Array, "*B C H W"]:
-    """Box filters along the columns, each rounded to 8 bits.
+def _boxes(centered: Shaped[Array, "*B C H W"], weights: Sequence[Any]) -> Shaped[Array, "*B C H W"]:
+    """Box filters along the columns, of integers each rounded to 8 bits.
 
     Pillow's fixed-point weights sum to 2^24 or one less. For levels centred on zero that one costs 128, which the
     rounding adds back.
@@ -224,8 +232,11 @@ def _boxes(centered: Int32[Array, "*B C H W"], weights: Sequence[Any]) -> Int32[
             both = padded[..., above : above + height, :] + padded[..., below : below + height, :]
             both *= weights[distance]
             boxed += both
-        boxed += rounding
-        boxed >>= 24
+        if "int" in str(boxed.dtype):
+            boxed += rounding
+            boxed >>= 24
+        else:
+            boxed *= 1 / BLUR_UNIT
     return boxed
 
 
@@ -275,8 +286,9 @@ def channel_constant(values: Sequence[float]) -> Float[np.ndarray, "C 1 1"]:
     return np.array(values, dtype=np.float32)[:, None, None]
 
 
-def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]) -> Float[np.ndarray, "3 H W"]:
-    """Distort one crop by numbers from `pack_parameters`, pixel for pixel as Pillow; levels are not normalised."""
+def distort_crop(pixels: Shaped[np.ndarray, "C H W"], parameters: Sequence[float]) -> Float[np.ndarray, "C H W"]:
+    """Distort one crop by numbers from `pack_parameters`, RGB pixel for pixel as Pillow; levels are not normalised."""
+    is_rgb = len(pixels) == 3
     levels = (pixels[..., ::-1] if parameters[FLIP] else pixels).astype(np.float32)
     for kind, factor, of_gray in zip(STAGES, parameters[FACTORS], parameters[OF_GRAY], strict=True):
         if factor == UNUSED[kind]:
@@ -284,21 +296,22 @@ def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]
         if kind == "hue":
             levels = np.concatenate(shift_hue(_channels(levels), int(factor), hue_table()))
         elif kind == "contrast":
-            levels = blend(levels, mean_level(gray_levels(_channels(levels))), factor)
+            mean = mean_level(gray_levels(_channels(levels))) if is_rgb else levels.mean((-2, -1), keepdims=True)
+            levels = blend(levels, mean, factor, is_rgb)
         else:
-            levels = blend(levels, gray_levels(_channels(levels)) if of_gray else 0.0, factor)
+            levels = blend(levels, gray_levels(_channels(levels)) if of_gray else 0.0, factor, is_rgb)
     if parameters[GRAYSCALE]:
         levels = gray_levels(_channels(levels))
     weights = [int(weight) for weight in parameters[BLUR] if weight]
     if len(weights) > 1:
-        levels = blur(levels, weights)
+        levels = blur(levels, weights, is_rgb)
     if parameters[SOLARIZE]:
         levels = solarize_levels(levels)
-    return levels if len(levels) == 3 else np.repeat(levels, 3, axis=0)
+    return np.repeat(levels, 3, axis=0) if is_rgb and len(levels) == 1 else levels
 
 
 class Distortions(nn.Module):
-    """A batch of 8-bit crops and their parameters -> the batch distorted and normalised by `mean` and `std`."""
+    """A batch of crops and their parameters -> the batch distorted and normalised by `mean` and `std`."""
 
     mean: Tensor
     std: Tensor
@@ -309,10 +322,18 @@ class Distortions(nn.Module):
         for name, constant in (("mean", channel_constant(mean)), ("std", channel_constant(std)), ("hues", hue_table())):
             self.register_buffer(name, torch.from_numpy(constant), persistent=False)
 
-    def forward(self, pixels: UInt8[Tensor, "B 3 H W"], parameters: Float[Tensor, "B _"]) -> Float[Tensor, "B 3 H W"]:
+    def forward(self, pixels: Shaped[Tensor, "B C H W"], parameters: Float[Tensor, "B _"]) -> Float[Tensor, "B C H W"]:
         """Distort every crop by its own parameters, (B, NUM_PARAMETERS) on the same device."""
         column = parameters[:, :, None, None, None].unbind(1)
+        is_rgb = pixels.shape[1] == 3
         levels = torch.where(column[FLIP] > 0, pixels.flip(-1), pixels).to(torch.float32)
+        levels = self._colours(levels, column) if is_rgb else self._brightness_and_contrast(levels, column)
+        levels = blur(levels, [weight.to(torch.int32) for weight in column[BLUR]], is_rgb)
+        levels = torch.where(column[SOLARIZE] > 0, solarize_levels(levels), levels)
+        return normalize_levels(levels, self.mean, self.std)
+
+    def _colours(self, levels: Float[Tensor, "B 3 H W"], column: Sequence[Tensor]) -> Float[Tensor, "B 3 H W"]:
+        """Jitter and gray."""
         # Separate channels have one shape, so a compiler fuses the stages up to the contrast, and those after it.
         channels = list(levels.split(1, dim=1))
         for kind, factor, of_gray in zip(STAGES, column[FACTORS], column[OF_GRAY], strict=True):
@@ -325,14 +346,21 @@ class Distortions(nn.Module):
                 base = mean_level(gray) if kind == "contrast" else of_gray * gray
                 channels = [blend(channel, base, factor) for channel in channels]
         gray = gray_levels(channels)
-        levels = torch.cat([torch.where(column[GRAYSCALE] > 0, gray, channel) for channel in channels], dim=1)
-        levels = blur(levels, [weight.to(torch.int32) for weight in column[BLUR]])
-        levels = torch.where(column[SOLARIZE] > 0, solarize_levels(levels), levels)
-        return normalize_levels(levels, self.mean, self.std)
+        return torch.cat([torch.where(column[GRAYSCALE] > 0, gray, channel) for channel in channels], dim=1)
+
+    def _brightness_and_contrast(
+        self, levels: Float[Tensor, "B C H W"], column: Sequence[Tensor]
+    ) -> Float[Tensor, "B C H W"]:
+        """The jitter of channels that are no colours."""
+        for kind, factor in zip(STAGES, column[FACTORS], strict=True):
+            if kind != "hue":
+                base = levels.mean((-2, -1), keepdim=True) if kind == "contrast" else 0.0
+                levels = blend(levels, base, factor, is_8_bit=False)
+        return levels
 
     def views(
-        self, views: Sequence[UInt8[Tensor, "B 3 _ _"]], parameters: Float[Tensor, "S B _"]
-    ) -> list[Float[Tensor, "B 3 _ _"]]:
+        self, views: Sequence[Shaped[Tensor, "B C _ _"]], parameters: Float[Tensor, "S B _"]
+    ) -> list[Float[Tensor, "B C _ _"]]:
         """The S crops of a batch; neighbours of equal size are distorted together."""
         done: list[Tensor] = []
         for _, group in itertools.groupby(views, key=lambda view: view.shape):

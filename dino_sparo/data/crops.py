@@ -6,11 +6,11 @@ from the same parameters.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +18,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
+from dino_sparo.data.channels import WHITE
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
@@ -72,6 +73,14 @@ class CropParameters:
         """The distortions as the numbers that `data/augment.py` computes with."""
         return pack_parameters(self.flip, self.jitter, self.grayscale, self.blur_radius, self.solarize)
 
+    def without_colours(self, in_chans: int) -> "CropParameters":
+        """The same draw without hue, saturation and gray, for images of other than three channels.
+
+        Solarisation stays for one channel alone: half of white means nothing in a stack of sensors.
+        """
+        jitter = tuple((name, factor) for name, factor in self.jitter if name in ("brightness", "contrast"))
+        return replace(self, jitter=jitter, grayscale=False, solarize=self.solarize and in_chans == 1)
+
 
 def sample_box(
     rng: np.random.Generator, height: int, width: int, scale: tuple[float, float]
@@ -120,14 +129,14 @@ def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropR
     return CropParameters(box, flip, jitter, grayscale, blur_radius, solarize)
 
 
-def cut_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> UInt8[np.ndarray, "3 size size"]:
+def cut_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> Shaped[np.ndarray, "C size size"]:
     """Cut out and resize (bicubic), pixel for pixel as torchvision does with PIL images."""
     return pixels_of(TF.resized_crop(image, *box, [size, size], InterpolationMode.BICUBIC))
 
 
 def cut_crop_fast(
-    pixels: UInt8[Tensor, "3 H W"], box: tuple[int, int, int, int], size: int
-) -> UInt8[Tensor, "3 size size"]:
+    pixels: Shaped[Tensor, "C H W"], box: tuple[int, int, int, int], size: int
+) -> Shaped[Tensor, "C size size"]:
     """`cut_crop` by torch's resize: three times as fast, and about one pixel in fifty differs by one level.
 
     At hard edges in boxes taller than wide more pixels differ: Pillow resizes their columns first.
@@ -141,28 +150,29 @@ def cut_crop_fast(
     return resize_fast(pixels[:, top : top + height, left : left + width], [size, size])
 
 
-def resize_fast(pixels: UInt8[Tensor, "3 H W"], sides: list[int]) -> UInt8[Tensor, "3 _ _"]:
+def resize_fast(pixels: Shaped[Tensor, "C H W"], sides: list[int]) -> Shaped[Tensor, "C _ _"]:
     """Bicubic, by torch; see `cut_crop_fast`."""
-    return F.interpolate(pixels[None], size=sides, mode="bicubic", antialias=True)[0]
+    resized = F.interpolate(pixels[None], size=sides, mode="bicubic", antialias=True)[0]
+    return resized if resized.dtype == torch.uint8 else resized.clip(0, WHITE)
 
 
-def pixels_of(image: Image.Image) -> UInt8[np.ndarray, "3 H W"]:
-    """RGB image -> its pixels, one channel after the other."""
+def pixels_of(image: Image.Image) -> Shaped[np.ndarray, "C H W"]:
+    """RGB or `ChannelImage` -> its pixels, one channel after the other."""
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
-def pixels_in_rows(image: Image.Image) -> UInt8[Tensor, "3 H W"]:
-    """RGB image -> a view of its pixels as they lie in a file: row by row, three channels side by side."""
+def pixels_in_rows(image: Image.Image) -> Shaped[Tensor, "C H W"]:
+    """RGB or `ChannelImage` -> a view of its pixels as they lie in a file: row by row, the channels side by side."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Float[np.ndarray, "3 size size"]:
-    """Cut, resize (bicubic) and distort an RGB image as torchvision does with PIL images; integers from 0 to 255."""
+def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Float[np.ndarray, "C size size"]:
+    """Cut, resize (bicubic) and distort an image, RGB as torchvision does with PIL images; levels from 0 to 255."""
     return distort_crop(cut_crop(image, parameters.box, size), parameters.packed())
 
 
 def normalized_tensor(image: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> Float[Tensor, "C H W"]:
-    """RGB image -> (C, H, W) floats, (pixel / 255 - mean) / std."""
+    """RGB or `ChannelImage` -> (C, H, W) floats, (pixel / 255 - mean) / std."""
     return torch.from_numpy(normalize_levels(pixels_of(image), channel_constant(mean), channel_constant(std)))
 
 
@@ -171,6 +181,7 @@ class MultiCropAugmentation:
 
     The first global crop is always blurred, the second rarely blurred and sometimes solarised, local crops blurred half
     of the time; all may be flipped, colour-jittered and turned grey. Source: DINO, section 3.2, implementation details.
+    With other than three means, colours are no longer distorted: see `CropParameters.without_colours`.
 
     Args:
         global_crops_scale: smallest and largest share of the image's area in a global crop.
@@ -180,8 +191,8 @@ class MultiCropAugmentation:
         local_crops_size: side of a local crop in pixels.
         mean: per channel, of pixels in 0..1.
         std: per channel.
-        defer_color: return 8-bit crops, resized by torch, and the numbers by which `augment.Distortions` distorts them
-            on the device. False returns finished crops, equal to those of torchvision's pipeline on PIL images.
+        defer_color: return crops resized by torch, and the numbers by which `augment.Distortions` distorts them on the
+            device. False returns finished crops, equal to those of torchvision's pipeline on PIL images.
 
     Raises:
         ValueError: a scale that is no interval within (0, 1], or a size or number out of range.
@@ -217,8 +228,10 @@ class MultiCropAugmentation:
         self.defer_color = defer_color
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]] | DeferredViews:
-        """The S crops of an RGB image, drawn with `rng`: normalised, or 8-bit with their distortions."""
+        """The S crops of an image, drawn with `rng`: normalised, or as they are with their distortions."""
         drawn = [sample_crop(rng, image.height, image.width, recipe) for recipe in self.recipes]
+        if len(self.mean) != 3:
+            drawn = [crop.without_colours(len(self.mean)) for crop in drawn]
         sizes = [recipe.size for recipe in self.recipes]
         if self.defer_color:
             pixels = pixels_in_rows(image)

@@ -22,6 +22,7 @@ from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource, index_images, open_source
 from dino_sparo.data.sources.cache import cache_folder
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.runtime.agree import all_or_none, beating, rank_0_first, require_same, share_of
@@ -82,7 +83,7 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
     """
     source = open_together(
         lambda: open_source(data_path, split, download, **options),
-        partial(index_images, data_path, split=split),
+        partial(index_images, data_path, split=split, limits=options.get("limits", DEFAULT_LIMITS)),
         f"opening {data_path}",
     )
     require_same_source(source)

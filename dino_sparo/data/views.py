@@ -16,8 +16,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import channel_constant, normalize_levels
+from dino_sparo.data.channels import picture_of
 from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, resize_fast
-from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.data.sources.decode import to_image
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 BICUBIC = InterpolationMode.BICUBIC
@@ -41,10 +42,18 @@ class View(NamedTuple):
     width: int
 
 
-def view_pixels(image: Image.Image, view: View, height: int) -> UInt8[np.ndarray, "height _ 3"]:
-    """The part of an RGB image that a view covers, `height` pixels high."""
+def view_pixels(
+    image: Image.Image, view: View, height: int, channels: Sequence[int] = ()
+) -> UInt8[np.ndarray, "height _ 3"]:
+    """The part of an image that a view covers, `height` pixels high; `channels` as in `picture_of`."""
     width = max(1, round(height * view.width / view.height))
-    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box=view.box))
+    return rgb_pixels(image.resize((width, height), Image.Resampling.LANCZOS, box=view.box), channels)
+
+
+def rgb_pixels(image: Image.Image, channels: Sequence[int] = ()) -> UInt8[np.ndarray, "H W 3"]:
+    """An RGB image as it is; a `ChannelImage`, or some channels of any image, by `picture_of`."""
+    is_rgb = image.mode == "RGB" and not channels
+    return np.asarray(image) if is_rgb else picture_of(np.asarray(image), channels)
 
 
 def without_far_ends(image: Image.Image) -> Image.Image:
@@ -94,16 +103,18 @@ class EvalTransform:
             pixels = TF.center_crop(resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
         return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]
 
-    def batch(self, images: Image.Image | Sequence[Image.Image]) -> Float[Tensor, "B C img_size img_size"]:
-        """The views of one image or of several, of any mode, as an encoder takes them.
+    def batch(
+        self, images: Image.Image | np.ndarray | Sequence[Image.Image | np.ndarray]
+    ) -> Float[Tensor, "B C img_size img_size"]:
+        """The views of one image or of several, of any mode or as arrays, as an encoder takes them.
 
         Raises:
-            ValueError: there are no images.
+            ValueError: there are no images, or one has other channels than the encoder takes.
         """
-        images = [images] if isinstance(images, Image.Image) else images
-        if not images:
+        images = [images] if isinstance(images, Image.Image | np.ndarray) else images
+        if not len(images):
             raise ValueError("no images: the list is empty; give one image or several")
-        return torch.stack([self(to_rgb(image))[0] for image in images])
+        return torch.stack([self(to_image(image, len(self.mean)))[0] for image in images])
 
 
 class ClipView(EvalTransform):

@@ -204,6 +204,7 @@ def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:
         key_dim=args.sparo_key_dim,
         group_size=args.sparo_group_size,
         img_size=args.global_crops_size,
+        in_chans=args.in_chans,
         pre_norm=args.pre_norm,
         quick_gelu=args.quick_gelu,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS
 from dino_sparo.runtime.cli import (
+    CHANNELS,
     COLUMNS,
     DEVICE,
     IMAGE_LIMITS,
@@ -131,7 +132,8 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
             "images": IMAGES,
             "files of images": COLUMNS | IMAGE_LIMITS,
             "crops": CROPS,
-            "normalisation": NORMALIZATION,
+            "channels and normalisation": CHANNELS
+            | {name: option._replace(nargs="+") for name, option in NORMALIZATION.items()},
             "encoder: images -> tokens -> slots": ENCODER,
             "head": head | HEAD,
             "loss and teacher": loss | TEACHER,
@@ -143,7 +145,7 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse a warm-up beyond the run and crops that the patches do not divide.
+    """Refuse a warm-up beyond the run, crops that the patches do not divide, and another number of means than channels.
 
     Raises:
         ValueError: names the option and what would fit.
@@ -152,7 +154,20 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
         )
+    check_normalization(args)
     check_whole_patches(args, "global_crops_size", *(["local_crops_size"] if args.local_crops_number else []))
+
+
+def check_normalization(args: argparse.Namespace) -> None:
+    """ValueError unless there is a mean and a deviation above 0 for each channel."""
+    for name in ("norm_mean", "norm_std"):
+        if len(values := getattr(args, name)) != args.in_chans:
+            raise ValueError(
+                f"--{name} has {len(values)} numbers, but --in_chans is {args.in_chans}; measure the images: "
+                f"dino-sparo statistics --data_path {args.data_path} --in_chans {args.in_chans}"
+            )
+    if not min(args.norm_std) > 0:
+        raise ValueError(f"--norm_std {' '.join(map(str, args.norm_std))}: give positive numbers")
 
 
 def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]]) -> dict[str, int]:

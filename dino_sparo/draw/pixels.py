@@ -12,6 +12,8 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from dino_sparo.data.channels import picture_of
+
 Picture = UInt8[np.ndarray, "H W 3"]
 
 # A map is coloured from "as much as if attention were spread evenly" (no colour) to its maximum, but at least to this
@@ -114,11 +116,11 @@ def framed(picture: Picture, colour: str) -> Picture:
 def to_pixels(
     images: Float[Tensor, "B C H W"], mean: Sequence[float], std: Sequence[float]
 ) -> UInt8[np.ndarray, "B H W 3"]:
-    """Normalised images -> 8-bit RGB; one channel becomes grey, of more than three the first three are shown."""
-    values = images[:, :3].detach().float().cpu().permute(0, 2, 3, 1).numpy()
-    channels = values.shape[-1]
-    values = values * np.asarray(std[:channels]) + np.asarray(mean[:channels])
-    return np.clip(np.broadcast_to(values, (*values.shape[:-1], 3)) * 255 + 0.5, 0, 255).astype(np.uint8)
+    """Normalised images -> 8-bit RGB; of other than three channels the pictures of `picture_of`."""
+    values = images.detach().float().cpu().permute(0, 2, 3, 1).numpy() * np.asarray(std) + np.asarray(mean)
+    if values.shape[-1] != 3:
+        return np.stack([picture_of(image) for image in values])
+    return np.clip(values * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
 def crops_grid(

@@ -145,8 +145,9 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Facts that results, embeddings and cached features have in common: the encoder, its weights, the data."""
     encoder = record.get("encoder", record.get("model", {}))
     image = encoder.get("image", encoder)
+    names = ("arch", "patch_size", "readout", "img_size", "in_chans")
     return {
-        "encoder": {name: image[name] for name in ("arch", "patch_size", "readout", "img_size") if name in image},
+        "encoder": {name: image[name] for name in names if name in image},
         "weights": {name: encoder[name] for name in ("pretrained_weights", "epoch", "sha256") if encoder.get(name)},
         "data": record.get("images", {}).get("data_path") or record.get("data", {}).get("name"),
         "versions": record.get("versions"),

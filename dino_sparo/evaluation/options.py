@@ -2,6 +2,7 @@
 
 from dino_sparo.runtime.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
+    CHANNELS,
     CHECKPOINT,
     COLUMNS,
     DEVICE,
@@ -10,6 +11,7 @@ from dino_sparo.runtime.cli import (
     FIGURE_FORMAT,
     FOREIGN_WEIGHTS,
     IMAGE_LIMITS,
+    SHOW_CHANNELS,
     USE_CUDA,
     Group,
     Option,
@@ -175,6 +177,7 @@ CLUSTERS: Group = {
         "tsne", "Method of the map. t-SNE keeps neighbours together, PCA large distances.", choices=("tsne", "pca")
     ),
     "figure_format": FIGURE_FORMAT,
+    **SHOW_CHANNELS,
     "data_path": Option(None, "The images, if they have moved since they were embedded; for the page."),
     "output_dir": Option(None, "Folder of the result; by default that of the embeddings."),
     "overwrite": Option(False, "Replace older clusters in --output_dir."),
@@ -185,6 +188,22 @@ def cluster_parser() -> Parser:
     """The options of `dino-sparo cluster`."""
     folder = Option(None, "Embeddings, written by dino-sparo embed.", is_positional=True)
     return Parser({"features": {"folder": folder, **VECTOR_FEATURES}, "clusters and map": CLUSTERS})
+
+
+MEASURED_IMAGES: Group = {
+    "data_path": Option(None, "The images: any data that training takes."),
+    "split": Option(None, "Split to measure, by its name, or all; by default the training's."),
+    "download": DOWNLOAD,
+    "batch_size_per_gpu": Option(64, "Images that are read together.", positive_int),
+}
+
+
+def statistics_parser() -> Parser:
+    """The options of `dino-sparo statistics`."""
+    processes = {"num_workers": DEVICE["num_workers"]}
+    return Parser(
+        {"images": MEASURED_IMAGES, "files of images": COLUMNS | IMAGE_LIMITS | CHANNELS, "processes": processes}
+    )
 
 
 CLASSIFIED: Group = {
@@ -268,6 +287,7 @@ PICTURES: Group = {
     ),
     "save_each": Option(False, "Also write one PNG per map."),
     "figure_format": FIGURE_FORMAT,
+    **SHOW_CHANNELS,
     "max_maps": Option(None, "Maps in a grid, most peaked first; by default all of an image.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
 }

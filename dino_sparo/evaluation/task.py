@@ -201,8 +201,9 @@ class EvaluationTask:
 
     @property
     def limits(self) -> ImageLimits:
-        """The largest image that is read."""
-        return ImageLimits(self.args.max_image_mb, self.args.max_image_mpix, self.args.max_value)
+        """The images that are read: their largest size, and the encoder's channels."""
+        args, in_chans = self.args, self.subject.encoder.config.in_chans
+        return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans)
 
     @property
     def num_classes(self) -> int:

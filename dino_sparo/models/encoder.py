@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from PIL import Image
 from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone, create_backbone, layer_norm_eps
@@ -84,12 +83,12 @@ class Encoder(nn.Module):
     """Backbone and read-out: images -> encoding (B, L*V).
 
     Attributes:
-        transform: PIL image, or a list of them -> (B, 3, img_size, img_size), normalised as in training; set for
-            encoders that come from a checkpoint.
+        transform: PIL image or array, or a list of them -> (B, C, img_size, img_size), normalised as in training; set
+            for encoders that come from a checkpoint.
         is_vanilla: the encoding is the class token, so the read-out adds nothing to the backbone.
     """
 
-    transform: Callable[[Image.Image | Sequence[Image.Image]], Tensor]
+    transform: Callable[[Any], Tensor]
 
     def __init__(self, backbone: Backbone, readout: nn.Module, config: EncoderConfig) -> None:
         super().__init__()
@@ -107,7 +106,8 @@ class Encoder(nn.Module):
     def summary(self) -> str:
         """Architecture and read-out with their sizes, for the log."""
         config, sizes = self.config, self.readout.extra_repr()
-        name = f"{config.arch}/{config.patch_size} at {config.img_size} px, {config.readout}"
+        channels = {1: " of 1 channel", 3: ""}.get(config.in_chans, f" of {config.in_chans} channels")
+        name = f"{config.arch}/{config.patch_size} at {config.img_size} px{channels}, {config.readout}"
         return f"{name} ({sizes})" if sizes else name
 
     def forward(

@@ -456,6 +456,22 @@ NORMALIZATION: Group = {
     "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", float),
     "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", float),
 }
+CHANNELS: Group = {
+    "in_chans": Option(
+        3,
+        "Channels of the images and of the model. 3: RGB of 8 bit, where grey images become RGB. 1: grey images in "
+        "their depth. Others: .npy arrays, TIFFs with a page per channel.",
+        positive_int,
+    ),
+}
+SHOW_CHANNELS: Group = {
+    "show_channels": Option(
+        [],
+        "Channels that pictures show, from 0: one as grey, or three as red, green and blue, each stretched from its "
+        "2nd to its 98th percentile. By default RGB as it is; of other images the first three, or the first.",
+        whole_number,
+    ),
+}
 TRAINING_DATA: Group = {
     "split": Option(
         None,

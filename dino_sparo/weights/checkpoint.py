@@ -355,7 +355,7 @@ def load_encoder(
 ) -> Encoder:
     """The encoder of a checkpoint in eval mode, on the CPU.
 
-    Its `transform` turns one PIL image, or a list, into a batch (B, 3, H, W), normalised as in training.
+    Its `transform` turns one PIL image or array, or a list, into a batch (B, C, H, W), normalised as in training.
 
     Args:
         path: one of our checkpoints or exports; a folder or a repository, USER/NAME, of Hugging Face; "demo"; or

@@ -3,11 +3,13 @@
 `image_text/towers.py` initializes both towers of an image-text model.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone
@@ -23,6 +25,8 @@ from dino_sparo.weights.checkpoint import (
     patch_sizes,
     shortened,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -
     config, own = encoder.config, encoder.state_dict()
     if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
+    weights = _with_channels(weights, config.in_chans, source)
     _check_same_make(weights, own, source)
     grid_size = patch_sizes(weights)[-1]
     # A backbone without blocks, of the source's grid: it knows how to resample its positions.
@@ -107,6 +112,27 @@ def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -
         new=tuple(name for name in own if name not in taken),
         grids=(grid_size, config.img_size // config.patch_size),
     )
+
+
+def _with_channels(weights: dict[str, Tensor], in_chans: int, source: str) -> dict[str, Tensor]:
+    """The weights with the patch projection adapted to another number of channels, as timm does.
+
+    For one channel the weights of red, green and blue are added. For more they are repeated and scaled by 3 / channels.
+
+    Raises:
+        CheckpointError: the weights are of neither 3 nor `in_chans` channels.
+    """
+    found = patch_sizes(weights)[1]
+    if found == in_chans:
+        return weights
+    if found != 3:
+        raise CheckpointError(
+            f"{source} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
+            f"other weights, or --in_chans {found}"
+        )
+    name = "backbone.patch_embed.proj.weight"
+    logger.info("%s: the patch projection is adapted from 3 to %d channels", source, in_chans)
+    return {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
 def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:

@@ -156,7 +156,7 @@ def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
     [
         ({"arch": "vit_tiny"}, r"patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size"),
         ({"patch_size": 12}, r"patch size \(128, 3, 12\), the encoder"),
-        ({"in_chans": 1}, r"patch size \(128, 1, 8\), the encoder"),
+        ({"in_chans": 1}, r"has 1 channels, the encoder 3; only weights of 3 channels can be adapted"),
     ],
 )
 def test_another_width_patch_size_or_number_of_channels_is_refused(

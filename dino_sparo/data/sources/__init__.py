@@ -1,7 +1,7 @@
 """Any collection of images, by index: folders, lists, tables, tar shards, torchvision's sets, the built-in scenes.
 
 `open_source(data_path)` detects the kind of the path and returns an `ImageSource`: `len(source)` images, of which
-`source.read(i)` gives image i as 8-bit RGB, and `source.labels[i]` its class.
+`source.read(i)` gives image i, as 8-bit RGB unless the model takes other channels, and `source.labels[i]` its class.
 
     data/train                        class folders, or a flat or nested folder without labels
     list.txt                          one path per line, optionally followed by a label
@@ -21,7 +21,7 @@ The files of this folder, in the order of the data flow:
     torchvision_sets.py  name of a torchvision set -> its images
     cache.py             index of a folder or of shards <-> the user's cache
     image_source.py      the interface of a source; images that are files; a subset of a source
-    decode.py            bytes -> 8-bit RGB, or a CorruptImageError; limits of what is read
+    decode.py            bytes -> pixels, or a CorruptImageError; limits of what is read
 """
 
 import contextlib
@@ -33,6 +33,7 @@ from collections.abc import Callable
 
 from dino_sparo.data.scenes import Scenes, parse_scenes_spec
 from dino_sparo.data.sources.decode import (
+    ARRAY_EXTENSION,
     DEFAULT_LIMITS,
     IMAGE_EXTENSIONS,
     CorruptImageError,
@@ -43,8 +44,15 @@ from dino_sparo.data.sources.folders import ALL, find_split, open_folder, split_
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.shard_index import index_share
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
-from dino_sparo.data.sources.tars import IMAGES, TarSource, expand_shards, find_shards, open_shards, refuse_compressed
-from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
+from dino_sparo.data.sources.tars import (
+    TarSource,
+    expand_shards,
+    find_shards,
+    images_kind,
+    open_shards,
+    refuse_compressed,
+)
+from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
 
 __all__ = [
     "IMAGE_EXTENSIONS",
@@ -64,7 +72,9 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 
-def index_images(data_path: str, number: int, count: int, split: str | None = None) -> None:
+def index_images(
+    data_path: str, number: int, count: int, split: str | None = None, limits: ImageLimits = DEFAULT_LIMITS
+) -> None:
     """Index every `count`-th shard of a data path, beginning with shard `number`, into the cache.
 
     Args:
@@ -72,12 +82,13 @@ def index_images(data_path: str, number: int, count: int, split: str | None = No
         number: this process among those that share the work, from 0.
         count: number of these processes.
         split: as in `open_source`, for training.
+        limits: as in `open_source`.
     """
     path = os.path.expanduser(data_path)
     with contextlib.suppress(ValueError):  # `open_source` reports what is wrong with the shards
         split = (split or split_of_folder(path, "train")) if os.path.isdir(path) else ALL
         chosen = [path] if split == ALL else find_split(path, split)
-        index_share(IMAGES, chosen if len(chosen) > 1 else find_shards(chosen[0]), number, count)
+        index_share(images_kind(limits), chosen if len(chosen) > 1 else find_shards(chosen[0]), number, count)
 
 
 def open_source(
@@ -105,14 +116,14 @@ def open_source(
         max_corrupt: share of the images that may lie in damaged tar shards, which are then skipped.
         default_split: the split of None, "train" or "val". Training images of stl10 include those without labels.
         columns: of a table with unusual column names.
-        limits: larger images count as unreadable.
+        limits: larger images, and those of another number of channels, count as unreadable.
 
     Raises:
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
     start = time.perf_counter()
-    source, how = _open(data_path, split, download, max_corrupt, default_split, columns)
-    if isinstance(source, FileSource | TarSource):
+    source, how = _open(data_path, split, download, max_corrupt, default_split, columns, limits)
+    if isinstance(source, FileSource | TarSource | TorchvisionSource):
         source.limits = limits
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
     _logger.info(
@@ -132,7 +143,13 @@ OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
 
 
 def _open(
-    data_path: str, split: str | None, download: bool, max_lost: float, default_split: str, columns: TableColumns
+    data_path: str,
+    split: str | None,
+    download: bool,
+    max_lost: float,
+    default_split: str,
+    columns: TableColumns,
+    limits: ImageLimits,
 ) -> tuple[ImageSource, str]:
     """The source of a data path, and the log's words for how it was opened."""
     opener, path = OPENERS.get(data_path.partition(":")[0]), os.path.expanduser(data_path)
@@ -143,7 +160,7 @@ def _open(
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) > 1:
             columns.refuse_for(data_path)
-            return open_shards(chosen, f"{split} shards in {path}", max_lost)
+            return open_shards(chosen, f"{split} shards in {path}", max_lost, limits)
         path, split = chosen[0], None
     if opener is None and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
         return open_table(path, split, default_split, columns)
@@ -151,10 +168,10 @@ def _open(
     if opener is not None:
         return opener(data_path, split or default_split), "ready"
     if os.path.isdir(path):
-        return open_folder(path, max_lost)
+        return open_folder(path, max_lost, limits)
     if os.path.isfile(path):
         refuse_compressed(path)
-        if path.lower().endswith(IMAGE_EXTENSIONS):
+        if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
             raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
         if not path.lower().endswith(".tar"):
             return open_list(path, split)
@@ -167,7 +184,7 @@ def _open(
                 "val-*.tar into one folder and give that folder"
             )
         shards = [path] if os.path.isfile(path) else expand_shards(path)
-        return open_shards(shards, f"shards {data_path}", max_lost)
+        return open_shards(shards, f"shards {data_path}", max_lost, limits)
     return _open_named_set(data_path, split, default_split, download)
 
 

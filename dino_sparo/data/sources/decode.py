@@ -1,4 +1,4 @@
-"""An image file, or a part of a file -> 8-bit RGB pixels, or a `CorruptImageError` with the reason.
+"""An image file, or a part of a file -> pixels as the model takes them, or a `CorruptImageError` with the reason.
 
 The last step of every source that reads files. Images may come from strangers: Pillow runs PostScript with Ghostscript,
 and a file of a few kilobytes may hold more pixels than fit into memory. So formats and sizes are limited.
@@ -14,12 +14,21 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from dino_sparo.data.channels import (
+    NUMPY_MAGIC,
+    ChannelImage,
+    levels_of,
+    parse_npy,
+    planes_of_array,
+    planes_of_image,
+)
 from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.files import open_regular
 
 # The endings that torchvision's ImageFolder, hence the reference, takes for images.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
+ARRAY_EXTENSION = ".npy"  # in folders and shards an image only for a model of other than three channels
 # Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
@@ -37,7 +46,8 @@ class ImageLimits:
     Attributes:
         max_mb: size of the file, 10^6 bytes.
         max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
-        max_value: of 16-bit grayscale images, which is shown white; larger values are white, too.
+        max_value: of images with more than 8 bit, which is white; larger values are white, too.
+        in_chans: channels that the model takes. 3: 8-bit RGB; else the depth of the file is kept.
 
     Raises:
         ValueError: a limit is out of range.
@@ -46,6 +56,12 @@ class ImageLimits:
     max_mb: float = MAX_IMAGE_MB
     max_mpix: float = MAX_IMAGE_MPIX
     max_value: int = MAX_VALUE
+    in_chans: int = 3
+
+    @property
+    def extensions(self) -> tuple[str, ...]:
+        """Endings of the files that are images in folders and shards."""
+        return IMAGE_EXTENSIONS if self.in_chans == 3 else (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
 
     def __post_init__(self) -> None:
         if not self.max_mb > 0:
@@ -109,34 +125,71 @@ def refuse_large_file(length: int, location: str, limits: ImageLimits) -> None:
 
 
 def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
-    """Decode an image file to 8-bit RGB, with the pixels of the reference's loader.
+    """Decode an image file to what `limits.in_chans` asks for, for three channels the pixels of the reference's loader.
 
     As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
     scaled to 8 bit by `limits.max_value`; the reference clips it, which turns most such images white.
 
     Raises:
-        CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS`, too large, or with pixels of unknown range.
+        CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS` and no `.npy`, too large, with pixels of
+            unknown range, or of another number of channels.
     """
     if not data:
         raise CorruptImageError(location, "the file is empty (0 bytes)")
     try:
+        if data.startswith(NUMPY_MAGIC):
+            values = parse_npy(data)
+            _refuse_large_image(values.size // limits.in_chans, values.shape, limits)
+            return to_image(values, limits.in_chans, limits.max_value)
         with warnings.catch_warnings():  # Pillow warns above half of its own limit; ours is checked below
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-        if image.width * image.height > limits.max_mpix * 1e6:
-            raise OSError(
-                f"{image.width:,} x {image.height:,} pixels; at most {limits.max_mpix:g} million are read "
-                "(--max_image_mpix)"
-            )
+        _refuse_large_image(image.width * image.height, image.size, limits)
         image.load()
         # Only palettes with partial transparency use this entry, to warn that RGB drops it; pixels do not depend on it.
         image.info.pop("transparency", None)
-        return to_rgb(image, limits.max_value)
+        return to_image(image, limits.in_chans, limits.max_value)
     except UnidentifiedImageError as error:
         raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
-        reason = str(error) if isinstance(error, OSError | Image.DecompressionBombError) else repr(error)
-        raise CorruptImageError(location, reason) from error
+        has_words = isinstance(error, OSError | ValueError | Image.DecompressionBombError)
+        raise CorruptImageError(location, str(error) if has_words else repr(error)) from error
+
+
+def _refuse_large_image(num_pixels: int, sides: tuple[int, ...], limits: ImageLimits) -> None:
+    if num_pixels > limits.max_mpix * 1e6:
+        raise OSError(
+            f"{' x '.join(f'{side:,}' for side in sides)} pixels; at most {limits.max_mpix:g} million are read "
+            "(--max_image_mpix)"
+        )
+
+
+def to_image(image: Image.Image | np.ndarray, in_chans: int, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
+    """An image of any mode, or an array, as a model takes it: 8-bit RGB for three channels, else a `ChannelImage`.
+
+    Args:
+        image: as opened by Pillow; or (H, W), (H, W, C) or (C, H, W).
+        in_chans: number of the model's channels.
+        max_value: value of pixels with more than 8 bit that is white.
+
+    Raises:
+        ValueError: the range of the pixels is unknown, or the image has another number of channels.
+    """
+    if isinstance(image, ChannelImage):
+        return image
+    if in_chans == 3 and isinstance(image, Image.Image):
+        return to_rgb(image, max_value)
+    if isinstance(image, Image.Image):
+        planes = planes_of_image(image, in_chans)
+    else:
+        planes = list(planes_of_array(image, in_chans))
+    if planes[0].dtype.itemsize > 1 and planes[0].dtype.kind in "iu":
+        low, high = min(plane.min() for plane in planes), max(plane.max() for plane in planes)
+        _warn_of_dark(int(low), int(high), max_value)
+    levels = np.stack([levels_of(plane, max_value) for plane in planes])
+    if in_chans != 3:
+        return ChannelImage.from_levels(levels)
+    return Image.fromarray((levels + 0.5).astype(np.uint8).transpose(1, 2, 0).repeat(3 // len(levels), axis=2))
 
 
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
@@ -156,6 +209,13 @@ def _scale_deep_gray(image: Image.Image, max_value: int) -> Image.Image:
     low, high = values.min(), values.max()
     if image.mode == "F" or low < 0 or high > MAX_VALUE:
         raise ValueError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
+    _warn_of_dark(int(low), int(high), max_value)
+    scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
+    return Image.fromarray(scaled.astype(np.uint8))
+
+
+def _warn_of_dark(low: int, high: int, max_value: int) -> None:
+    """Warn once of an image with more than 8 bit whose brightest pixel is far below white."""
     if 0 < high <= DARK_SHARE * max_value and not _HAS_WARNED[0]:
         _HAS_WARNED[0] = 1
         _logger.warning(
@@ -163,5 +223,3 @@ def _scale_deep_gray(image: Image.Image, max_value: int) -> Image.Image:
             "this, give --max_value %d",
             *(low, high, max_value, (1 << int(high).bit_length()) - 1),
         )
-    scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
-    return Image.fromarray(scaled.astype(np.uint8))

@@ -11,12 +11,13 @@ import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from dino_sparo.data.sources.cache import load_or_index
-from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Arrays, FileSource, PackedStrings
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 
@@ -89,27 +90,30 @@ def split_of_folder(root: str, default_split: str) -> str:
     return default_split
 
 
-def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSource, str]:
+def open_folder(
+    root: str, max_lost: float = 0.0, limits: ImageLimits = DEFAULT_LIMITS
+) -> tuple[FileSource | TarSource, str]:
     """A folder of images, or of tar shards; also the log's words for how it was opened.
 
     Args:
         root: the folder.
         max_lost: of shards, see `open_shards`.
+        limits: decides which files are images.
 
     Raises:
         ValueError: it holds neither.
     """
     absolute = os.path.abspath(root)
     arrays, how = load_or_index(
-        f"folder {absolute}",
-        build=lambda: _index_folder(os.fsencode(absolute)),
+        f"folder {absolute}" + " with arrays" * (limits.in_chans != DEFAULT_LIMITS.in_chans),
+        build=lambda: _index_folder(os.fsencode(absolute), limits.extensions),
         is_current=lambda old: np.array_equal(old["stamps"], _folder_stamps(absolute, old)),
     )
     if not len(arrays["paths_ends"]):
         if shards := find_shards(root):
-            return open_shards(shards, f"shards in {root}", max_lost)
+            return open_shards(shards, f"shards in {root}", max_lost, limits)
         raise ValueError(
-            f"data_path={root!r} holds no images: looked for files ending in {', '.join(IMAGE_EXTENSIONS)} in it and "
+            f"data_path={root!r} holds no images: looked for files ending in {', '.join(limits.extensions)} in it and "
             f"its subfolders, and for *.tar in it; it holds {content_of(root)}"
         )
     if how == "indexed" and len(arrays["paths_ends"]) < FEW_IMAGES and (shards := find_shards(root)):
@@ -157,7 +161,7 @@ class _Listing(NamedTuple):
     others: list[bytes]
 
 
-def _list_folder(path: bytes) -> _Listing:
+def _list_folder(path: bytes, endings: tuple[bytes, ...]) -> _Listing:
     """One folder's images and subfolders; the time stamp is taken first, so that later changes are noticed."""
     status = os.stat(path)
     images, folders, others = list[bytes](), list[bytes](), list[bytes]()
@@ -166,7 +170,7 @@ def _list_folder(path: bytes) -> _Listing:
             name = entry.name
             if name.startswith(b".") or name == b"__MACOSX":
                 continue
-            is_image = name.lower().endswith(IMAGE_ENDINGS)
+            is_image = name.lower().endswith(endings)
             try:
                 if entry.is_dir():
                     folders.append(name)
@@ -179,7 +183,7 @@ def _list_folder(path: bytes) -> _Listing:
     return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders, others)
 
 
-def _index_folder(root: bytes) -> Arrays:
+def _index_folder(root: bytes, extensions: tuple[str, ...]) -> Arrays:
     """List a folder and everything below it, level by level; symbolic links are followed, loops of them are not.
 
     Raises:
@@ -191,7 +195,8 @@ def _index_folder(root: bytes) -> Arrays:
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         while level:
             deeper = []
-            listings = pool.map(_list_folder, [os.path.join(root, relative) for relative, _ in level])
+            list_one = partial(_list_folder, endings=tuple(map(str.encode, extensions)))
+            listings = pool.map(list_one, [os.path.join(root, relative) for relative, _ in level])
             for (relative, ancestors), listing in zip(level, listings, strict=True):
                 if listing.identity in ancestors:
                     continue

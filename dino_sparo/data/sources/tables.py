@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from dino_sparo.data.sources.folders import ALL, SPLIT_NAMES
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings, encode_labels
 from dino_sparo.runtime.files import open_regular, parse_object
@@ -264,9 +264,8 @@ def _as_text(value: Any) -> str:
 # How many files of a list must exist when it is opened; asking for a million takes minutes on a network disk.
 _LIST_CHECKED = 8
 # A label may follow the last image ending of a line after a comma, semicolon or blank.
-_NAME_AND_LABEL = re.compile(
-    rf"(.*(?:{'|'.join(map(re.escape, IMAGE_EXTENSIONS))}))(?:\s*[,;]\s*|\s+)(.*)", re.IGNORECASE
-)
+_FILE_ENDINGS = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
+_NAME_AND_LABEL = re.compile(rf"(.*(?:{'|'.join(map(re.escape, _FILE_ENDINGS))}))(?:\s*[,;]\s*|\s+)(.*)", re.IGNORECASE)
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
@@ -325,7 +324,7 @@ def _name_and_label(line: str) -> tuple[str, str]:
     name, label = line, ""
     if "\t" in line:
         name, label = line.rsplit("\t", 1)
-    elif line.lower().endswith(IMAGE_EXTENSIONS):
+    elif line.lower().endswith(_FILE_ENDINGS):
         return line, ""
     elif match := _NAME_AND_LABEL.fullmatch(line):
         name, label = match[1], match[2]

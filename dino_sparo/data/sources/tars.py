@@ -12,15 +12,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from PIL import Image
 
 from dino_sparo.data.sources.decode import (
     DEFAULT_LIMITS,
-    IMAGE_ENDINGS,
-    IMAGE_EXTENSIONS,
     CorruptImageError,
+    ImageLimits,
     read_image,
 )
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
@@ -97,18 +97,21 @@ class TarSource:
             raise CorruptImageError(self.location(index), error.reason) from error
 
 
-def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[TarSource, str]:
+def open_shards(
+    shards: list[str], name: str, max_lost: float = 0.0, limits: ImageLimits = DEFAULT_LIMITS
+) -> tuple[TarSource, str]:
     """Tar shards, and the log's words for how they were opened.
 
     Args:
         shards: paths.
         name: for the log.
         max_lost: share of the images that may lie in damaged shards, which are skipped.
+        limits: decides which members are images.
 
     Raises:
         ValueError: too much is damaged or compressed, or there is no image.
     """
-    index, notes, how = open_index(IMAGES, shards)
+    index, notes, how = open_index(images_kind(limits), shards)
     lost = lost_samples(shards, notes, index.counts)
     num_lost = sum(lost.values())
     total = num_lost + len(index)
@@ -121,7 +124,7 @@ def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[Ta
         _logger.warning("%s; about %d images are skipped", notes[shards.index(shard)]["damage"], number)
     if not len(index):
         raise ValueError(
-            f"{name}: no images in {len(shards)} shard(s); looked for members ending in {IMAGE_EXTENSIONS}"
+            f"{name}: no images in {len(shards)} shard(s); looked for members ending in {limits.extensions}"
         )
     return TarSource(name, index, *_labels(index, notes), num_lost), f"{len(shards)} shard(s) {how}"
 
@@ -157,8 +160,9 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
     return {shard: written[shard] for shard in shards if shard in written}
 
 
-def _index_images(shard: str, count: Callable[[], None]) -> Piece:
+def _index_images(shard: str, count: Callable[[], None], extensions: tuple[str, ...]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
+    endings = tuple(map(str.encode, extensions))
     keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
     last_key, group = b"", 0  # neighbours with one key are a group; the key may come again, with another label
     with open_regular(shard) as file:
@@ -170,7 +174,7 @@ def _index_images(shard: str, count: Callable[[], None]) -> Piece:
             key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
             group += key != last_key
             last_key = key
-            if base.lower().endswith(IMAGE_ENDINGS):
+            if base.lower().endswith(endings):
                 keys.append((key, group))
                 positions.append(blocks_of(member))
             elif base.endswith(b".cls"):
@@ -183,7 +187,13 @@ def _index_images(shard: str, count: Callable[[], None]) -> Piece:
     return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
 
 
-IMAGES = Kind("images", IMAGE_RECORD, _index_images)
+def images_kind(limits: ImageLimits) -> Kind:
+    """How the images in shards are indexed for a model; arrays among them have an index of their own."""
+    name = "images" if limits.in_chans == DEFAULT_LIMITS.in_chans else "images and arrays"
+    return Kind(name, IMAGE_RECORD, partial(_index_images, extensions=limits.extensions))
+
+
+IMAGES = images_kind(DEFAULT_LIMITS)
 
 
 def _labels(index: ShardIndex, notes: list[Notes]) -> tuple[list[str] | None, np.ndarray | None]:

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torchvision import datasets
 
-from dino_sparo.data.sources.decode import CorruptImageError, to_rgb
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, to_image
 
 
 class _TorchvisionSet(NamedTuple):
@@ -45,11 +45,12 @@ TORCHVISION_SETS: dict[str, _TorchvisionSet] = {
 
 
 class TorchvisionSource:
-    """A torchvision set: `dataset` yields (PIL image, label)."""
+    """A torchvision set: `dataset` yields (PIL image, label); `open_source` sets the `limits`."""
 
     def __init__(self, name: str, dataset: Any, labels: np.ndarray) -> None:
         self.name, self.dataset, self._length = name, dataset, len(labels)
         self.labels: np.ndarray | None = labels
+        self.limits = DEFAULT_LIMITS
         classes = getattr(dataset, "classes", None) or range(int(labels.max()) + 1)
         self.classes: list[str] | None = [", ".join(c) if isinstance(c, tuple) else str(c) for c in classes]
 
@@ -64,7 +65,7 @@ class TorchvisionSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         try:
-            return to_rgb(self.dataset[index][0])
+            return to_image(self.dataset[index][0], self.limits.in_chans)
         except Exception as error:  # as in decode_image: damaged files raise anything
             raise CorruptImageError(self.location(index), repr(error)) from error
 

@@ -6,6 +6,7 @@ that memory does not grow with the maps of the whole collection. `atlas_figure` 
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,7 @@ def build_atlas(
     model: str = "",
     name: str | None = None,
     images_per_slot: int = 8,
+    channels: Sequence[int] = (),
     num_workers: int = 0,
 ) -> Atlas:
     """Look at every image of a source and choose those that light up each slot most; unreadable images are left out.
@@ -170,6 +172,7 @@ def build_atlas(
         model: a line about the encoder.
         name: of the images; None: the source's name.
         images_per_slot: number of images to choose.
+        channels: that pictures show, as in `view_pixels`.
         num_workers: processes that load images.
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
@@ -184,7 +187,7 @@ def build_atlas(
     shown: dict[tuple[int, int], AtlasImage] = {}
     for place in progress(np.unique(best).tolist(), desc="atlas pictures"):
         image, location = source.read(int(indices[place])), source.location(int(indices[place]))
-        picture = view_pixels(image, view.view(image), PICTURE_HEIGHT)
+        picture = view_pixels(image, view.view(image), PICTURE_HEIGHT, channels)
         maps = attention_maps(encoder, view(image)[0][None])[0]
         for number in np.flatnonzero((best == place).any(axis=0)).tolist():
             numbers = float(scores[place, number]), float(patches[place, number])

@@ -12,6 +12,7 @@ and which look alike); further files as the options say. Options as in facebookr
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from PIL import Image
 
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, open_source
-from dino_sparo.data.sources.decode import read_image
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, read_image
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
@@ -52,11 +53,11 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if args.threshold is not None:
         check_share("threshold", args.threshold)
     subject, folder = task.subject, task.folder
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
+    limits, channels = task.limits, args.show_channels
     images = read_images(args.data_path, args.num_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
-    maps = map_images(subject, runs[0], images, args.img_size)
+    maps = map_images(subject, runs[0], images, args.img_size, channels)
     record = {"encoder": subject.record, **maps.record(), "versions": versions()}
     written = [folder / "attention.npy", folder / "attention.json"]
     np.save(written[0], maps.maps)
@@ -64,8 +65,12 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     written += draw(maps, folder, args)
     if args.compare:
         compared = compared_encoder(args.compare, args)
+        if (in_chans := compared.encoder.config.in_chans) != limits.in_chans:
+            raise ValueError(
+                f"--compare {args.compare} takes {in_chans} channels, --pretrained_weights {limits.in_chans}"
+            )
         compared.encoder.to(task.device)
-        other = map_images(compared, runs[1], images, args.img_size)
+        other = map_images(compared, runs[1], images, args.img_size, channels)
         written.append(folder / f"compare.{args.figure_format}")
         save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:
@@ -87,7 +92,7 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
             f"--data_path {image_path} is a video; write some of its frames as images and give their folder: "
             f"ffmpeg -i {image_path} -vf fps=1 FOLDER/%04d.png"
         )
-    path, is_image = Path(image_path).expanduser(), image_path.lower().endswith(IMAGE_EXTENSIONS)
+    path, is_image = Path(image_path).expanduser(), image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))
     if is_image and path.is_file():
         return [(image_path, read_image(str(path), image_path, limits=limits))]
     if is_image and not path.exists() and not set(image_path) & set("*?[{"):
@@ -108,14 +113,16 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
     return images
 
 
-def map_images(subject: Subject, run: str, images: Images, image_size: list[int] | None) -> MapSet:
+def map_images(
+    subject: Subject, run: str, images: Images, image_size: list[int] | None, channels: Sequence[int] = ()
+) -> MapSet:
     """Run an encoder over images, one by one: maps of large images take much memory.
 
-    `run` is the encoder's name in figures, `image_size` the option.
+    `run` is the encoder's name in figures, `image_size` and `channels` are the options.
     """
     config = subject.encoder.config
     view = reference_view(subject, image_size, square=len(images) > 1)
-    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for _, image in images]
+    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT, channels) for _, image in images]
     maps = np.concatenate([attention_maps(subject.encoder, view(image)[0][None]) for _, image in images])
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
@@ -180,6 +187,7 @@ def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, 
         model=model,
         name=source.name,
         images_per_slot=args.atlas_images,
+        channels=args.show_channels,
         num_workers=args.num_workers,
     )
     paths = [folder / f"atlas.{ending}" for ending in (args.figure_format, "html", "json")]

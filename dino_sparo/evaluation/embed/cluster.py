@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, TableColumns, open_source
+from dino_sparo.data.views import rgb_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import fitted
@@ -91,7 +92,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(out / CSV, embeddings.index["path"], clusters, distances)
     draw_map(vectors, clusters, out / f"clusters.{args.figure_format}", args.map, args.seed)
-    draw_page(result, examples, embeddings, out / PAGE, args.data_path)
+    draw_page(result, examples, embeddings, out / PAGE, args.data_path, args.show_channels)
     write_json(result, out / RESULT)
     say(_table(result))
     say(f"\n{out}")
@@ -211,7 +212,12 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
 
 
 def draw_page(
-    result: dict[str, Any], examples: Sequence[Sequence[int]], embeddings: Embeddings, path: Path, data_path: str | None
+    result: dict[str, Any],
+    examples: Sequence[Sequence[int]],
+    embeddings: Embeddings,
+    path: Path,
+    data_path: str | None,
+    channels: Sequence[int],
 ) -> None:
     """The images nearest to each centre, where they can still be read."""
     images = embeddings.record["images"]
@@ -224,7 +230,7 @@ def draw_page(
         return
     sections = []
     for cluster, rows in zip(result["clusters"], examples, strict=True):
-        tiles = [_tile(source, row, embeddings, has_moved=data_path is not None) for row in rows]
+        tiles = [_tile(source, row, embeddings, data_path is not None, channels) for row in rows]
         facts = [f"{cluster['num_images']:,} images"]
         if cluster["label"]:
             facts.append(f"{cluster['label_share']:.0%} {cluster['label']}")
@@ -242,7 +248,9 @@ def draw_page(
     save_page(figure, path)
 
 
-def _tile(source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool) -> Tile | None:
+def _tile(
+    source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool, channels: Sequence[int]
+) -> Tile | None:
     """The image of a row; None if the source has no such image any more, or it cannot be read.
 
     Unreadable images have no row, so the image's place in the source is the row or a little more.
@@ -252,7 +260,7 @@ def _tile(source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool
         location = source.location(place)
         if location == path or (has_moved and Path(location).name == Path(path).name):
             with contextlib.suppress(CorruptImageError):
-                picture = fitted(np.asarray(source.read(place)), PICTURE_HEIGHT, PICTURE_WIDTH)
+                picture = fitted(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
                 return Tile(picture, path, notes=(short_name(path), ""))
     return None
 
