@@ -5,6 +5,7 @@ An objective adds its head, its loss and its step; see `training/objective.py` f
 
 import argparse
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
+from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
@@ -133,7 +135,7 @@ class DistillationObjective(Objective[Batch]):
         args = self.args
         for network in (self.network, self.teacher):
             for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
-                network.backbone.position_embedding(side, side)
+                network.backbone.prepare(side)
         return [*self.networks.values(), *([self.distort] if self.distort else [])]
 
     @property
@@ -196,8 +198,8 @@ def synchronize_batch_norm(
 def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:
     """Encoder from the options, with random weights."""
     config = EncoderConfig(
-        arch=args.arch.replace("deit", "vit"),  # the reference's older names of the same models
-        patch_size=args.patch_size,
+        arch=re.sub("^deit", "vit", args.arch),  # the reference's older names of the same models
+        patch_size=own_patch_size(args.arch) if args.patch_size is None else args.patch_size,
         readout=args.readout,
         num_slots=args.sparo_slots,
         slot_dim=args.sparo_slot_dim,

@@ -8,7 +8,7 @@ import argparse
 import logging
 from collections.abc import Mapping
 
-from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS
+from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE
 from dino_sparo.runtime.cli import (
     CHANNELS,
     COLUMNS,
@@ -64,10 +64,14 @@ CROPS: Group = {
 ENCODER: Group = {
     "arch": Option(
         "vit_small",
-        f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
+        f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm, "
+        "such as timm/resnet50. vit_micro is for laptops.",
     ),
     "patch_size": Option(
-        16, "Side of a patch in pixels. Smaller is more accurate and costs more; 4 suits 32 px images.", positive_int
+        None,
+        "Side of a patch in pixels. Smaller is more accurate and costs more; 4 suits 32 px images. (default: "
+        f"{PATCH_SIZE}; for timm/NAME the model's own)",
+        positive_int,
     ),
     "readout": Option(
         "sparo",
@@ -76,7 +80,9 @@ ENCODER: Group = {
         "averages all tokens.",
     ),
     **SLOT_SIZES,
-    "pre_norm": Option(False, "CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs."),
+    "pre_norm": Option(
+        False, "CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs; not for timm/NAME."
+    ),
     "quick_gelu": Option(False, "OpenAI's activation, which --init_from OpenAI's CLIP needs."),
     "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
     "init_from": Option(
@@ -145,11 +151,15 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse a warm-up beyond the run, crops that the patches do not divide, and another number of means than channels.
+    """Fill in the patch size; refuse a warm-up beyond the run and crops that the patches do not divide.
 
     Raises:
         ValueError: names the option and what would fit.
     """
+    from dino_sparo.models.backbone import own_patch_size  # not above: parsing needs no torch
+
+    if args.patch_size is None:
+        args.patch_size = own_patch_size(args.arch)
     if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"

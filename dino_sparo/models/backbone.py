@@ -6,7 +6,7 @@ unchanged.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
+from dino_sparo.models.timm_backbone import TimmBackbone, layer_indices, plan_of
+from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
 # (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
@@ -70,6 +71,7 @@ class Backbone(nn.Module):
     """
 
     num_prefix_tokens = 1
+    has_class_token = has_blocks = True
 
     def __init__(
         self,
@@ -88,13 +90,14 @@ class Backbone(nn.Module):
         self.embed_dim, self.num_heads = size.embed_dim, size.num_heads
         self.depth = size.depth if depth is None else depth
         self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
+        self.norm_eps = layer_norm_eps(pre_norm)
         grid_size = img_size // patch_size
         self.grad_checkpointing = False
         self._resampling: dict[tuple[int, torch.device], Tensor] = {}
         self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
-        norm_layer: Any = partial(nn.LayerNorm, eps=layer_norm_eps(pre_norm))
+        norm_layer: Any = partial(nn.LayerNorm, eps=self.norm_eps)
         self.norm_pre = norm_layer(self.embed_dim) if pre_norm else nn.Identity()
         act_layer: Any = QuickGELU if quick_gelu else nn.GELU
         # The rates are those of the whole architecture: removing the last block changes no other block's rate.
@@ -144,6 +147,14 @@ class Backbone(nn.Module):
         cls_tokens = self.cls_token.expand(images.shape[0], -1, -1)  # len() would fix the batch of an ONNX file
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
 
+    def grid(self, images: Float[Tensor, "B C H W"]) -> tuple[int, int]:
+        """Rows and columns of the images' patches; pixels beyond the last whole patch are left out."""
+        return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+
+    def prepare(self, side: int) -> None:
+        """Resample positions for images of `side` pixels before a compiler makes them a constant."""
+        self.position_embedding(side, side)
+
     def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:
         """Position embedding of images of `height` x `width` pixels.
 
@@ -165,6 +176,16 @@ class Backbone(nn.Module):
         by_rows = (row_weights @ grid.view(grid_size, -1)).view(rows, grid_size, -1)
         resampled = (column_weights @ by_rows).flatten(0, 1)[None].to(self.pos_embed.dtype)
         return torch.cat((self.pos_embed[:, :1], resampled), dim=1)
+
+    def adapt(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights under this module's names, with positions of another grid resampled to this one."""
+        positions, side = weights["pos_embed"].float(), self.img_size
+        grid_size = math.isqrt(positions.shape[1] - 1)
+        # A backbone without blocks, of the weights' grid: it resamples its positions.
+        size = ViTSize(self.embed_dim, 0, self.num_heads)
+        other = Backbone(size, self.patch_size, grid_size * self.patch_size, self.in_chans)
+        other.pos_embed = nn.Parameter(positions)
+        return {**weights, "pos_embed": other.position_embedding(side, side).detach()}
 
     def _resampling_matrix(self, length: int) -> Float[Tensor, "length grid_size"]:
         """Weights of the stored positions in each of `length` positions along an axis."""
@@ -198,10 +219,7 @@ class Backbone(nn.Module):
             n: number of last blocks, or indices of blocks; negative indices count from the last block.
             norm: apply the final LayerNorm.
         """
-        indices = range(-n, 0) if isinstance(n, int) else n
-        if not indices or not all(-self.depth <= index < self.depth for index in indices):
-            raise ValueError(f"n={n} intermediate layers asked of a backbone with {self.depth} blocks")
-        wanted = {index % self.depth for index in indices}
+        wanted = layer_indices(n, self.depth)
         tokens, outputs = self.embed(images), []
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             tokens = self._call(block, tokens)
@@ -251,6 +269,9 @@ class Backbone(nn.Module):
         return function(*arguments)
 
 
+AnyBackbone = Backbone | TimmBackbone
+
+
 def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B 1 D"]:
     """Class token after `block`; other tokens serve as keys and values only."""
     attn, width = block.attn, tokens.shape[-1]
@@ -278,21 +299,37 @@ def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
 
 
 def create_backbone(
-    arch: str, patch_size: int = 16, img_size: int = 224, remove_blocks: int = 0, **settings: Any
-) -> Backbone:
+    arch: str,
+    patch_size: int = 16,
+    img_size: int = 224,
+    remove_blocks: int = 0,
+    pre_norm: bool = False,
+    quick_gelu: bool = False,
+    **settings: Any,
+) -> AnyBackbone:
     """Build a backbone by the name of its architecture.
 
     Args:
-        arch: a key of `ARCHITECTURES`.
+        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
         patch_size: P, pixels.
         img_size: side in pixels of the images whose grid the position embedding stores.
         remove_blocks: number of blocks to leave out at the end.
-        settings: other arguments of `Backbone`.
+        pre_norm: see `Backbone`; a timm model has its own form, which its name says.
+        quick_gelu: as `pre_norm`.
+        settings: in_chans, drop_path_rate, final_norm.
     """
+    if arch.startswith(TIMM):
+        return TimmBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
     if arch not in ARCHITECTURES:
-        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
+        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME")
     size = ARCHITECTURES[arch]
-    return Backbone(size, patch_size, img_size, depth=size.depth - remove_blocks, **settings)
+    depth = size.depth - remove_blocks
+    return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
+
+
+def own_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
+    """Side of a patch in pixels, or stride, of an architecture for which none is given; `ours`: of our own ViTs."""
+    return plan_of(arch.removeprefix(TIMM)).stride if arch.startswith(TIMM) else ours
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

@@ -1,5 +1,6 @@
 """Images -> encodings (B, L*V): a backbone, a read-out, and the concatenation of its slots."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dino_sparo.models.backbone import Backbone, create_backbone, layer_norm_eps
+from dino_sparo.models.backbone import AnyBackbone, create_backbone, own_patch_size
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
@@ -20,8 +21,8 @@ class EncoderConfig:
     """How an encoder is built. Every checkpoint holds it, so no other command needs these options.
 
     Attributes:
-        arch: a key of `ARCHITECTURES`.
-        patch_size: P, pixels.
+        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
+        patch_size: P, or the stride of a timm model's map, in pixels.
         readout: a key of `READOUTS`.
         num_slots: L, for read-outs with slots.
         slot_dim: V, for read-outs with slots.
@@ -90,12 +91,17 @@ class Encoder(nn.Module):
 
     transform: Callable[[Any], Tensor]
 
-    def __init__(self, backbone: Backbone, readout: nn.Module, config: EncoderConfig) -> None:
+    def __init__(self, backbone: AnyBackbone, readout: nn.Module, config: EncoderConfig) -> None:
         super().__init__()
         self.backbone = backbone
         self.readout = readout
         self.config = config
         self.is_vanilla = config.kind.reads_class_token_only
+
+    @property
+    def replaces_block(self) -> bool:
+        """Whether the read-out replaces the backbone's last block; stages of a timm model all stay."""
+        return self.config.replaces_block and self.backbone.has_blocks
 
     @property
     def encoding_dim(self) -> int:
@@ -138,17 +144,22 @@ class Encoder(nn.Module):
             images: (B, C, H, W), normalised.
             n: number of last blocks, or indices of blocks.
             norm: apply the backbone's final LayerNorm.
-            reshape: maps (B, D, H/P, W/P) instead of patch tokens (B, N-1, D).
-            return_prefix_tokens: pairs of patch tokens and class token (B, 1, D).
+            reshape: maps (B, D, H/P, W/P) instead of patch tokens (B, N, D); maps of earlier stages are larger.
+            return_prefix_tokens: pairs of patch tokens and prefix tokens (class token, registers).
 
         Returns:
             One tensor, or pair, per block, in the order of the blocks.
         """
         layers = self.backbone.intermediate_tokens(images, n, norm)
-        number, rows = self.backbone.num_prefix_tokens, images.shape[-2] // self.backbone.patch_size
+        number = self.backbone.num_prefix_tokens
         patches = [tokens[:, number:] for tokens in layers]
         if reshape:
-            patches = [tokens.transpose(1, 2).unflatten(2, (rows, -1)).contiguous() for tokens in patches]
+            rows, columns = self.backbone.grid(images)
+            finer = [math.isqrt(tokens.shape[1] // (rows * columns)) for tokens in patches]  # 1, but for earlier stages
+            patches = [
+                tokens.transpose(1, 2).unflatten(2, (rows * factor, -1)).contiguous()
+                for tokens, factor in zip(patches, finer, strict=True)
+            ]
         if return_prefix_tokens:
             return tuple((tokens, layer[:, :number]) for tokens, layer in zip(patches, layers, strict=True))
         return tuple(patches)
@@ -171,8 +182,9 @@ class Encoder(nn.Module):
     def probe_layers(self, images: Float[Tensor, "B C H W"], n: int) -> tuple[list[Tensor], Float[Tensor, "B N D"]]:
         """Features of a linear probe, earliest first, and the last block's normalised tokens.
 
-        The features are the class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the
-        last layer: for all read-outs but `cls` its feature is the unnormalised encoding (SPARO, appendix 0.C.2).
+        The features are the class tokens of the last `n` layers after the final LayerNorm, or means of the patch tokens
+        where there is no class token. The read-out counts as the last layer: for all read-outs but `cls` its feature is
+        the unnormalised encoding (SPARO, appendix 0.C.2).
 
         Returns:
             n tensors (B, D), of which the last one is (B, L*V); (B, N, D).
@@ -180,20 +192,25 @@ class Encoder(nn.Module):
         if self.is_vanilla:
             tokens = self.backbone.intermediate_tokens(images, n)
             return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
-        is_pooled = not self.config.replaces_block
+        is_pooled = not self.replaces_block
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
         # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it
         # pools the last block, and so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
-        class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
+        class_tokens = [self._summary(block_tokens) for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)
         return [*class_tokens[len(class_tokens) - (n - 1) :], encoding], tokens[-1]
 
+    def _summary(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
+        """The class token, or the mean of the patch tokens where there is none."""
+        backbone = self.backbone
+        return tokens[:, 0] if backbone.has_class_token else tokens[:, backbone.num_prefix_tokens :].mean(dim=1)
+
 
 def encode_crops(
-    backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor], class_token_only: bool = False
+    backbone: AnyBackbone, readout: nn.Module, crops: Tensor | Sequence[Tensor], class_token_only: bool = False
 ) -> Float[Tensor, "B encoding_dim"]:
     """Encode one batch or several; neighbours of equal image size run together.
 
@@ -218,7 +235,7 @@ def encode_crops(
 
 def create_encoder(
     arch: str = "vit_small",
-    patch_size: int = 16,
+    patch_size: int | None = None,
     readout: str = "sparo",
     *,
     drop_path_rate: float = 0.0,
@@ -230,12 +247,13 @@ def create_encoder(
     ViT-S. `cls` (vanilla DINO) and `gap` keep all blocks.
 
     Args:
-        arch: a key of `ARCHITECTURES`.
-        patch_size: P, pixels.
+        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
+        patch_size: P, pixels; None: 16, or the timm model's own.
         readout: a key of `READOUTS`.
         drop_path_rate: stochastic depth rate.
         settings: other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
     """
+    patch_size = own_patch_size(arch) if patch_size is None else patch_size
     return encoder_from_config(EncoderConfig(arch, patch_size, readout, **settings), drop_path_rate)
 
 
@@ -267,7 +285,9 @@ def encoder_from_config(
         config.group_size,
         codebook,
         backbone.num_prefix_tokens,
-        norm_eps=layer_norm_eps(config.pre_norm),
+        norm_eps=backbone.norm_eps,
     )
+    if kind.reads_class_token_only and not backbone.has_class_token:
+        raise ValueError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
     readout = kind.build(sizes)
     return Encoder(backbone, readout, config)

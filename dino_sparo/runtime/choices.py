@@ -27,6 +27,10 @@ ARCHITECTURES: dict[str, ViTSize] = {
 }
 
 
+TIMM = "timm/"  # prefix of architectures that timm builds
+PATCH_SIZE = 16  # pixels, of our own vision transformers
+
+
 class CrossAttentionKind(NamedTuple):
     """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
 

@@ -49,7 +49,14 @@ from torch import Tensor, nn
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.choices import (
+    ARCHITECTURES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+    TIMM,
+)
 from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import differences, file_sha256
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
@@ -192,18 +199,17 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights under our names, whoever saved them.
 
-    Removes DDP's `module.`, entries that are no tensors and DINOv2's mask token; puts a raw ViT's `blocks.*`,
-    `cls_token`, ... below `backbone.`; multiplies LayerScale into the layer before it.
+    Removes DDP's `module.` and entries that are no tensors; puts a raw ViT's `blocks.*`, `cls_token`, ... below
+    `backbone.`.
     """
     plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
-    plain = _without_layer_scale(plain)
     if any(name.startswith("backbone.") for name in plain):
         return plain
     return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
 
 
-def _without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DINOv2's ViT without LayerScale: gamma * (W x + b) = (gamma W) x + gamma b."""
+def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DINOv2's ViT as our own: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
     folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
     for ending, layer in layers.items():
@@ -390,7 +396,9 @@ def encoder_of(
                 f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
             )
         description = {**description, "quick_gelu": True}
-    encoder = encoder_from_config(EncoderConfig.from_dict(description))
+    config = EncoderConfig.from_dict(description)
+    encoder = encoder_from_config(config)
+    weights = weights if config.arch.startswith(TIMM) else without_layer_scale(weights)
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
     encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch

@@ -122,8 +122,9 @@ def resized(encoder: Encoder, img_size: int) -> Encoder:
         ValueError: `img_size` is not a multiple of the patch size.
     """
     other = encoder_from_config(replace(encoder.config, img_size=img_size))
-    positions = encoder.backbone.position_embedding(img_size, img_size).detach()
-    load_strictly(other, {**encoder.state_dict(), "backbone.pos_embed": positions}, "the encoder")
+    backbone = other.backbone.adapt(encoder.backbone.state_dict())
+    weights = {**encoder.state_dict(), **{f"backbone.{name}": value for name, value in backbone.items()}}
+    load_strictly(other, weights, "the encoder")
     return other.eval()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.models import backbone, encoder, pooling, readout, readouts
+from dino_sparo.models import backbone, encoder, pooling, readout, readouts, timm_backbone
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime import choices
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
@@ -92,7 +92,7 @@ def modeling_code() -> str:
     """The code of the encoder and of its model for transformers, as one file that does not import this package."""
     imports: set[str] = set()
     bodies = []
-    modules = (choices, readout, pooling, readouts, backbone, encoder)
+    modules = (choices, readout, pooling, readouts, timm_backbone, backbone, encoder)
     for path in (*(module.__file__ for module in modules), Path(__file__).with_name("huggingface_model.py")):
         imports_of, body = _without_imports(Path(str(path)).read_text(encoding="utf-8"))
         imports |= imports_of

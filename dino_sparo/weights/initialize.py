@@ -24,6 +24,7 @@ from dino_sparo.weights.checkpoint import (
     num_blocks,
     patch_sizes,
     shortened,
+    without_layer_scale,
 )
 
 logger = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
 
 
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
-    """`initialize_encoder` for weights under our names, which were read from `source`; changes `weights`."""
-    config, own = encoder.config, encoder.state_dict()
+    """`initialize_encoder` for weights under our names, which were read from `source`."""
+    config, own, weights = encoder.config, encoder.state_dict(), without_layer_scale(weights)
     if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
     weights = _with_channels(weights, config.in_chans, source)

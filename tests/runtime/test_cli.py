@@ -80,6 +80,7 @@ REFERENCE: dict[str, Any] = {
 
 # Defaults that differ from the reference's on purpose.
 CHANGED: dict[str, Any] = {
+    "patch_size": None,  # 16; for timm/NAME the model's own
     "warmup_epochs": None,  # 10 wherever that fits the run
     "freeze_last_layer": None,  # 1, likewise
     "use_fp16": None,  # --precision auto decides: bf16 where the device computes in it

@@ -43,15 +43,14 @@ def maps_and_slots(
     Returns:
         Maps (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size; slots (B, L, V).
     """
-    images = images.to(encoder.backbone.cls_token.device)
+    images = images.to(next(encoder.backbone.parameters()).device)
     tokens = encoder.backbone(images)
     output = encoder.readout(tokens)
     attention = output.attention
     if encoder.config.kind.shows == "head":
         attention = encoder.backbone.last_self_attention(images, num_queries=1)[:, :, 0]
     patches = attention[:, :, encoder.backbone.num_prefix_tokens :]
-    size = encoder.backbone.patch_size
-    maps = patches.unflatten(-1, (images.shape[-2] // size, images.shape[-1] // size))
+    maps = patches.unflatten(-1, encoder.backbone.grid(images))
     return maps.float().cpu().numpy(), output.slots.float().cpu().numpy()
 
 

@@ -1,0 +1,274 @@
+"""Images -> tokens by the models of timm, as `--arch timm/NAME`.
+
+A vision transformer gives its tokens: prefix tokens (class token, registers), then the patches row by row. A network of
+stages (ResNet, ConvNeXt) gives its last feature map, whose positions are the tokens, row by row.
+"""
+
+import difflib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import timm
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
+# Arguments by which a model reads images of any size, where its constructor has them.
+ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+
+
+class TimmBackbone(nn.Module):
+    """A timm model without its classifier: images (B, C, H, W) -> tokens (B, N, D).
+
+        tokens = backbone(images)                                    # equal to `model.forward_features(images)`
+        prefix, patches = tokens[:, :number], tokens[:, number:]     # number = backbone.num_prefix_tokens
+        maps = patches.transpose(1, 2).unflatten(2, backbone.grid(images))       # (B, D, rows, columns)
+
+    The last norm is timm's: a model that normalises after pooling (`fc_norm`) gives tokens that are not normalised.
+    Weights have timm's names below `model.`. Where `has_blocks`, the blocks are `model.blocks`, and
+    `last_self_attention` gives the attention of the last one. `cls`, whose encoding is the class token, is refused
+    where there is none: `gap` averages the tokens instead.
+
+    Attributes:
+        model: the model of timm.
+        embed_dim: D.
+        num_prefix_tokens: tokens before the first patch; 0 for maps.
+        has_class_token: the first token is a class token.
+        has_blocks: equal blocks, of which a read-out can replace the last; False for stages, which all stay.
+        depth: number of blocks or stages whose tokens `intermediate_tokens` gives.
+        norm_eps: eps of the last LayerNorm.
+
+    Args:
+        name: the model's name in timm.
+        patch_size: P, side of a patch, or stride of the map, in pixels; stages have one stride alone.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        remove_blocks: number of blocks to leave out at the end.
+        in_chans: number of image channels.
+        drop_path_rate: stochastic depth rate of the last block of the architecture.
+        final_norm: end with the model's norm; False for a read-out that takes raw tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        patch_size: int,
+        img_size: int = 224,
+        remove_blocks: int = 0,
+        in_chans: int = 3,
+        drop_path_rate: float = 0.0,
+        final_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        plan = plan_of(name)
+        settings = plan.settings(name, patch_size, img_size, drop_path_rate)
+        self.name, self.patch_size, self.img_size, self.in_chans = name, patch_size, img_size, in_chans
+        self.embed_dim, self.num_prefix_tokens = plan.embed_dim, plan.num_prefix_tokens
+        self.has_class_token, self.has_blocks = plan.has_class_token, plan.has_blocks
+        self._channels_last = plan.channels_last
+        self._reads_any_size = "img_size" not in settings or bool(ANY_SIZE.keys() & settings)
+        self.model = cast(Any, timm.create_model(name, num_classes=0, in_chans=in_chans, **settings))
+        self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)
+        if self.depth < 1:
+            raise ValueError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
+        self.norm_eps = getattr(getattr(self.model, "norm", None), "eps", DEFAULT_EPS)
+        # Also leaves out what a classifier alone needs: pooling, and the norm after it.
+        self.model.prune_intermediate_layers([self.depth - 1], prune_norm=not final_norm)
+
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D)."""
+        features = self.model.forward_features(self._whole_patches(images))
+        if features.ndim == 3:
+            return features
+        return features.flatten(1, 2) if self._channels_last else features.flatten(2).transpose(1, 2)
+
+    def grid(self, images: Float[Tensor, "B C H W"]) -> tuple[int, int]:
+        """Rows and columns of the images' patches; pixels beyond the last whole patch are left out."""
+        return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+
+    def class_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
+        """`forward(images)[:, 0]`."""
+        return self(images)[:, 0]
+
+    def intermediate_tokens(
+        self, images: Float[Tensor, "B C H W"], n: int | Sequence[int] = 1, norm: bool = True
+    ) -> list[Float[Tensor, "B _ _"]]:
+        """Tokens after some blocks or stages, in their order; N and D differ between stages.
+
+        Args:
+            images: (B, C, H, W), normalised.
+            n: number of last blocks or stages, or their indices; negative indices count from the last.
+            norm: apply the last norm, as timm does: to all blocks, but only to the last stage.
+        """
+        indices = layer_indices(n, self.depth)
+        options: dict[str, Any] = {"indices": indices, "norm": norm, "intermediates_only": True, "stop_early": True}
+        images = self._whole_patches(images)
+        options |= {"output_fmt": "NLC"} if self.has_blocks else {}
+        options |= {"return_prefix_tokens": True} if self.num_prefix_tokens else {}
+        try:
+            layers = self.model.forward_intermediates(images, **options)
+        except (TypeError, AssertionError) as error:  # some models lack an option, or refuse its value
+            raise ValueError(f"timm/{self.name} gives no tokens of its inner layers ({error})") from error
+        if not self.has_blocks:
+            return [maps.flatten(2).transpose(1, 2) for maps in layers]
+        if not self.num_prefix_tokens:
+            return layers
+        return [torch.cat((prefix, patches), dim=1) for patches, prefix in layers]
+
+    def last_self_attention(
+        self, images: Float[Tensor, "B C H W"], num_queries: int | None = None
+    ) -> Float[Tensor, "B heads queries N"]:
+        """Self-attention of the last block; see `Backbone.last_self_attention`.
+
+        Raises:
+            ValueError: the model has no blocks, or their attention is not a matrix of N x N tokens.
+        """
+        attention: Any = getattr(self.model.blocks[-1], "attn", None) if self.has_blocks else None
+        maps: list[Tensor] = []
+        if not hasattr(attention, "attn_drop"):
+            raise ValueError(f"timm/{self.name} computes no self-attention in its last block; draw another read-out")
+        # The dropout of attention sees the matrix, unless attention is fused.
+        hook = attention.attn_drop.register_forward_pre_hook(lambda module, inputs: maps.append(inputs[0]))
+        is_fused, attention.fused_attn = getattr(attention, "fused_attn", False), False
+        try:
+            self(images)
+        finally:
+            hook.remove()
+            attention.fused_attn = is_fused
+        return maps[0][:, :, :num_queries]
+
+    def adapt(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of this architecture under this module's names or timm's, resampled by timm to this grid and patch.
+
+        Args:
+            weights: of this module or of the model of timm, maybe with a classifier, which stays in the result.
+        """
+        plain = {name.removeprefix("model."): value for name, value in weights.items()}
+        convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
+        return {f"model.{name}": value for name, value in (convert(plain, self.model) if convert else plain).items()}
+
+    def prepare(self, side: int) -> None:
+        """Nothing: timm resamples positions in every forward pass."""
+
+    def use_fused_attention(self, fused: bool) -> None:
+        """Choose between torch's fused attention (the default) and plain matrix products."""
+        for module in self.model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = fused
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute activations of the blocks again for the backward pass."""
+        self.model.set_grad_checkpointing(enable)
+
+    def _whole_patches(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        """The images without pixels beyond the last whole patch; ValueError if the model cannot read the images."""
+        channels, height, width = images.shape[1:]
+        if channels != self.in_chans:
+            raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
+        if min(height, width) < self.patch_size:
+            raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
+        if not self._reads_any_size and not height == width == self.img_size:
+            raise ValueError(
+                f"timm/{self.name} reads images of {self.img_size}x{self.img_size} px alone, not of {height}x{width} "
+                "px; give one size (--local_crops_number 0), or a model that resamples its positions"
+            )
+        rows, columns = self.grid(images)
+        return images[..., : rows * self.patch_size, : columns * self.patch_size]
+
+
+@dataclass(frozen=True)
+class TimmPlan:
+    """Properties of a timm model of its own sizes.
+
+    Attributes:
+        embed_dim: D.
+        stride: side of a patch, or stride of the last map, in pixels.
+        num_prefix_tokens, has_class_token, has_blocks: as in `TimmBackbone`.
+        channels_last: maps are (B, rows, columns, D).
+        parameters: arguments of the model's constructor.
+    """
+
+    embed_dim: int
+    stride: int
+    num_prefix_tokens: int
+    has_class_token: bool
+    has_blocks: bool
+    channels_last: bool
+    parameters: frozenset[str]
+
+    def settings(self, name: str, patch_size: int, img_size: int, drop_path_rate: float) -> dict[str, Any]:
+        """Arguments of `timm.create_model`, of those that the model has.
+
+        Raises:
+            ValueError: the model has stages of another stride, or no stochastic depth.
+        """
+        if patch_size != self.stride and not (self.has_blocks and "patch_size" in self.parameters):
+            raise ValueError(
+                f"--patch_size {patch_size} with timm/{name}, whose tokens are {self.stride} px apart; leave it out"
+            )
+        if img_size % patch_size:
+            nearest = max(round(img_size / patch_size), 1) * patch_size
+            raise ValueError(
+                f"img_size={img_size} px is not a multiple of patch_size={patch_size} px of timm/{name}; the nearest "
+                f"that fits is {nearest}"
+            )
+        if drop_path_rate and "drop_path_rate" not in self.parameters:
+            raise ValueError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
+        sizes: dict[str, Any] = {"img_size": img_size, **ANY_SIZE} if "img_size" in self.parameters else {}
+        sizes |= {"patch_size": patch_size} if patch_size != self.stride else {}
+        sizes |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
+        return {argument: value for argument, value in sizes.items() if argument in self.parameters}
+
+
+@lru_cache
+def plan_of(name: str) -> TimmPlan:
+    """Build a timm model without memory and see what it gives.
+
+    Raises:
+        ValueError: no such model, or it gives neither tokens nor a map of the image.
+    """
+    architecture = name.partition(".")[0]  # without the tag of its weights
+    if not timm.is_model(architecture):
+        near = [f"timm/{known}" for known in difflib.get_close_matches(architecture, timm.list_models(), cutoff=0.4)]
+        raise ValueError(
+            f"unknown arch 'timm/{name}'; the nearest are {', '.join(near) or 'none'}, and timm.list_models() has all"
+        )
+    with torch.device("meta"):
+        model: Any = timm.create_model(name, num_classes=0).eval()
+        model.prune_intermediate_layers()
+        channels, height, width = model.pretrained_cfg["input_size"]
+        features = model.forward_features(torch.empty(1, channels, height, width))
+    strides = {info["reduction"] for info in model.feature_info}
+    stride, has_class_token = max(strides), getattr(model, "cls_token", None) is not None
+    rows, columns = height // stride, width // stride
+    shape = tuple(features.shape) if isinstance(features, Tensor) else ()
+    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    prefix = getattr(model, "num_prefix_tokens", int(has_class_token)) if len(shape) == 3 else 0
+    tokens = (prefix + rows * columns,) if len(shape) == 3 else (rows, columns)
+    if (shape[2:] if len(shape) == 4 and not channels_last else shape[1:-1]) != tokens:
+        raise ValueError(
+            f"timm/{name} gives {shape or type(features).__name__} for an image of {height}x{width} px, neither tokens "
+            "nor a map; choose a vision transformer or a network of stages, such as timm/resnet50"
+        )
+    constructors = [inspect.signature(kind).parameters for kind in type(model).__mro__[:-1]]
+    return TimmPlan(
+        embed_dim=shape[1] if len(shape) == 4 and not channels_last else shape[-1],
+        stride=stride,
+        num_prefix_tokens=prefix,
+        has_class_token=has_class_token and prefix > 0,
+        has_blocks=len(shape) == 3 and len(strides) == 1 and hasattr(model, "blocks"),
+        channels_last=channels_last,
+        parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
+    )
+
+
+def layer_indices(n: int | Sequence[int], depth: int) -> list[int]:
+    """Indices from 0 of the last `n` of `depth` layers, or of those that `n` lists, without order."""
+    indices = range(-n, 0) if isinstance(n, int) else n
+    if not indices or not all(-depth <= index < depth for index in indices):
+        raise ValueError(f"n={n} intermediate layers asked of a backbone with {depth} blocks")
+    return sorted({index % depth for index in indices})
