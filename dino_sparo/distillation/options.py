@@ -151,7 +151,7 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill in the patch size; refuse a warm-up beyond the run and crops that the patches do not divide.
+    """Fill in the patch size; refuse a warm-up beyond the run, crops in part patches, and means for other channels.
 
     Raises:
         ValueError: names the option and what would fit.
