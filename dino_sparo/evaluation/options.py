@@ -12,10 +12,12 @@ from dino_sparo.runtime.cli import (
     FOREIGN_WEIGHTS,
     IMAGE_LIMITS,
     SHOW_CHANNELS,
+    SLOT_SIZES,
     USE_CUDA,
     Group,
     Option,
     Parser,
+    number_from_0,
     positive_int,
     positive_number,
     share,
@@ -24,6 +26,7 @@ from dino_sparo.runtime.cli import (
 
 KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
 FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
+PROBES = ("linear", "sparo", "ep", "attention")  # names of `--probe`
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
 
 ENCODER: Group = {
@@ -108,12 +111,31 @@ PROBE_FEATURES: Group = {
         False, "Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B."
     ),
 }
+ATTENTIVE_PROBES: Group = {
+    "probe": Option(
+        None,
+        "Train read-outs on the frozen tokens, each with a linear classifier, and compare their accuracy and "
+        "parameters. linear: the encoder's own read-out, frozen. sparo: --sparo_slots and its relatives. ep: efficient "
+        "probing. attention: one query with several heads. Writes probes.json, and an encoder probe_NAME.pth of each.",
+        choices=PROBES,
+        nargs="+",
+    ),
+    **SLOT_SIZES,
+    "ep_queries": Option(32, "Queries of ep.", positive_int),
+    "ep_reduction": Option(1, "Width of a token divided by the width of ep's encoding.", positive_int),
+    "attention_heads": Option(16, "Heads of attention; they divide the width of a token.", positive_int),
+    "warmup_epochs": Option(None, "Epochs of warm-up with --probe; by default a ninth of all.", number_from_0),
+}
 PROBE_TRAINING: Group = {
-    "epochs": Option(100, "Epochs, over which the learning rate falls to 0.", positive_int),
+    "epochs": Option(
+        None, "Epochs, over which the learning rate falls to 0; by default 100, with --probe 90.", positive_int
+    ),
     "lr": Option(
-        [0.001, 0.003, 0.01, 0.03, 0.1, 0.3],
-        "Learning rates for a batch of 256 images, scaled with the batch; one probe each.",
+        None,
+        "Learning rates for a batch of 256 images, scaled with the batch; one probe each. By default 0.001 0.003 0.01 "
+        "0.03 0.1 0.3, with --probe 0.1 0.2 0.5 1.",
         positive_number,
+        nargs="+",
     ),
     "fast": Option(
         False,
@@ -134,7 +156,13 @@ PROBE_TRAINING: Group = {
 
 def linear_parser() -> Parser:
     """The options of `eval_linear.py`, in data-flow order."""
-    return evaluation_parser({"features of the probe": PROBE_FEATURES, "training of the probes": PROBE_TRAINING})
+    return evaluation_parser(
+        {
+            "features of the probe": PROBE_FEATURES,
+            "read-outs on frozen tokens": ATTENTIVE_PROBES,
+            "training of the probes": PROBE_TRAINING,
+        }
+    )
 
 
 EMBEDDINGS: Group = {

@@ -1,4 +1,4 @@
-"""Tokens -> slots, the read-outs that the paper compares SPARO with: attentional pooling, its ablations, codebooks.
+"""Tokens -> slots, read-outs beside SPARO: attentional pooling, its ablations, codebooks, attentive probes.
 
 Each turns tokens (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 """
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from dino_sparo.models.readout import ReadoutOutput, require_positive
 from dino_sparo.runtime.choices import CrossAttentionKind
 from dino_sparo.runtime.faults import require
+
+# Of efficient probing and of AIM.
+QUERY_STD, BATCH_NORM_EPS = 0.02, 1e-6
 
 
 class CrossAttentionReadout(nn.Module):
@@ -65,22 +68,104 @@ class CrossAttentionReadout(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
-        # einsum letters: b image, l slot, a key width, d token width
-        keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))
-        token_queries = torch.einsum("la,lad->ld", self.queries * self.key_dim**-0.5, keys)
-        scores = (tokens @ token_queries.t()).transpose(1, 2)  # (B, L, N)
-        if mask is not None:
-            scores = scores.masked_fill(~mask[:, None, :], -math.inf)
-        attention = scores.softmax(dim=-1)
-        pooled = attention @ tokens  # (B, L, D)
-        values = self.value_proj.weight.unflatten(0, (-1, self.key_dim))
-        heads = torch.einsum("bld,lad->bla", pooled, values) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
+        attention, pooled = _pool(tokens, _token_queries(self.queries, self.key_proj.weight), mask)
+        heads = _slot_values(pooled, self.value_proj.weight) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
         mixed = self.out_proj(heads.flatten(1)).unflatten(1, (self.num_slots, self.key_dim))
         normed = self.norm(mixed) if self.kind.slotwise_norm else self.norm(mixed.flatten(1)).view_as(mixed)
         slots = self.proj(normed) if self.kind.slotwise_projection else self.proj(normed.flatten(1))
         return ReadoutOutput(
             slots=slots.unflatten(1, (self.num_slots, -1)) if slots.ndim == 2 else slots, attention=attention
         )
+
+
+class EfficientProbing(nn.Module):
+    """Efficient probing: L queries compare themselves with the tokens, and each reads a part of one value projection.
+
+        slot_l = U_l H^T softmax(H q_l / sqrt(D))
+
+    with tokens H (N, D), query q_l (D) and value projection U_l (V, D), without bias. There are no keys: a query is as
+    wide as a token. The authors choose L and L*V, their width of the encoding, D by default. Source: Psomas et al.,
+    "Attention, please! Revisiting attentive probing through the lens of efficiency" (ICLR 2026).
+
+    Args:
+        embed_dim: D, width of the tokens.
+        num_slots: L.
+        slot_dim: V.
+    """
+
+    def __init__(self, embed_dim: int, num_slots: int, slot_dim: int) -> None:
+        super().__init__()
+        require_positive("efficient probing", embed_dim=embed_dim, num_slots=num_slots, slot_dim=slot_dim)
+        self.encoding_dim = num_slots * slot_dim
+        self.queries = nn.Parameter(torch.randn(num_slots, embed_dim) * QUERY_STD)
+        self.value_proj = nn.Linear(embed_dim, self.encoding_dim, bias=False)
+
+    def extra_repr(self) -> str:
+        """The sizes, for the log."""
+        return f"{len(self.queries)} slots of {self.encoding_dim // len(self.queries)}"
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
+        attention, pooled = _pool(tokens, self.queries * tokens.shape[-1] ** -0.5, mask)
+        return ReadoutOutput(slots=_slot_values(pooled, self.value_proj.weight), attention=attention)
+
+
+class AttentionReadout(nn.Module):
+    """One learned query with L heads, on tokens that a batch norm without scale and shift normalises.
+
+        slot_l = U_l Z^T softmax(Z K_l^T q_l / sqrt(A)),  Z = BatchNorm(H)
+
+    with tokens H (N, D), heads of width A = V = D / L, keys K_l and values U_l (A, D) without bias. The encoding is as
+    wide as a token. Source: El-Nouby et al., AIM, section 3.3, as efficient probing compares with it.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        num_slots: L, number of heads; divides D.
+    """
+
+    def __init__(self, embed_dim: int, num_slots: int) -> None:
+        super().__init__()
+        require_positive("an attentive query", embed_dim=embed_dim, num_slots=num_slots)
+        if embed_dim % num_slots:
+            raise ValueError(f"{num_slots} heads do not divide tokens of width {embed_dim}; give another number")
+        self.norm = nn.BatchNorm1d(embed_dim, affine=False, eps=BATCH_NORM_EPS)
+        self.queries = nn.Parameter(torch.randn(num_slots, embed_dim // num_slots) * QUERY_STD)
+        self.key_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.value_proj = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def extra_repr(self) -> str:
+        """The sizes, for the log."""
+        return "{} heads of {}".format(*self.queries.shape)
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
+        normed = self.norm(tokens.flatten(0, 1)).view_as(tokens)
+        attention, pooled = _pool(normed, _token_queries(self.queries, self.key_proj.weight), mask)
+        return ReadoutOutput(slots=_slot_values(pooled, self.value_proj.weight), attention=attention)
+
+
+# einsum letters: b image, l slot, a key or value width, d token width
+
+
+def _token_queries(queries: Float[Tensor, "L A"], keys: Float[Tensor, "LA D"]) -> Float[Tensor, "L D"]:
+    """K_l^T q_l / sqrt(A): queries to be compared with tokens."""
+    return torch.einsum("la,lad->ld", queries * queries.shape[1] ** -0.5, keys.unflatten(0, queries.shape))
+
+
+def _pool(
+    tokens: Float[Tensor, "B N D"], token_queries: Float[Tensor, "L D"], mask: Bool[Tensor, "B N"] | None
+) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L D"]]:
+    """The attention of each query, and its mean of the tokens."""
+    scores = (tokens @ token_queries.t()).transpose(1, 2)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, :], -math.inf)
+    attention = scores.softmax(dim=-1)
+    return attention, attention @ tokens
+
+
+def _slot_values(pooled: Float[Tensor, "B L D"], values: Float[Tensor, "LA D"]) -> Float[Tensor, "B L A"]:
+    """U_l times the mean of the tokens."""
+    return torch.einsum("bld,lad->bla", pooled, values.unflatten(0, (pooled.shape[1], -1)))
 
 
 class CodebookReadout(nn.Module):

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout
+from dino_sparo.models.pooling import AttentionReadout, CodebookReadout, CrossAttentionReadout, EfficientProbing
 from dino_sparo.models.readout import (
     AveragePoolReadout,
     AverageThenNormReadout,
@@ -91,6 +91,15 @@ def _cross_attention(kind: CrossAttentionKind, sizes: ReadoutSizes) -> nn.Module
     return CrossAttentionReadout(sizes.embed_dim, sizes.num_slots, sizes.slot_dim, sizes.key_dim, kind)
 
 
+def _attention(sizes: ReadoutSizes) -> nn.Module:
+    if sizes.num_slots * sizes.slot_dim != sizes.embed_dim:
+        raise ValueError(
+            f"readout 'attention' with num_slots={sizes.num_slots}, slot_dim={sizes.slot_dim}: the heads together "
+            f"are as wide as a token, {sizes.embed_dim}; give sizes whose product it is"
+        )
+    return AttentionReadout(sizes.embed_dim, sizes.num_slots)
+
+
 def _codes(sizes: ReadoutSizes, competes_with_padding: bool) -> nn.Module:
     if sizes.codebook is None:
         raise ValueError("readout 'fdt' needs a codebook; give the parameter (codes, M) that both towers share")
@@ -113,6 +122,12 @@ READOUTS: dict[str, ReadoutKind] = {
         name: ReadoutKind(partial(_cross_attention, kind), has_slots=True, normalized_per_slot=name != "attpool")
         for name, kind in CROSS_ATTENTION.items()
     },
+    "ep": ReadoutKind(
+        lambda sizes: EfficientProbing(sizes.embed_dim, sizes.num_slots, sizes.slot_dim),
+        has_slots=True,
+        normalized_per_slot=True,
+    ),
+    "attention": ReadoutKind(_attention, has_slots=True, normalized_per_slot=True),
     "eos": ReadoutKind(lambda sizes: EndTokenReadout(), reads_captions_only=True),
 }
 

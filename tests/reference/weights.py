@@ -101,6 +101,13 @@ SPARO_CLIP_CASES: dict[str, dict] = {
     "quick_gelu": {"quick_gelu": True},
 }
 
+# Modules of billpsomas/efficient-probing; the second compresses the encoding.
+EP_CASES = {
+    "ep": {"dim": 24, "num_queries": 6, "d_out": 1},
+    "ep_narrow": {"dim": 24, "num_queries": 4, "d_out": 3},
+}
+AIM = {"dim": 24, "num_heads": 3}
+
 
 def normal(name: str, shape: Sequence[int], std: float = 1.0) -> np.ndarray:
     """Gaussian float32 array, a pure function of its name and shape."""
@@ -129,6 +136,11 @@ def state(shapes: Mapping[str, Sequence[int]], salt: str = "") -> dict[str, np.n
 def images(name: str, batch: int, height: int, width: int, channels: int = 3) -> np.ndarray:
     """Images (batch, channels, height, width), as if already normalised."""
     return normal(f"images/{name}/{height}x{width}", (batch, channels, height, width))
+
+
+def ep_tokens() -> np.ndarray:
+    """Tokens (5, 7, 24) for the modules of efficient probing."""
+    return normal("ep/tokens", (5, 7, 24))
 
 
 def sparo_clip_state(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:

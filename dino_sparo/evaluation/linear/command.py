@@ -2,10 +2,14 @@
 
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --lr 0.001 0.01 0.1
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
+    python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --probe linear sparo ep
 
 The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
 with all that they depend on; linear.pth holds the probes, and the same command resumes from it. Options as in
 facebookresearch/dino.
+
+With --probe read-outs are trained on the frozen tokens, each with a classifier: see `attentive.py`. The results are
+probes.json, probes.pth and, for each read-out, an encoder probe_NAME.pth.
 """
 
 import argparse
@@ -27,24 +31,39 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.features import Features, require_memory, total_images
+from dino_sparo.evaluation.linear.attentive import (
+    ProbeLARS,
+    ReadoutProbes,
+    best_of_each,
+    probe_configs,
+    save_readouts,
+    warmup_cosine,
+)
 from dino_sparo.evaluation.linear.probe import (
     MOMENTUM,
     REFERENCE_BATCH,
     Batches,
     LinearProbe,
     ProbeRun,
+    Probes,
+    ProbeSampler,
     cached_batches,
     check_same_record,
     live_batches,
     load_heads,
     probe_accuracy,
     reference_heads,
+    scaled_learning_rates,
 )
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.checkpoint import load_strictly
 
+# Default epochs and learning rates; those of read-outs are of efficient probing, whose search starts at 0.1.
+LINEAR_TRAINING = (100, [0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
+READOUT_TRAINING = (90, [0.1, 0.2, 0.5, 1.0])
+WARMUP_SHARE = 1 / 9  # 10 of 90 epochs
 SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"
 PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop
 
@@ -67,8 +86,10 @@ class ProbeAugmentation:
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Train and test, or only test, what the options say, write the result, print the table."""
     task = EvaluationTask.start(args)
+    defaults = READOUT_TRAINING if args.probe else LINEAR_TRAINING
+    args.epochs, args.lr = args.epochs or defaults[0], args.lr or defaults[1]
     probed = ProbeTask(task)
-    path = task.result_path("linear")
+    path = task.result_path("probes" if args.probe else "linear")
     saved = path.with_suffix(".pth")
     rows, counts = evaluate_saved(probed, saved) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
@@ -83,6 +104,7 @@ class ProbeTask:
         encode: images (B, C, H, W) -> the probe's features (B, F).
         feature_dim: F.
         global_batch_size: training images per step.
+        configs: with --probe, kind of a probe -> the configuration of its read-out; else empty.
         identity: plain values that tell whether saved probes belong to these features.
     """
 
@@ -92,6 +114,7 @@ class ProbeTask:
         if args.num_labels not in (None, task.num_classes):
             raise ValueError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
+        self.configs = probe_configs(task.encoder, args) if args.probe else {}
         self.encode: Callable[[Tensor], Tensor] = partial(
             task.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
@@ -100,6 +123,9 @@ class ProbeTask:
         side = task.transform.img_size
         blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
         with torch.inference_mode():
+            if args.probe:
+                self.token_shape = task.encoder.backbone(blank).shape[1:]
+                self.encode = lambda images: task.encoder.backbone(images).flatten(1)
             self.feature_dim = self.encode(blank).shape[1]
         self.identity = {
             "weights": record["sha256"],
@@ -114,7 +140,23 @@ class ProbeTask:
             "num_classes": task.num_classes,
             # No entry means all slots, so that older saved probes can be resumed.
             **({"slots": record["slots"]["slots"]} if "slots" in record else {}),
+            **{f"probe {kind}": asdict(config) for kind, config in self.configs.items()},
         }
+
+    def new_probes(self, num_rates: int) -> Probes:
+        """Probes with initial weights, one per learning rate, and with --probe of each kind."""
+        task, seed = self.task, self.task.args.seed
+        if not self.configs:
+            return LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
+        probes = ReadoutProbes(task.encoder, self.configs, self.token_shape, task.num_classes, num_rates, seed)
+        return probes.to(task.device)
+
+    def rows(self, probes: Probes, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The table's rows, with --probe with the kind and the number of parameters of each probe."""
+        if not isinstance(probes, ReadoutProbes):
+            return rows
+        kinds = enumerate(zip(probes.kinds, rows, strict=True))
+        return [{"probe": kind, **row, **probes.parameters_of(index)} for index, (kind, row) in kinds]
 
     def val_features(self) -> tuple[Features, dict[str, int | None]]:
         """This process' share of the validation features, and the numbers of images used and skipped."""
@@ -122,7 +164,7 @@ class ProbeTask:
         return val, dict(zip(("num_val", "num_corrupt_val"), total_images(val, self.task.device), strict=True))
 
 
-def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
     """Train the probes, or resume those saved at `path`; the table's rows, and the numbers of images."""
     task, args = probed.task, probed.task.args
     train_source, val_source = task.splits
@@ -139,16 +181,35 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[s
         "fast": args.fast,
         "val_freq": args.val_freq,
         "seed": args.seed,
+        **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
-    probe = LinearProbe(probed.feature_dim, task.num_classes, len(args.lr), args.seed).to(task.device)
-    run = ProbeRun(probe, args.lr, probed.global_batch_size, args.epochs, record, path)
+    probes = probed.new_probes(len(args.lr))
+    optimizer = None
+    if isinstance(probes, ReadoutProbes):
+        optimizer = ProbeLARS(probes, probes.rates(scaled_learning_rates(args.lr, probed.global_batch_size)))
+    rates = [*args.lr] * max(len(probed.configs), 1)
+    run = ProbeRun(probes, rates, probed.global_batch_size, args.epochs, record, path, optimizer=optimizer)
     run.resume()
     if run.epoch < args.epochs:
         val, num_val = probed.val_features()
         batches, num_train = training_batches(probed)
         run.counts = {**num_train, **num_val}
+        if args.probe:
+            num_steps = len(ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
+            run.factors = lambda epoch: warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
         run.train(batches, val, args.val_freq)
-    return run.table(), run.counts
+    rows = probed.rows(probes, run.table())
+    if isinstance(probes, ReadoutProbes):
+        save_readouts(probes, rows, task.subject, probed.configs, path)
+    return rows, run.counts
+
+
+def warmup_epochs(args: argparse.Namespace) -> float:
+    """Epochs of warm-up of the read-outs; by default the share of the efficient-probing protocol."""
+    number = args.epochs * WARMUP_SHARE if args.warmup_epochs is None else args.warmup_epochs
+    if number >= args.epochs:
+        raise ValueError(f"--warmup_epochs {number:g} leaves nothing of --epochs {args.epochs}; give a smaller number")
+    return float(number)
 
 
 def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
@@ -179,17 +240,19 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
 
 def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
     """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
-    task = probed.task
-    weights, rates = reference_heads(path, task.args.avgpool_patchtokens), [math.nan]
+    task, weights, rates = probed.task, None, [math.nan]
+    if not probed.configs:
+        weights = reference_heads(path, task.args.avgpool_patchtokens)
     if weights is None:
         state = load_heads(path)
         check_same_record(state["record"], probed.identity, path)
         weights, rates = state["state_dict"], state["learning_rates"]
-    probe = LinearProbe(probed.feature_dim, task.num_classes, len(rates)).to(task.device)
-    load_strictly(probe, weights, str(path))
+    probes = probed.new_probes(len(rates) // max(len(probed.configs), 1))
+    load_strictly(probes, weights, str(path))
     val, counts = probed.val_features()
-    accuracies = probe_accuracy(probe, val.features, val.labels)
-    return [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)], counts
+    accuracies = probe_accuracy(probes, val.features, val.labels)
+    rows = [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)]
+    return probed.rows(probes, rows), counts
 
 
 def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
@@ -199,30 +262,40 @@ def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, 
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
         "optimizer": f"SGD, momentum {MOMENTUM}, no weight decay, cosine to 0",
+        **({"optimizer": f"LARS, momentum {MOMENTUM}, no weight decay, warm-up, cosine to 0"} if args.probe else {}),
+        **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
         "lr_scale": f"batch / {REFERENCE_BATCH}",
         "global_batch_size": probed.global_batch_size,
         "seed": args.seed,
     }
+    if args.probe:
+        sizes = ("readout", "num_slots", "slot_dim", "key_dim")
+        readouts = {kind: {name: getattr(config, name) for name in sizes} for kind, config in probed.configs.items()}
+        feature = {"name": "tokens of the last layer", "tokens": list(probed.token_shape), "readouts": readouts}
+    else:
+        name = "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding"
+        layers = {"n_last_blocks": args.n_last_blocks, "avgpool_patchtokens": args.avgpool_patchtokens}
+        feature = {"name": name, **layers, "dim": probed.feature_dim}
     return {
-        "evaluation": "linear probe",
+        "evaluation": "attentive probes" if args.probe else "linear probe",
         "best": max(rows, key=lambda row: row["top1"]),
         "selection": SELECTION if len(rows) > 1 else "one learning rate: nothing was chosen",
         "results": rows,
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
         "encoder": task.subject.record,
-        "feature": {
-            "name": "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding",
-            "n_last_blocks": args.n_last_blocks,
-            "avgpool_patchtokens": args.avgpool_patchtokens,
-            "dim": probed.feature_dim,
-            "precision": args.precision,
-        },
+        "feature": {**feature, "precision": args.precision},
         **task.images_record(counts),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracies for people."""
+    """Accuracies for people; of attentive probes the best of each kind, with the number of trained parameters."""
+    if "probe" in result["best"]:
+        lines = [f"{'probe':<10}{'parameters':>12}{'of read-out':>13}{'lr':>8}{'top-1 %':>9}{'top-5 %':>9}"]
+        for kind, row in best_of_each(result["results"]).items():
+            numbers = f"{row['parameters']:>12,}{row['readout_parameters']:>13,}{row['lr']:>8g}"
+            lines.append(f"{kind:<10}{numbers}{row['top1']:>9.2f}{row['top5']:>9.2f}")
+        return "\n".join([*lines, result["selection"], f"training: {result['training']['mode']}"])
     has_peaks = "max_top1" in result["best"]
     lines = [f"{'lr':>8}  {'top-1 %':>8}  {'top-5 %':>8}  {'loss':>8}" + "  max top-1 % (epoch)" * has_peaks]
     for row in result["results"]:

@@ -2,10 +2,10 @@
 
 `ProbeRun` is a whole training: validation, saving, resuming.
 
-`linear` trains probes that differ in their learning rate, `clip-probe` probes that differ in their weight decay, and
-`slots study` probes of some slots. Encoding dominates the cost, so the encoder runs once for many probes that differ in
-one number. Sources: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; for the probe's
-features SPARO, appendix 0.C.2.
+`linear` trains probes that differ in their learning rate, and with `--probe` in their read-out (`attentive.py`),
+`clip-probe` probes that differ in their weight decay, and `slots study` probes of some slots. Encoding dominates the
+cost, so the encoder runs once for many probes that differ in one number. Sources: DINO, section 4.1, in the variant of
+facebookresearch/dino's `eval_linear.py`; for the probe's features SPARO, appendix 0.C.2.
 """
 
 import json
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,7 +46,24 @@ REFERENCE_BATCH = 256  # the global batch a learning rate is quoted for
 Batches = Iterable[tuple[Tensor, Tensor]]
 
 
-class LinearProbe(nn.Module):
+class Probes(nn.Module):
+    """Classifiers side by side: features (B, F) -> logits (probes, B, classes).
+
+    Attributes:
+        num_probes: number of classifiers.
+        min_batch: images that a step needs; smaller batches are skipped.
+    """
+
+    num_probes: int
+    min_batch: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the classifiers."""
+        return next(self.parameters()).device
+
+
+class LinearProbe(Probes):
     """Linear classifiers side by side, on the same features.
 
         logits_r = x W_r^T + b_r
@@ -69,6 +86,7 @@ class LinearProbe(nn.Module):
             bias.uniform_(-bound, bound, generator=generator)
         else:
             weight.normal_(std=INIT_STD, generator=generator)
+        self.num_probes = num_probes
         self.weight = nn.Parameter(weight.repeat(num_probes, 1, 1))
         self.bias = nn.Parameter(bias.repeat(num_probes, 1))
 
@@ -76,6 +94,14 @@ class LinearProbe(nn.Module):
         """Features (B, F) -> logits (probes, B, classes): one matrix product for all probes."""
         logits = F.linear(features, self.weight.flatten(0, 1), self.bias.flatten())
         return logits.unflatten(1, self.bias.shape).transpose(0, 1)
+
+
+@runtime_checkable
+class ProbeOptimizer(Protocol):
+    """An optimizer of probes."""
+
+    def step(self, factor: float) -> None:
+        """Move the weights; `factor` scales all learning rates."""
 
 
 class ProbeSGD:
@@ -212,7 +238,7 @@ def scaled_learning_rates(learning_rates: Sequence[float], global_batch_size: in
 
 
 def train_one_epoch(
-    probe: LinearProbe, optimizer: ProbeSGD | ProbeAdamW, batches: Batches, factors: Iterable[float]
+    probe: Probes, optimizer: ProbeOptimizer, batches: Batches, factors: Iterable[float]
 ) -> list[float]:
     """One pass over the training features.
 
@@ -229,9 +255,12 @@ def train_one_epoch(
     Returns:
         Mean training loss of each probe over all processes, nats; not finite for a probe that diverged.
     """
-    losses = torch.zeros(len(probe.weight), dtype=torch.float64, device=probe.weight.device)
+    losses = torch.zeros(probe.num_probes, dtype=torch.float64, device=probe.device)
     steps = 0
+    probe.train()
     for (features, labels), factor in zip(batches, factors, strict=False):
+        if len(labels) < probe.min_batch:
+            continue
         per_probe = _cross_entropy(probe(features), labels).mean(dim=1)
         per_probe.sum().backward()
         optimizer.step(factor)
@@ -239,6 +268,9 @@ def train_one_epoch(
         steps += 1
     if steps == 0:
         raise ValueError("an epoch of the probe has no batch; give more images")
+    for buffer in probe.buffers():  # running statistics of batch norm
+        if buffer.is_floating_point():
+            all_reduce_sum(buffer).div_(world_size())
     return (all_reduce_sum(losses) / (steps * world_size())).tolist()
 
 
@@ -250,14 +282,15 @@ def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor
 
 @torch.no_grad()
 def probe_accuracy(
-    probe: LinearProbe, features: Float[Tensor, "images F"], labels: Int[Tensor, " images"]
+    probe: Probes, features: Float[Tensor, "images F"], labels: Int[Tensor, " images"]
 ) -> list[dict[str, float]]:
     """Accuracy of each probe over the images of all processes, of which this process has a share.
 
     Returns:
         For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` counts all.
     """
-    sums = torch.zeros(len(probe.weight), 4, dtype=torch.float64, device=probe.weight.device)
+    sums = torch.zeros(probe.num_probes, 4, dtype=torch.float64, device=probe.device)
+    probe.eval()
     for start in range(0, len(features), TEST_ROWS):
         targets = labels[start : start + TEST_ROWS].to(sums.device)
         logits = probe(features[start : start + TEST_ROWS].to(sums.device))
@@ -287,9 +320,11 @@ class ProbeRun:
         epoch: finished epochs.
         history: one entry per validation: epoch (from 0), and each probe's accuracies.
         counts: images used and left out, for the result of a training that is already finished.
+        optimizer: of the probes; None: SGD.
+        factors: epoch -> factors on the learning rate, one per step; None: `cosine_factor`.
     """
 
-    probe: LinearProbe
+    probe: Probes
     learning_rates: Sequence[float]
     global_batch_size: int
     epochs: int
@@ -298,12 +333,14 @@ class ProbeRun:
     epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int | None] = field(default_factory=dict)
+    optimizer: Any = None
+    factors: Callable[[int], Iterable[float]] | None = None
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
-        rates = scaled_learning_rates(self.learning_rates, self.global_batch_size)
-        self.optimizer = ProbeSGD(self.probe, rates)
+        if self.optimizer is None:
+            self.optimizer = ProbeSGD(self.probe, scaled_learning_rates(self.learning_rates, self.global_batch_size))
 
     def save(self) -> None:
         """Write heads, momenta, epoch and history, whole or not at all; on rank 0."""
@@ -326,7 +363,7 @@ class ProbeRun:
         state = load_heads(self.path)
         check_same_record(state["record"], self.record, self.path)
         load_strictly(self.probe, state["state_dict"], str(self.path))
-        device = self.probe.weight.device
+        device = self.probe.device
         self.optimizer.momenta = {name: momentum.to(device) for name, momentum in state["momenta"].items()}
         self.epoch, self.history, self.counts = state["epoch"], state["history"], state["counts"]
         logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
@@ -343,7 +380,8 @@ class ProbeRun:
             raise ValueError(f"val_freq={val_freq}; give the number of epochs between two validations, at least 1")
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
-            losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), repeat(schedule))
+            factors = repeat(schedule) if self.factors is None else self.factors(epoch)
+            losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), factors)
             if not any(map(math.isfinite, losses)):
                 raise ValueError(
                     f"every probe diverged (training losses {losses}); give smaller learning rates with --lr"
