@@ -33,17 +33,17 @@ class Trained:
     data: str
 
 
-def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
+def with_random_slots(trained: Trained, one_block_less: bool = False, weights: Path | str | None = None) -> Path:
     """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide slots that learned nothing.
 
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
-    `gap`; otherwise all their blocks are kept.
+    `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
     """
     from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.checkpoint import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 
-    source = trained_encoder(str(trained.folder / "checkpoint.pth"))
+    source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
     own = source.encoder.config
     sizes: Any = {name: int(str(DINO_TRAINING[option])) for name, option in SLOT_SIZES.items()}

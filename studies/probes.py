@@ -1,0 +1,107 @@
+"""Encoders of the studies `scenes` and `cifar10`, and the `demo` encoder -> all probes on their frozen tokens.
+
+    python -m studies probes --output_dir output/studies --data_path cifar10
+
+`linear` reads the encoding, and `random slots` that of a SPARO which was only initialised on the same tokens: both
+read-outs are frozen. `sparo`, `ep` and `attention` are trained with the labels. Needs the checkpoints of `python -m
+studies scenes` and `cifar10` in the output folder; encoders without one are skipped. Writes a small result file per
+encoder and prints a table.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.dino.demo import TRAINING
+from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.records import git_hash, write_json
+from studies.plans import EQUAL_RATE, STUDIES
+from studies.report import markdown, mean_and_deviation
+from studies.runs import RESULTS, Run, is_finished, reported_rows
+from studies.scores import SLOT_SIZES, Trained, with_random_slots
+
+ROWS = {"scenes": (EQUAL_RATE, "sparo"), "cifar10": ("cls", "sparo")}  # rows of the studies' tables
+DEMO = "demo"  # the encoder in this package, of the scenes
+PROBES, RANDOM = ("linear", "sparo", "ep", "attention"), "random slots"
+SIZES = {option: TRAINING[option] for option in SLOT_SIZES.values()}
+# 90 epochs of the paper have 28,000 steps with batches of 4096; these are few images in small batches.
+PROTOCOL = {"epochs": 30, "val_freq": 30, "lr": "1 3 10", "img_size": 32, "num_workers": 0, "device": "cpu", **SIZES}
+
+
+def get_args_parser() -> Parser:
+    """The options of the study."""
+    options = {
+        "data_path": Option(None, "Class folders of CIFAR-10; without them the encoders of scenes are probed."),
+        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
+        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        "report": Option(False, "Probe nothing: the table of the results so far."),
+    }
+    return Parser({"study": options}, "studies probes", __doc__)
+
+
+def measure(weights: Path | str, folder: Path, seed: int, data: str, command: RunCommand) -> dict[str, dict[str, Any]]:
+    """Probe -> accuracy with its best learning rate, and numbers of parameters."""
+    shared = [*option_words({"data_path": data, "seed": seed, **PROTOCOL}), "--fast"]
+    random = with_random_slots(Trained(folder, "", seed, data), weights=weights)
+
+    def best(weights: Path | str, part: str, *probes: str) -> dict[str, dict[str, Any]]:
+        place = option_words({"pretrained_weights": weights, "output_dir": folder / part})
+        rows = command("linear", [*shared, *place, "--probe", *probes])["results"]
+        own = {probe: [row for row in rows if row["probe"] == probe] for probe in probes}
+        names = ("lr", "top1", "parameters", "readout_parameters")
+        found = {probe: max(own[probe], key=lambda row: row["top1"]) for probe in probes}
+        return {probe: {name: row[name] for name in names} for probe, row in found.items()}
+
+    return {**best(weights, "probes", *PROBES), RANDOM: best(random, "random_slots", "linear")["linear"]}
+
+
+def measure_missing(args: argparse.Namespace, command: RunCommand) -> None:
+    """Probe all encoders that have a checkpoint and no result yet."""
+    folder = args.results / "probes"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(DEMO, DEMO, 0, DEMO, args.output_dir / DEMO, "scenes:4000:48")]
+    for study, rows in ROWS.items():
+        known = reported_rows(study, args.results)
+        for run, row in [(Run(study, *known[row], seed), row) for seed in range(3) for row in rows if row in known]:
+            place = args.output_dir / study / run.name
+            if is_finished(place, run) and (study == "scenes" or args.data_path):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                _, data = STUDIES[study].prepare(args.data_path if study != "scenes" else None, place.parent, command)
+                wanted.append(
+                    (f"{study}, {row}", f"{study}_{run.name}", run.seed, place / "checkpoint.pth", place, data)
+                )
+    for name, file_name, seed, weights, place, data in wanted:
+        path = folder / f"{file_name}.json"
+        if not path.exists():
+            place.mkdir(parents=True, exist_ok=True)
+            probes = measure(weights, place, seed, data, command)
+            protocol = {option: str(value) for option, value in PROTOCOL.items()}
+            write_json(
+                {"encoder": name, "seed": seed, "protocol": protocol, "probes": probes, "commit": git_hash()}, path
+            )
+
+
+def report(results: Path) -> str:
+    """Top-1 of each probe, mean ± standard deviation over seeds, and its number of trained parameters."""
+    found = [json.loads(path.read_text()) for path in sorted((results / "probes").glob("*.json"))]
+    rows = []
+    for encoder in dict.fromkeys(result["encoder"] for result in found):
+        own = [result["probes"] for result in found if result["encoder"] == encoder]
+        cells = [mean_and_deviation([probes[probe]["top1"] for probes in own]) for probe in (*PROBES, RANDOM)]
+        rows.append([encoder, str(len(own)), *cells])
+    if not found:
+        return ""
+    counts = [f"{found[0]['probes'][probe]['parameters']:,}" for probe in (*PROBES, RANDOM)]
+    return markdown(
+        ["top-1 %", "seeds", *PROBES, RANDOM], [*rows, [f"trained parameters ({found[0]['encoder']})", "", *counts]]
+    )
+
+
+def run_probes(args: argparse.Namespace, command: RunCommand) -> str:
+    """Probe what is missing, print and return the table."""
+    if not args.report:
+        measure_missing(args, command)
+    say(table := report(args.results))
+    return table
