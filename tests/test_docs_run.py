@@ -30,6 +30,7 @@ NEEDS = {
     "methods.md": "nothing is typed",
     "oc_clip.md": "COCO; `make demo-oc-clip` runs in make demo-short",
     "oc_clip_splits.md": "hours",
+    "probe.md": "released weights; run by tests/evaluation/test_attentive.py",
     "result_files.md": "nothing is typed",
     "results.md": "hours",
     "scene_graphs.md": "COCO; a server with a language model",

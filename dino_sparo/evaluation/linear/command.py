@@ -238,7 +238,7 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 
-def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
     """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
     task, weights, rates = probed.task, None, [math.nan]
     if not probed.configs:
@@ -255,7 +255,7 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]
     return probed.rows(probes, rows), counts
 
 
-def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
+def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, int | None]) -> dict[str, Any]:
     """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
     task, args = probed.task, probed.task.args
     training = {
@@ -271,7 +271,11 @@ def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, 
     if args.probe:
         sizes = ("readout", "num_slots", "slot_dim", "key_dim")
         readouts = {kind: {name: getattr(config, name) for name in sizes} for kind, config in probed.configs.items()}
-        feature = {"name": "tokens of the last layer", "tokens": list(probed.token_shape), "readouts": readouts}
+        feature: dict[str, Any] = {
+            "name": "tokens of the last layer",
+            "tokens": list(probed.token_shape),
+            "readouts": readouts,
+        }
     else:
         name = "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding"
         layers = {"n_last_blocks": args.n_last_blocks, "avgpool_patchtokens": args.avgpool_patchtokens}

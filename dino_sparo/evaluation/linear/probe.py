@@ -110,10 +110,10 @@ class ProbeSGD:
     v <- 0.9 v + g,   w_r <- w_r - lr_r v_r
     """
 
-    def __init__(self, probe: LinearProbe, learning_rates: Sequence[float]) -> None:
+    def __init__(self, probe: Probes, learning_rates: Sequence[float]) -> None:
         self.probe = probe
         self.momenta = {name: torch.zeros_like(parameter) for name, parameter in probe.named_parameters()}
-        self.learning_rates = torch.tensor(learning_rates, device=probe.weight.device)
+        self.learning_rates = torch.tensor(learning_rates, device=probe.device)
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
