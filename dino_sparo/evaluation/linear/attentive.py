@@ -175,7 +175,7 @@ class ProbeLARS:
         g <- 0.001 ||w|| / ||g|| g        (parameters with two or more dimensions, where both norms are positive)
         v <- 0.9 v + g,   w <- w - lr v
 
-    Source: the code of efficient probing, `util/lars.py`, which is MoCo v3's.
+    Source: the code of efficient probing, whose LARS is that of MoCo v3.
     """
 
     def __init__(self, probe: nn.Module, rates: Mapping[str, float]) -> None:
