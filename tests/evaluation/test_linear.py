@@ -460,8 +460,8 @@ SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout
     output_dir patch_size path_column precision pretrained_weights quick_gelu readout seed
     split_column untrained use_cuda"""
 KNN = "nb_knn temperature dump_features load_features n_last_blocks"
-LINEAR = """n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate probe warmup_epochs sparo_slots
-    sparo_slot_dim sparo_key_dim sparo_group_size ep_queries ep_reduction attention_heads"""
+LINEAR = """n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate probe warmup_epochs
+    sparo_slots sparo_slot_dim sparo_key_dim sparo_group_size ep_queries ep_reduction attention_heads"""
 
 
 STUDY = "choosing_images numbers keep draws nb_knn temperature probe epochs lr"
