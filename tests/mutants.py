@@ -58,6 +58,7 @@ TESTS: dict[str, list[str]] = {
     "dino/head": ["test_head"],
     "dino/loss": ["test_loss", "test_collapse"],
     "training/optim": ["test_optim"],
+    "distillation/initialize": ["test_initialize"],
     "distillation/teacher": ["test_teacher"],
     "data/crops": ["test_crops"],
     "data/augment": ["test_distort"],

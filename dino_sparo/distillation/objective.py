@@ -15,6 +15,7 @@ from torch import nn
 
 from dino_sparo.data.dataset import Batch, require_labels
 from dino_sparo.data.sources.image_source import ImageSource
+from dino_sparo.distillation.initialize import initialize_networks
 from dino_sparo.distillation.network import DINONetwork
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.draw.pixels import crops_grid
@@ -29,7 +30,6 @@ from dino_sparo.training.images import Examples, create_updater, knn_probe, open
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description
-from dino_sparo.weights.initialize import initialize_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,14 @@ class DistillationObjective(Objective[Batch]):
         loss: student's and teacher's outputs -> loss.
         momentum: of the moving average, one value per step.
         clip_grad: largest norm of a parameter's gradient; 0 for no limit.
+        frozen_steps: number of first steps in which the backbones of student and teacher stay as they are.
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
         examples: images to look at after every epoch; rank 0 only.
     """
 
     loss_key: ClassVar[str]
-    fixed_options: ClassVar[Sequence[str]] = ("optimizer", "use_bn_in_head", "head_hidden_dim")
-    harmless_options: ClassVar[Sequence[str]] = ("knn_freq",)
+    fixed_options: ClassVar[Sequence[str]] = ("optimizer", "layer_decay", "use_bn_in_head", "head_hidden_dim")
+    harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer")
     source: ImageSource
     loss: nn.Module
 
@@ -86,7 +87,7 @@ class DistillationObjective(Objective[Batch]):
         self.updater = create_updater(
             student, [{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}], args, process.device
         )
-        self.clip_grad = args.clip_grad
+        self.clip_grad, self.frozen_steps = args.clip_grad, args.freeze_backbone_epochs * steps_per_epoch
 
         # Device and processes.
         for network in (student, teacher):
@@ -148,11 +149,18 @@ class DistillationObjective(Objective[Batch]):
         check_same_model(checkpoint, self.network.config, source)
 
     def initialize(self) -> None:
-        """Start student and teacher from the ViT that `--init_from` names."""
-        if self.args.init_from:
-            report = initialize_encoder(self.network.encoder, self.args.init_from)
-            logger.info("start from %s; the head is new", report)
-            self.teacher.load_state_dict(self.network.state_dict())
+        """Start student, teacher, loss and optimizer from the file of `--init_from`, as far as they fit."""
+        args = self.args
+        if args.init_from:
+            optimizer = args.optimizer if args.init_optimizer else None
+            new_head = args.init_head == "new"
+            report = initialize_networks(self.networks, self.updater, args.init_from, new_head, optimizer)
+            logger.info("start from %s", report)
+        elif args.freeze_backbone_epochs:
+            raise ValueError(
+                f"--freeze_backbone_epochs {args.freeze_backbone_epochs} would keep random weights; start them from a "
+                "file (--init_from), or leave the option out"
+            )
 
     def is_evaluated(self, epoch: int) -> bool:
         """Every `--knn_freq` epochs."""

@@ -25,7 +25,7 @@ from dino_sparo.runtime.cli import (
     share,
     whole_number,
 )
-from dino_sparo.training.options import COMPUTE, MAX_STEPS, RUN, check_whole_patches
+from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +87,21 @@ ENCODER: Group = {
     "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
     "init_from": Option(
         None,
-        "Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of a "
-        "CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. A read-out of the same sizes is "
-        "taken, too; another one, and the head, start at random. A resumed run takes its own weights.",
+        "Start from the weights in this file, of the same width and patch size. A checkpoint, ours or the reference's "
+        "full one, gives student, teacher, both heads and the center; a DINO or timm ViT, or the image tower of a CLIP "
+        "(ours, OpenCLIP's or sparo-clip's), gives the encoder. Parts of other sizes start at random. A resumed run "
+        "takes its own weights.",
     ),
 }
 HEAD: Group = {
     "head_hidden_dim": Option(2048, "Width of the head's MLP; less saves time with tiny encoders."),
     "use_bn_in_head": Option(
         False, "Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step."
+    ),
+    "init_head": Option(
+        None,
+        "new: --init_from gives the teacher's encoder alone, to student and teacher; the heads start at random.",
+        choices=("new",),
     ),
 }
 TEACHER: Group = {
@@ -117,6 +123,13 @@ OPTIMIZATION: Group = {
         whole_number,
     ),
     "min_lr": Option(1e-6, "Learning rate at the end."),
+    "layer_decay": LAYER_DECAY,
+    "freeze_backbone_epochs": Option(
+        0, "Epochs during which the backbones of student and teacher stay as --init_from gave them."
+    ),
+    "init_optimizer": Option(
+        False, "The optimizer, too, starts from the checkpoint of --init_from: the moments of all weights that fit."
+    ),
     "weight_decay": Option(0.04, "Weight decay in the first step."),
     "weight_decay_end": Option(0.4, "Weight decay in the last step."),
     "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
@@ -151,7 +164,7 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill in the patch size; refuse a warm-up beyond the run, crops in part patches, and means for other channels.
+    """Fill in the patch size; refuse options that do not fit each other: epochs, patches, channels, optimizer.
 
     Raises:
         ValueError: names the option and what would fit.
@@ -160,6 +173,16 @@ def check_options(args: argparse.Namespace) -> None:
 
     if args.patch_size is None:
         args.patch_size = own_patch_size(args.arch)
+    if args.init_optimizer and (not args.init_from or args.init_head):
+        raise ValueError(
+            f"--init_optimizer true with --init_from {args.init_from} and --init_head {args.init_head}: moments belong "
+            "to the weights of a checkpoint; give it with --init_from, without --init_head new"
+        )
+    if args.freeze_backbone_epochs > args.epochs:
+        raise ValueError(
+            f"--freeze_backbone_epochs {args.freeze_backbone_epochs} is longer than the run of {args.epochs} epochs; "
+            "shorten it"
+        )
     if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"

@@ -29,18 +29,19 @@ def finish_step(
         objective: changed in place.
         losses: of the micro-batches, detached.
         scalars: numbers to log beside the loss.
-        frozen: parts of the student that this step does not train.
+        frozen: parts of the student that this step does not train, beside the backbone of the first epochs.
     """
     updater = objective.updater
     loss = torch.stack(list(losses)).mean()
     grad_norms = updater.finish_gradients(loss)
     if objective.clip_grad:
         clip_gradients_(updater.parameters, objective.clip_grad, grad_norms)
-    for module in frozen:
+    is_frozen = updater.step < objective.frozen_steps
+    for module in (*frozen, *([objective.network.backbone] if is_frozen else [])):
         drop_gradients(module)
     updater.update()
     momentum = float(objective.momentum[updater.step])
-    ema_update_(objective.teacher, objective.network, momentum)
+    ema_update_(objective.teacher, objective.network, momentum, ("backbone.",) if is_frozen else ())
     rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
     updater.step += 1
     return StepReport(loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **scalars})

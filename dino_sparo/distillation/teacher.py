@@ -1,16 +1,21 @@
 """Student -> teacher: an exponential moving average of the weights, the last line of a step."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @torch.no_grad()
-def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float, frozen: tuple[str, ...] = ()) -> None:
     """Move the teacher's parameters towards the student's, in place.
 
         theta_t <- m theta_t + (1 - m) theta_s
 
     Buffers (batch-norm statistics) do not follow: the teacher's forward passes update its own, as in the reference.
-    Source: DINO, algorithm 1.
+    Parameters stay whose names begin with one of `frozen`. Source: DINO, algorithm 1.
     """
-    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
+    targets, sources = (_moving(network, frozen) for network in (teacher, student))
+    torch._foreach_lerp_(targets, sources, 1 - momentum)
+
+
+def _moving(network: nn.Module, frozen: tuple[str, ...]) -> list[Tensor]:
+    return [parameter for name, parameter in network.named_parameters() if not name.startswith(frozen)]

@@ -28,7 +28,7 @@ from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, use_fused_attention
 from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective, StepReport
-from dino_sparo.training.optim import cosine_schedule, create_optimizer
+from dino_sparo.training.optim import cosine_schedule, create_optimizer, layer_factors, split_by_factor
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
 from dino_sparo.weights.initialize import initialize_encoder
@@ -77,7 +77,7 @@ class PairObjective(Objective[AnyBatch]):
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
     counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_pairs", "num_truncated": "truncated_captions"}
-    fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps")
+    fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps", "layer_decay")
     harmless_options: ClassVar[Sequence[str]] = (
         *("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps"),
     )
@@ -290,6 +290,8 @@ def updater_of_parts(
         groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
+    factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
+    groups, schedules = split_by_factor(groups, schedules, factors)
     optimizer, weights = create_optimizer("adamw", groups), list(model.parameters())
     return Updater(optimizer, schedules, weights, device, dtype, args.grad_accum_steps, args.seed)
 

@@ -19,7 +19,7 @@ from dino_sparo.runtime.cli import (
     positive_number,
     share_below_1,
 )
-from dino_sparo.training.options import COMPUTE, MAX_STEPS, RUN, check_whole_patches
+from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ OPTIMIZATION: Group = {
         positive_int,
     ),
     "lr": Option(5e-4, "Learning rate after the warm-up."),
+    "layer_decay": LAYER_DECAY,
     "weight_decay": Option(0.2, "Weight decay of matrices."),
     "beta1": Option(0.9, "AdamW's decay of the mean gradient.", share_below_1),
     "beta2": Option(0.98, "AdamW's decay of the mean squared gradient.", share_below_1),

@@ -254,6 +254,11 @@ class Backbone(nn.Module):
         for block in self.blocks:
             block.attn.fused_attn = fused
 
+    def layers(self) -> dict[str, int]:
+        """Layer of each weight: 0 for the embeddings, i for block i, counted from 1; the last LayerNorm is left out."""
+        names = [name for name, _ in self.named_parameters() if not name.startswith("norm.")]
+        return {name: int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0 for name in names}
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass and recompute the rest with equal random numbers."""
         self.grad_checkpointing = enable

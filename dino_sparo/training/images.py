@@ -27,7 +27,7 @@ from dino_sparo.evaluation.knn.classify import evaluate_knn
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.launch import Distributed, is_main
 from dino_sparo.runtime.precision import choose_precision
-from dino_sparo.training.optim import create_optimizer, param_groups
+from dino_sparo.training.optim import create_optimizer, layer_factors, param_groups, split_by_factor
 from dino_sparo.training.updater import GroupSchedule, Updater
 
 LOOK_IMAGES = 64  # whose encodings are measured after every epoch
@@ -128,8 +128,13 @@ def create_updater(
     network: nn.Module, schedules: Sequence[GroupSchedule], args: argparse.Namespace, device: torch.device
 ) -> Updater:
     """Optimizer and precision of the options; `schedules` has one entry per group of `optim.param_groups`."""
+    factors = layer_factors(network.backbone, args.layer_decay)
+    groups, schedules = split_by_factor(param_groups(network), schedules, factors)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for group in groups:  # torch's key for them
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
     return Updater(
-        create_optimizer(args.optimizer, param_groups(network)),
+        create_optimizer(args.optimizer, groups),
         schedules,
         list(network.parameters()),
         device,

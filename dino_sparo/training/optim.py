@@ -1,6 +1,6 @@
 """Gradients -> weights: parameter groups, optimizers, schedules per step, clipping."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,44 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     unregularised: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (unregularised if name.endswith(".bias") or parameter.ndim == 1 else regularised).append(parameter)
+            (unregularised if is_unregularised(name, parameter) else regularised).append(parameter)
     return [{"params": regularised}, {"params": unregularised, "weight_decay": 0.0}]
+
+
+def is_unregularised(name: str, weight: Tensor) -> bool:
+    """Whether a weight belongs to the second group of `param_groups`."""
+    return name.endswith(".bias") or weight.ndim == 1
+
+
+def layer_factors(backbone: Any, decay: float | None) -> dict[nn.Parameter, float]:
+    """Factor of the learning rate of each weight in the layers of a backbone; empty without a decay.
+
+        factor = decay^(depth + 1 - layer),  layer 0: embeddings; layer i: block i, counted from 1
+
+    All weights after the last block have the factor 1. Source: BEiT, `optim_factory.py`; MAE, `util/lr_decay.py`.
+    """
+    if decay is None:
+        return {}
+    layers, weights = backbone.layers(), dict(backbone.named_parameters())
+    depth = max(layers.values())
+    return {weights[name]: decay ** (depth + 1 - layer) for name, layer in layers.items()}
+
+
+def split_by_factor(
+    groups: Sequence[dict[str, Any]],
+    schedules: Sequence[Mapping[str, np.ndarray]],
+    factors: Mapping[nn.Parameter, float],
+) -> tuple[list[dict[str, Any]], list[dict[str, np.ndarray]]]:
+    """Split groups by the factors of their weights, the highest first, and scale the schedules of the learning rate."""
+    split = [
+        (
+            {**group, "params": [weight for weight in group["params"] if factors.get(weight, 1.0) == factor]},
+            {**schedule, "lr": factor * schedule["lr"]},
+        )
+        for group, schedule in zip(groups, schedules, strict=True)
+        for factor in sorted({factors.get(weight, 1.0) for weight in group["params"]} or {1.0}, reverse=True)
+    ]
+    return [group for group, _ in split], [schedule for _, schedule in split]
 
 
 class LARS(torch.optim.Optimizer):

@@ -3,7 +3,7 @@
 import argparse
 
 from dino_sparo.runtime.choices import PRECISIONS, TRACKERS
-from dino_sparo.runtime.cli import Group, Option, positive_int
+from dino_sparo.runtime.cli import Group, Option, positive_int, share
 
 COMPUTE: Group = {
     "precision": Option(
@@ -25,6 +25,12 @@ COMPUTE: Group = {
         False, "Log how much memory weights, gradients, optimizer and activations take in the first step."
     ),
 }
+LAYER_DECAY = Option(
+    None,
+    "Factor of the learning rate between two layers of the image backbone: deeper layers learn faster. 0.65 to 0.9 "
+    "protects released weights; by default all layers have one rate.",
+    share,
+)
 MAX_STEPS = Option(
     None, "Stop after this many steps in all, for trials; the schedules are those of --epochs.", positive_int
 )

@@ -81,9 +81,17 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
     Raises:
         CheckpointError: the file cannot be read, or holds no ViT of the same width, patch size and kind.
     """
-    checkpoint, config = load_checkpoint(path), encoder.config
-    check_same_activation(checkpoint, config.quick_gelu, str(path))
-    return initialize_from(encoder, network_weights(checkpoint, which, str(path)), str(path))
+    return initialize_encoder_of(encoder, load_checkpoint(path), str(path), which)
+
+
+def initialize_encoder_of(
+    encoder: Encoder, checkpoint: Mapping[str, Any], source: str, which: str = "teacher", with_head: bool = True
+) -> InitReport:
+    """`initialize_encoder` for a checkpoint that was read from `source`; `with_head`: report a head as dropped."""
+    check_same_activation(checkpoint, encoder.config.quick_gelu, source)
+    weights = network_weights(checkpoint, which, source)
+    weights = {name: value for name, value in weights.items() if with_head or not name.startswith("head.")}
+    return initialize_from(encoder, weights, source)
 
 
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:

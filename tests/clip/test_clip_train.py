@@ -783,6 +783,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "max_steps": None,
         "grad_accum_steps": 1,
         "min_lr": 0.0,
+        "layer_decay": None,
         "clip_grad": 0.0,
         "logits": "fp32",
         "output_dir": None,

@@ -63,6 +63,7 @@ def run_ten_steps(
         momentum=optim.cosine_schedule(S["momentum_teacher"], 1.0, STEPS),
         clip_grad=clip_grad,
         freeze_last_layer=S["freeze_last_layer"],
+        frozen_steps=0,
         distort=None,
     )
     losses: list[float] = []
