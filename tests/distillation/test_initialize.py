@@ -5,7 +5,7 @@ import copy
 import logging
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.options import check_options, defaults_of
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime.launch import Distributed
+from dino_sparo.runtime.preemption import Agreement, StopSignals
 from dino_sparo.training.images import knn_probe
 from dino_sparo.training.resume import Run
-from dino_sparo.weights.folder import save_checkpoint
+from dino_sparo.weights.folder import CheckpointFolder, save_checkpoint
 
 CPU = torch.device("cpu")
 TINY = (
@@ -58,8 +59,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resumed(path: Path, *words: object) -> DINOObjective:
     """The objective of the run whose checkpoint this is, before its next step."""
-    dino, nothing = build(*words), cast(Any, None)
-    Run(dino, options(*words), nothing, nothing).load(load_checkpoint(path), str(path))
+    dino = build(*words)
+    run = Run(dino, options(*words), CheckpointFolder(path.parent), Agreement(StopSignals(), 30.0, CPU))
+    run.load(load_checkpoint(path), str(path))
     return dino
 
 
@@ -263,8 +265,10 @@ def test_a_file_of_one_network_starts_both_encoders_and_new_heads(
 def test_frozen_epochs_change_no_weight_of_the_backbones_and_the_next_does(source: Path) -> None:
     dino = started(source, "--freeze_backbone_epochs", "1")
     before = copy.deepcopy(dino.networks["student"].state_dict()), copy.deepcopy(dino.teacher.state_dict())
-    for epoch, is_frozen in ((0, True), (1, False)):
-        dino.step([batch(dino)], epoch, is_last=False)
+    assert dino.sampler.steps_per_epoch == 3
+    for step, is_frozen in ((0, True), (2, True), (3, False)):
+        dino.updater.step = step
+        dino.step([batch(dino)], epoch=step // 3, is_last=False)
         for old, network in zip(before, (dino.network, dino.teacher), strict=True):
             moved = {name for name, value in network.state_dict().items() if not torch.equal(value, old[name])}
             assert "readout.queries" in moved
