@@ -38,7 +38,7 @@ def layer_factors(backbone: Any, decay: float | None) -> dict[nn.Parameter, floa
 
         factor = decay^(depth + 1 - layer),  layer 0: embeddings; layer i: block i, counted from 1
 
-    All weights after the last block have the factor 1. Source: BEiT, `optim_factory.py`; MAE, `util/lr_decay.py`.
+    All weights after the last block have the factor 1. Source: the code of BEiT, as in MAE's and DINOv2's.
     """
     if decay is None:
         return {}
