@@ -15,6 +15,7 @@ from typing import Any, cast
 import timm
 import torch
 from jaxtyping import Float
+from timm.models import group_parameters
 from torch import Tensor, nn
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
@@ -118,6 +119,11 @@ class TimmBackbone(nn.Module):
         if not self.num_prefix_tokens:
             return layers
         return [torch.cat((prefix, patches), dim=1) for patches, prefix in layers]
+
+    def layers(self) -> dict[str, int]:
+        """Layer of each weight as timm groups them: 0 for the embeddings, i for block i, counted over all stages."""
+        layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": layer for name, layer in layers.items()}
 
     def last_self_attention(
         self, images: Float[Tensor, "B C H W"], num_queries: int | None = None

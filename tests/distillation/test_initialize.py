@@ -16,9 +16,11 @@ from dino_sparo import CheckpointError, load_checkpoint, load_encoder
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.options import check_options, defaults_of
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
 from dino_sparo.training.images import knn_probe
+from dino_sparo.training.optim import layer_factors
 from dino_sparo.training.resume import Run
 from dino_sparo.weights.folder import CheckpointFolder, save_checkpoint
 
@@ -304,6 +306,22 @@ def test_layer_decay_scales_the_learning_rate_by_layer(readout: str, depth: int)
         assert group["weight_decay"] == decays[name]
         seen.add(name)
     assert seen == {name for weight, name in names.items() if weight.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("vit_tiny_patch16_224", "cls_token", "blocks.11.mlp.fc2.bias"),
+        ("resnet18", "conv1.weight", "layer4.1.bn2.bias"),
+    ],
+)
+def test_layer_decay_knows_the_layers_of_timms_models(name: str, first: str, last: str) -> None:
+    with torch.device("meta"):
+        backbone = TimmBackbone(name, 16 if "vit" in name else 32)
+    factors, weights = layer_factors(backbone, 0.5), dict(backbone.named_parameters())
+    depth = {"vit_tiny_patch16_224": 12, "resnet18": 8}[name]
+    assert factors[weights[f"model.{first}"]] == 0.5 ** (depth + 1)
+    assert factors[weights[f"model.{last}"]] == 0.5
 
 
 def named_groups(dino: DINOObjective) -> list[tuple[dict[str, Any], str]]:
