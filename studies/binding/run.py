@@ -1,0 +1,208 @@
+"""`python -m studies binding`: train the encoders, probe their tokens and slots for bindings, print the tables.
+
+    python -m studies binding                                  # five models, seeds 0 to 2, the demos' recipes
+    python -m studies binding --share 0.1 --seeds 0 1 2        # a tenth of the demos' training images and warmup
+    python -m studies binding --short                          # a minute, to see that all parts work
+
+A finished model or probe is skipped; an interrupted training resumes. Writes binding.json, binding.md and binding.png.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.image_text.demos import IMAGE_SIZE
+from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.demos import RunCommand, start_demo
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import versions, write_json
+from studies.binding import scenes
+from studies.binding.models import MODELS, demo_scores, train_model
+from studies.binding.probes import CAPACITIES, MAIN, Split, fit_probe, prior_logits, projected, standardized
+from studies.binding.readings import ONE_SLOT, SLOTS, Readings, best_part, read_model
+from studies.binding.report import draw, tables
+
+EQUAL_WIDTH = 64  # inputs of a probe; only one slot is narrower
+CEILING, PROBES = "true objects", "probes.json"
+
+
+class Amount(NamedTuple):
+    """Images that train, choose and test the probes; images of the demos' scores."""
+
+    train: int
+    validation: int
+    test: int
+    scored: int
+
+
+FULL, SHORT = Amount(2000, 400, 600, 300), Amount(60, 40, 40, 60)
+SHORT_SHARE = 0.01
+
+OPTIONS = {
+    "binding": {
+        "models": Option(list(MODELS), "Models to train and probe.", choices=list(MODELS), nargs="+"),
+        "seeds": Option([0, 1, 2], "One training run and one set of probes each."),
+        "share": Option(None, "Part of the demos' training images and warmup, for all models; by default 1.", float),
+        "short": Option(False, "Train for seconds, to see that all parts work."),
+        "output_dir": Option(None, "Folder of all files; by default in output/."),
+    }
+}
+
+
+def get_args_parser() -> Parser:
+    """The options of the study."""
+    return Parser(OPTIONS, "studies binding", __doc__)
+
+
+class Probe(NamedTuple):
+    """One measurement: which weights, what of them is read, how, and which labels."""
+
+    state: str  # trained, untrained
+    reading: str
+    width: str  # equal, native
+    capacity: str
+    labels: str = "true"  # true, shuffled
+
+    @property
+    def name(self) -> str:
+        """Key in a result file."""
+        return ", ".join(self)
+
+
+class Labels:
+    """Y and F of all probed images with their offsets, true and with colours exchanged, in three parts."""
+
+    def __init__(self, amount: Amount) -> None:
+        sizes = {"train": amount.train, "val": amount.validation + amount.test}
+        drawn = {split: scenes.draw_scenes(number, split, IMAGE_SIZE) for split, number in sizes.items()}
+        self.sizes = [amount.train, amount.validation, amount.test]
+        self.pixels, self.objects = (torch.cat([drawn[split][i] for split in sizes]) for i in (0, 1))
+        support = scenes.all_objects()
+        y, f = scenes.bindings(support), scenes.features(support)
+        self.entropy = scenes.entropy_of_bindings(y, f)
+        shuffled = scenes.exchanged(self.objects, seed=0)
+        self.y = {name: scenes.bindings(one) for name, one in (("true", self.objects), ("shuffled", shuffled))}
+        self.f = scenes.features(self.objects)
+        self.y_offset = {name: prior_logits(labels, y) for name, labels in self.y.items()}
+        self.f_offset = prior_logits(self.f, f.unique(dim=0))
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Training, validation and test part."""
+        return list(values.split(self.sizes))
+
+
+def probes_of(readings: Mapping[str, Tensor], state: str) -> Iterator[Probe]:
+    """All measurements of a model's readings in one state of its weights."""
+    for name, value in readings.items():
+        yield Probe(state, name, "equal", MAIN)
+        yield Probe(state, name, "equal", MAIN, "shuffled")
+        if state == "trained":
+            yield from (Probe(state, name, "equal", capacity) for capacity in CAPACITIES if capacity != MAIN)
+            if value.flatten(1).shape[1] > EQUAL_WIDTH:
+                yield Probe(state, name, "native", "linear")
+
+
+def measure(probe: Probe, reading: Tensor, labels: Labels, seed: int) -> dict[str, float]:
+    """Losses in bits of the probes for F and Y; those of F for shapes and for colours apart."""
+    parts = [part.flatten(1) for part in labels.split(reading)]
+    z = standardized(projected(parts, EQUAL_WIDTH) if probe.width == "equal" else parts)
+
+    def fit(values: Tensor, offset: Tensor) -> Tensor:
+        train, validation, test = map(Split, z, labels.split(values), labels.split(offset))
+        return fit_probe(train, validation, test, CAPACITIES[probe.capacity], seed)
+
+    f = fit(labels.f, labels.f_offset)
+    return {
+        "width": z[0].shape[1],
+        "loss_shapes": f[: scenes.NUM_SHAPES].sum().item(),
+        "loss_colours": f[scenes.NUM_SHAPES :].sum().item(),
+        "loss_y": fit(labels.y[probe.labels], labels.y_offset[probe.labels]).sum().item(),
+    }
+
+
+def probe_model(folder: Path, seed: int, labels: Labels, found: dict[str, Any]) -> None:
+    """Add to `found`, and to the file in `folder`, the measurements of a model that they lack."""
+    for state in ("trained", "untrained"):
+        if state not in found["finished"]:
+            readings = with_one_slot(read_model(folder, seed, state == "untrained", labels.pixels), labels)
+            for probe in probes_of(readings, state):
+                if probe.name not in found["probes"]:
+                    found["probes"][probe.name] = measure(probe, readings[probe.reading], labels, seed)
+                    write_json(found, folder / PROBES)
+            found["finished"].append(state)
+            write_json(found, folder / PROBES)
+
+
+def with_one_slot(readings: Readings, labels: Labels) -> Readings:
+    """The readings and, where there are slots, the one slot that binds best on the validation images."""
+    if SLOTS not in readings:
+        return readings
+    slots, y = labels.split(readings[SLOTS]), labels.split(labels.y["true"])
+    return {**readings, ONE_SLOT: readings[SLOTS][:, best_part(slots[0], y[0], slots[1], y[1])]}
+
+
+def model_result(
+    name: str, seed: int, share: float, amount: Amount, labels: Labels, folder: Path, run: RunCommand
+) -> dict[str, Any]:
+    """Result of one model: read from its folder, or trained, scored and probed now.
+
+    Raises:
+        ValueError: the folder holds results of other options.
+    """
+    settings = {"model": name, "seed": seed, "share": share, "images": list(amount)}
+    own = folder / f"{name.lower().replace(' ', '_')}_seed{seed}"
+    own.mkdir(parents=True, exist_ok=True)
+    begun = own / "settings.json"
+    if begun.is_file() and json.loads(begun.read_text()) != settings:
+        raise ValueError(f"{begun} names other options than {settings}; give the same ones, or another --output_dir")
+    write_json(settings, begun)
+    path = own / PROBES
+    found = json.loads(path.read_text()) if path.is_file() else {"probes": {}, "finished": []}
+    if len(found["finished"]) < 2:
+        train_model(name, seed, share, own, run)
+        if "scores" not in found:
+            found["scores"] = demo_scores(name, seed, amount.scored, own, run)
+            write_json(found, path)
+        probe_model(own, seed, labels, found)
+    return {**settings, **found}
+
+
+def ceiling(labels: Labels, seed: int, path: Path) -> dict[str, Any]:
+    """The probes' result on the true objects instead of an encoder."""
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    reading = {CEILING: scenes.one_hot_objects(labels.objects)}
+    found = {probe.name: measure(probe, reading[CEILING], labels, seed) for probe in probes_of(reading, "trained")}
+    result = {"model": CEILING, "seed": seed, "probes": found}
+    write_json(result, path)
+    return result
+
+
+def run_binding(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
+    """Train, score and probe all models with all seeds, print the tables; returns the results of binding.json."""
+    require_matplotlib()
+    share = args.share if args.share is not None else (SHORT_SHARE if args.short else 1.0)
+    if not 0 < share <= 1:
+        raise ValueError(f"--share {share} is no part of the demos' images; give a number above 0, up to 1")
+    amount = SHORT if args.short else FULL
+    start_demo(args, "binding")
+    setup_logging()
+    folder, labels, results = Path(args.output_dir), Labels(amount), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in dict.fromkeys(args.seeds):
+        results.append(ceiling(labels, seed, folder / f"ceiling_seed{seed}.json"))
+        for name in dict.fromkeys(args.models):
+            results.append(model_result(name, seed, share, amount, labels, folder, run))
+    path = folder / "binding.json"
+    write_json({"study": "binding", "entropy": labels.entropy, "results": results, "versions": versions()}, path)
+    text = tables(results, labels.entropy)
+    path.with_suffix(".md").write_text(text + "\n")
+    draw(results, labels.entropy, path.with_suffix(".png"))
+    say(f"{text}\n\n{path}")
+    return results
