@@ -9,6 +9,9 @@ import pytest
 import torch
 from reference import weights as w
 
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.model import create_oc_clip
 from studies.binding import run as binding
 from studies.binding import scenes
 from studies.binding.models import MODELS, train_model
@@ -23,7 +26,7 @@ from studies.binding.probes import (
     projected,
     standardized,
 )
-from studies.binding.readings import best_part
+from studies.binding.readings import best_part, entity_reader
 from studies.binding.report import tables, values_of
 
 RECORD = json.loads((w.FOLDER / "binding.json").read_text())
@@ -169,6 +172,22 @@ def test_the_slot_that_tells_the_bindings_is_found():
     slots = torch.randn(len(y), 4, 16)
     slots[:, 2] += 3 * y
     assert best_part(slots[:50], y[:50], slots[50:], y[50:]) == 2
+
+
+def test_entity_slots_are_those_of_each_shape_alone():
+    torch.manual_seed(0)
+    sizes = {"text_width": 32, "text_heads": 2, "text_layers": 1, "context_length": 7}
+    model = create_oc_clip("vit_micro", 8, 24, BindingConfig(dim=16, num_heads=2, rel_dim=11), **sizes).eval()
+    images = torch.randn(3, 3, 24, 24)
+    with torch.no_grad():
+        found = entity_reader(model)(images)
+        entities = model.encode_phrases(tokenize(list(scenes.PROBED_SHAPES), 7).ids)[0]
+        keys, values = model.encode_images(images)
+        for shape, entity in enumerate(entities):
+            alone = model.binding.bind_matched(
+                entity.expand(3, 1, -1), torch.ones(3, 1, dtype=torch.bool), keys, values
+            )
+            torch.testing.assert_close(found[:, shape], alone[:, 0])
 
 
 def test_all_models_get_the_same_share_of_their_recipe(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def entity_reader(model: OCCLIP) -> Callable[[Tensor], Float[Tensor, "B shapes d
     """
     ids = tokenize(list(PROBED_SHAPES), model.config.text.context_length).ids
     with torch.no_grad():
-        queries = model.binding.queries(model.encode_phrases(ids)[0])[:, None]
+        queries = model.binding.queries(model.encode_phrases(ids)[0][:, None])
 
     def read(images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B shapes dim"]:
         patches = model.binding.project(*model.encode_images(images))
