@@ -22,6 +22,7 @@ from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
+from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
@@ -35,6 +36,7 @@ from dino_sparo.weights.checkpoint import (
     load_strictly,
 )
 
+PATCH_SIZE = 32  # pixels, of our own vision transformers in a CLIP
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 
 
@@ -151,11 +153,14 @@ def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
     return F.normalize(exact, dim=-1).flatten(1) / math.sqrt(slots.shape[1])
 
 
-def create_clip(arch: str = "vit_base", patch_size: int = 32, readout: str = "sparo", **sizes: Any) -> CLIP:
+def create_clip(arch: str = "vit_base", patch_size: int | None = None, readout: str = "sparo", **sizes: Any) -> CLIP:
     """Build a CLIP model with random weights; `sizes` are the other fields of `config.CLIPSizes`.
+
+    Patches have by default 32 pixels, or for a timm model its own size.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
     """
+    patch_size = own_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
     return clip_from_config(CLIPSizes(arch, patch_size, readout=readout, **sizes).config)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dino_sparo.clip import options
 from dino_sparo.clip.loss import create_loss, require_products
-from dino_sparo.clip.model import CLIP, create_clip, is_frozen
+from dino_sparo.clip.model import CLIP, PATCH_SIZE, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
@@ -38,7 +38,7 @@ __all__ = ["check_options", "get_args_parser", "train"]
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_options(args, options.check_options, build_model)
+    check_pair_options(args, options.check_options, build_model, PATCH_SIZE)
 
 
 def train(args: argparse.Namespace) -> None:

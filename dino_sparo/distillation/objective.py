@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from dino_sparo.data.dataset import Batch, require_labels
@@ -30,6 +31,7 @@ from dino_sparo.training.images import Examples, create_updater, knn_probe, open
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description
+from dino_sparo.weights.initialize import initialize_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class DistillationObjective(Objective[Batch]):
         for network in (student, teacher):
             network.backbone.use_fused_attention(use_fused_attention(process.device, self.updater.dtype))
         student.backbone.set_grad_checkpointing(args.grad_checkpointing)
-        if args.use_bn_in_head and world_size() > 1:
+        if world_size() > 1 and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in student.modules()):
             student, teacher = synchronize_batch_norm(student, teacher, process.device)
         self.network, self.teacher = student, teacher
         # Steps under no_sync use another graph, so static_graph must be off.
@@ -149,17 +151,21 @@ class DistillationObjective(Objective[Batch]):
         check_same_model(checkpoint, self.network.config, source)
 
     def initialize(self) -> None:
-        """Start student, teacher, loss and optimizer from the file of `--init_from`, as far as they fit."""
+        """Start student, teacher, loss and optimizer from the file of `--init_from`, as far as they fit, or from timm."""
         args = self.args
         if args.init_from:
             optimizer = args.optimizer if args.init_optimizer else None
             new_head = args.init_head == "new"
-            report = initialize_networks(self.networks, self.updater, args.init_from, new_head, optimizer)
-            logger.info("start from %s", report)
+            parts = initialize_networks(self.networks, self.updater, args.init_from, new_head, optimizer)
+            logger.info("start from %s", parts)
+        elif args.pretrained:
+            report = initialize_pretrained(self.network.encoder)
+            self.teacher.load_state_dict(self.network.state_dict())
+            logger.info("start from %s; the head is new", report)
         elif args.freeze_backbone_epochs:
             raise ValueError(
                 f"--freeze_backbone_epochs {args.freeze_backbone_epochs} would keep random weights; start them from a "
-                "file (--init_from), or leave the option out"
+                "file (--init_from), from timm (--pretrained), or leave the option out"
             )
 
     def is_evaluated(self, epoch: int) -> bool:
@@ -195,12 +201,11 @@ class DistillationObjective(Objective[Batch]):
 def synchronize_batch_norm(
     student: DINONetwork, teacher: DINONetwork, device: torch.device
 ) -> tuple[DINONetwork, DINONetwork]:
-    """Batch norm in the heads takes the statistics of all GPUs; on CPUs torch has no such layer."""
+    """Batch norm takes the statistics of all GPUs; on CPUs torch has no such layer."""
     if device.type != "cuda":
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
         return student, teacher
-    convert = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(student), convert(teacher)
+    return convert_sync_batchnorm(student), convert_sync_batchnorm(teacher)
 
 
 def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:

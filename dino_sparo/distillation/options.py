@@ -15,6 +15,7 @@ from dino_sparo.runtime.cli import (
     DEVICE,
     IMAGE_LIMITS,
     NORMALIZATION,
+    PRETRAINED,
     SLOT_SIZES,
     TRAINING_DATA,
     Group,
@@ -25,7 +26,7 @@ from dino_sparo.runtime.cli import (
     share,
     whole_number,
 )
-from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_whole_patches
+from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +86,13 @@ ENCODER: Group = {
     ),
     "quick_gelu": Option(False, "OpenAI's activation, which --init_from OpenAI's CLIP needs."),
     "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
+    "pretrained": PRETRAINED,
     "init_from": Option(
         None,
         "Start from the weights in this file, of the same width and patch size. A checkpoint, ours or the reference's "
         "full one, gives student, teacher, both heads and the center; a DINO or timm ViT, or the image tower of a CLIP "
-        "(ours, OpenCLIP's or sparo-clip's), gives the encoder. Parts of other sizes start at random. A resumed run "
+        "(ours, OpenCLIP's or sparo-clip's), gives the encoder; for timm/NAME a file has weights "
+        "of that model. Parts of other sizes start at random. A resumed run "
         "takes its own weights.",
     ),
 }
@@ -188,6 +191,7 @@ def check_options(args: argparse.Namespace) -> None:
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
         )
     check_normalization(args)
+    check_start(args)
     check_whole_patches(args, "global_crops_size", *(["local_crops_size"] if args.local_crops_number else []))
 
 

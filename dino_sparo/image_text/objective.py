@@ -23,6 +23,7 @@ from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, nu
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
+from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
@@ -31,7 +32,7 @@ from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Obj
 from dino_sparo.training.optim import cosine_schedule, create_optimizer, layer_factors, split_by_factor
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
-from dino_sparo.weights.initialize import initialize_encoder
+from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -196,11 +197,14 @@ class PairObjective(Objective[AnyBatch]):
         """
         args, model, taken = self.args, self.network, set[str]()
         if args.init_clip:
-            report = initialize_towers(model, args.init_clip, with_rest, with_image=not args.init_from)
+            report = initialize_towers(
+                model, args.init_clip, with_rest, with_image=not (args.init_from or args.pretrained)
+            )
             taken |= set(report.taken)
             logger.info("start from %s", report)
-        if args.init_from:
-            image = initialize_encoder(model.image, args.init_from)
+        if args.init_from or args.pretrained:
+            path = args.init_from
+            image = initialize_encoder(model.image, path) if path else initialize_pretrained(model.image)
             taken |= {f"image.{name}" for name in image.taken}
             logger.info("image encoder: start from %s", image)
         return taken
@@ -251,9 +255,15 @@ def check_pair_options(
     args: argparse.Namespace,
     check_options: Callable[[argparse.Namespace], None],
     build_model: Callable[[argparse.Namespace], nn.Module],
+    patch_size: int,
 ) -> None:
-    """Refuse a missing package, options that do not fit, and sizes of which no model can be built."""
+    """Refuse a missing package, options that do not fit, and sizes of which no model can be built.
+
+    Fills in the patch size: the timm model's own, or `patch_size`.
+    """
     require("open_clip", "captions")
+    if args.patch_size is None:
+        args.patch_size = own_patch_size(args.arch, patch_size)
     check_options(args)
     with torch.device("meta"):  # takes no memory
         build_model(args)

@@ -11,6 +11,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_C
 from dino_sparo.runtime.cli import (
     IMAGE_LIMITS,
     NORMALIZATION,
+    PRETRAINED,
     SPLIT_COLUMN,
     TRAINING_DATA,
     Group,
@@ -19,7 +20,7 @@ from dino_sparo.runtime.cli import (
     positive_number,
     share_below_1,
 )
-from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_whole_patches
+from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +97,25 @@ PAIRS: Group = {
     ),
 }
 IMAGE_ENCODER: Group = {
-    "arch": Option("vit_base", f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}."),
-    "patch_size": Option(32, "Side of a patch in pixels.", positive_int),
+    "arch": Option(
+        "vit_base",
+        f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm.",
+    ),
+    "patch_size": Option(
+        None,
+        "Side of a patch in pixels. (default: 32 for CLIP, 16 for OC-CLIP; for timm/NAME the model's own)",
+        positive_int,
+    ),
     "img_size": Option(224, "Side of a crop in pixels.", positive_int),
     "pre_norm": Option(
-        True, "CLIP's vision transformer; false takes DINO's, which --init_from a DINO or timm ViT needs."
+        True,
+        "CLIP's vision transformer; false takes DINO's, which --init_from a DINO or timm ViT needs. "
+        "timm/NAME has a form of its own.",
     ),
     "quick_gelu": Option(
         False, "OpenAI's activation in both encoders, for starting from OpenAI's weights or -quickgelu models."
     ),
+    "pretrained": PRETRAINED,
     "init_from": Option(
         None,
         "Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or the image "
@@ -200,4 +211,5 @@ def check_pair_options(args: argparse.Namespace) -> None:
         raise ValueError("--zero_shot_freq with --shards streamed: give labelled images with --zero_shot_path")
     if args.val_share and args.val_path:
         raise ValueError(f"--val_share {args.val_share} with --val_path {args.val_path}: give one of the two")
+    check_start(args)
     check_whole_patches(args, "img_size")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import timm
 import torch
 from jaxtyping import Float
-from timm.models import group_parameters
+from timm.models import adapt_input_conv, group_parameters
 from torch import Tensor, nn
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
@@ -148,14 +148,19 @@ class TimmBackbone(nn.Module):
         return maps[0][:, :, :num_queries]
 
     def adapt(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of this architecture under this module's names or timm's, resampled by timm to this grid and patch.
+        """Weights of this architecture under this module's names or timm's, fitted by timm to grid, patch and channels.
 
         Args:
             weights: of this module or of the model of timm, maybe with a classifier, which stays in the result.
         """
         plain = {name.removeprefix("model."): value for name, value in weights.items()}
         convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
-        return {f"model.{name}": value for name, value in (convert(plain, self.model) if convert else plain).items()}
+        adapted = convert(plain, self.model) if convert else plain
+        stems = self.model.pretrained_cfg.get("first_conv") or ()
+        for name in [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]:
+            if name in adapted and adapted[name].shape[1] == 3 != self.in_chans:
+                adapted[name] = adapt_input_conv(self.in_chans, adapted[name])
+        return {f"model.{name}": value for name, value in adapted.items()}
 
     def prepare(self, side: int) -> None:
         """Nothing: timm resamples positions in every forward pass."""
@@ -193,6 +198,7 @@ class TimmPlan:
     Attributes:
         embed_dim: D.
         stride: side of a patch, or stride of the last map, in pixels.
+        img_size: height in pixels of the images that the published weights were trained with.
         num_prefix_tokens, has_class_token, has_blocks: as in `TimmBackbone`.
         channels_last: maps are (B, rows, columns, D).
         parameters: arguments of the model's constructor.
@@ -200,6 +206,7 @@ class TimmPlan:
 
     embed_dim: int
     stride: int
+    img_size: int
     num_prefix_tokens: int
     has_class_token: bool
     has_blocks: bool
@@ -228,6 +235,23 @@ class TimmPlan:
         sizes |= {"patch_size": patch_size} if patch_size != self.stride else {}
         sizes |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
         return {argument: value for argument, value in sizes.items() if argument in self.parameters}
+
+
+def pretrained_weights(name: str) -> dict[str, Tensor]:
+    """Timm's weights of a model under timm's names, from its cache or from the network.
+
+    Raises:
+        ValueError: there are none, or they can neither be found nor downloaded.
+    """
+    plan_of(name)
+    try:
+        return timm.create_model(name, pretrained=True, num_classes=0).state_dict()
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"--pretrained: no weights of timm/{name} ({reason}); download them where there is network and give "
+            "--init_from FILE"
+        ) from error
 
 
 @lru_cache
@@ -264,6 +288,7 @@ def plan_of(name: str) -> TimmPlan:
     return TimmPlan(
         embed_dim=shape[1] if len(shape) == 4 and not channels_last else shape[-1],
         stride=stride,
+        img_size=height,
         num_prefix_tokens=prefix,
         has_class_token=has_class_token and prefix > 0,
         has_blocks=len(shape) == 3 and len(strides) == 1 and hasattr(model, "blocks"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder
 from dino_sparo.image_text.towers import TowerSizes
+from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding
@@ -97,7 +98,7 @@ DEFAULT_SIZES = TowerSizes(text_width=256, text_heads=4, text_layers=6, context_
 
 def create_oc_clip(
     arch: str = "vit_base",
-    patch_size: int = 16,
+    patch_size: int | None = None,
     img_size: int = 224,
     binding: BindingConfig | None = None,
     **sizes: Any,
@@ -107,12 +108,13 @@ def create_oc_clip(
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
-        arch: a key of `ARCHITECTURES`.
-        patch_size: P, pixels.
+        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
+        patch_size: P, pixels; None: 16, or the timm model's own.
         img_size: side of the images in pixels; the binding is built for their number of patches.
         binding: sizes of binding and scoring; by default the paper's.
         sizes: other fields of `TowerSizes`; by default from `DEFAULT_SIZES`.
     """
+    patch_size = own_patch_size(arch) if patch_size is None else patch_size
     towers = replace(DEFAULT_SIZES, arch=arch, patch_size=patch_size, img_size=img_size, **sizes)
     # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.
     return oc_clip_from_config(OCCLIPConfig(*towers.configs("gap", "eos"), binding or BindingConfig()))

@@ -36,7 +36,6 @@ DEFAULT_GRAPHS = "templates"
 # eps that the paper does not give are OpenCLIP's.
 DEFAULTS = {
     **PAIR_DEFAULTS,
-    "patch_size": 16,
     "text_width": 256,
     "text_heads": 4,
     "text_layers": 6,

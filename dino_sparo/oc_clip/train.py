@@ -36,6 +36,7 @@ from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 
@@ -48,7 +49,7 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_options(args, options.check_options, build_model)
+    check_pair_options(args, options.check_options, build_model, PATCH_SIZE)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -160,7 +161,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Start the image encoder, or both encoders, from other weights; scores are not those of the file."""
         self.initialize_encoders(with_rest=False)
         args = self.args
-        is_started = {"image": args.init_clip or args.init_from, "text": args.init_clip}
+        is_started = {"image": args.init_clip or args.init_from or args.pretrained, "text": args.init_clip}
         for tower, is_trained in is_started.items():
             if not is_trained and (rate := getattr(args, f"lr_{tower}")) < SLOW_START * args.lr:
                 logger.warning(

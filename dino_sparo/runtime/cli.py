@@ -385,6 +385,10 @@ def config_text(options: Mapping[str, Any], command: str | None = None) -> str:
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
 USE_CUDA = Option(True, "Keep features on the GPU, where there is one; false if they do not fit.")
 FIGURE_FORMAT = Option("png", "File format of figures with words.", choices=("png", "pdf", "svg"))
+PRETRAINED = Option(
+    False,
+    "Start a timm/NAME from timm's own weights, downloaded once; without network give --init_from FILE instead.",
+)
 WEIGHTS = Option("", "Checkpoint, ours or the reference's; demo: the small encoder in this package.")
 DEVICE_OPTION = Option("auto", "auto (cuda where there is one, else cpu), cpu, cuda or cuda:N.")
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dino_sparo.runtime.choices import PRECISIONS, TRACKERS
+from dino_sparo.runtime.choices import PRECISIONS, TIMM, TRACKERS
 from dino_sparo.runtime.cli import Group, Option, positive_int, share
 
 COMPUTE: Group = {
@@ -71,6 +71,16 @@ def require_paths(args: argparse.Namespace) -> None:
         raise ValueError(
             f"give {' and '.join(missing)}. Without data of your own, `--data_path scenes` trains on the built-in "
             "scenes; `dino-sparo demo` trains, evaluates and draws in minutes"
+        )
+
+
+def check_start(args: argparse.Namespace) -> None:
+    """Refuse two sources of initial weights, and published weights of an architecture that has none."""
+    if args.pretrained and args.init_from:
+        raise ValueError(f"--pretrained with --init_from {args.init_from}: give one of the two")
+    if args.pretrained and not args.arch.startswith(TIMM):
+        raise ValueError(
+            f"--pretrained with --arch {args.arch}: only timm/NAME has published weights; give --init_from"
         )
 
 

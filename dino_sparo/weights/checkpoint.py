@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
+from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
     IMAGENET_MEAN,
@@ -260,11 +261,15 @@ def infer_config(
 ) -> EncoderConfig:
     """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
 
-    `arch` and `patch_size` override the inferred values.
+    `arch` and `patch_size` override the inferred values. A timm model is read by its class token, or by the average.
 
     Raises:
         CheckpointError: these are not the weights of a ViT, or no known architecture fits.
     """
+    if arch is not None and arch.startswith(TIMM):
+        plan = plan_of(arch.removeprefix(TIMM))
+        readout = "cls" if plan.has_class_token else "gap"
+        return EncoderConfig(arch, patch_size or plan.stride, readout, img_size=plan.img_size)
     embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
     depth, queries = num_blocks(weights), weights.get("readout.queries")
     # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
@@ -296,6 +301,39 @@ def infer_config(
     )
 
 
+def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
+
+    Args:
+        backbone: the model.
+        weights: of the same architecture, under timm's names or under ours, below `backbone.`.
+        source: their file, for messages.
+
+    Raises:
+        CheckpointError: a weight is missing, or of another shape.
+    """
+    plain = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
+    try:
+        adapted = backbone.adapt(plain)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
+    fitting = {f"backbone.{name}": value for name, value in adapted.items()}
+    wanted = {f"backbone.{name}": value.shape for name, value in backbone.state_dict().items()}
+    missing = sorted(wanted.keys() - fitting.keys())
+    misshapen = [
+        f"{name} {tuple(fitting[name].shape)} instead of {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name in fitting and fitting[name].shape != shape
+    ]
+    if missing or misshapen:
+        problems = f"of another shape: {shortened(misshapen)}" if misshapen else f"missing: {shortened(missing)}"
+        raise CheckpointError(
+            f"{source} does not hold the weights of timm/{backbone.name}; {len(misshapen or missing)} are {problems}; "
+            "choose other weights, or the --arch that they were trained with"
+        )
+    return fitting
+
+
 def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
     """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
     projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
@@ -315,7 +353,8 @@ def num_blocks(weights: Iterable[str]) -> int:
 
 def block_of(name: str) -> int:
     """Index of the block that a weight belongs to; -1 for all others."""
-    return int(name.split(".")[2]) if name.startswith("backbone.blocks.") else -1
+    path = name.removeprefix("backbone.").removeprefix("model.")  # timm's names stand below model
+    return int(path.split(".")[1]) if path.startswith("blocks.") else -1
 
 
 def describe_encoder(
@@ -398,7 +437,11 @@ def encoder_of(
         description = {**description, "quick_gelu": True}
     config = EncoderConfig.from_dict(description)
     encoder = encoder_from_config(config)
-    weights = weights if config.arch.startswith(TIMM) else without_layer_scale(weights)
+    if not isinstance(encoder.backbone, TimmBackbone):
+        weights = without_layer_scale(weights)
+    elif not any(name.startswith("backbone.model.") for name in weights):
+        own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, source)
+        weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
     encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch

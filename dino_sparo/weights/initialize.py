@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from timm.models import adapt_input_conv
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
+from dino_sparo.runtime.choices import TIMM
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     activation_of,
@@ -24,6 +25,7 @@ from dino_sparo.weights.checkpoint import (
     num_blocks,
     patch_sizes,
     shortened,
+    timm_weights,
     without_layer_scale,
 )
 
@@ -61,7 +63,7 @@ def _parts(names: Iterable[str]) -> str:
     """Parts that weights belong to: `pos_embed, blocks 0-10, head.*`."""
     blocks = sorted({block_of(name) for name in names} - {-1})
     text = f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}" if blocks else ""
-    paths = [name.removeprefix("backbone.").split(".") for name in names]
+    paths = [name.removeprefix("backbone.").removeprefix("model.").split(".") for name in names]
     parts = [text if first == "blocks" else f"{first}.*" if rest else first for first, *rest in paths]
     return ", ".join(dict.fromkeys(parts)) or "nothing"
 
@@ -75,7 +77,7 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
     Args:
         encoder: the encoder.
         path: one of our checkpoints, a DINO or timm ViT state dict, or a CLIP (ours, OpenCLIP's, sparo-clip's), whose
-            image tower is taken.
+            image tower is taken; for timm/NAME weights of that model, under timm's names or in a checkpoint of ours.
         which: `teacher` or `student`.
 
     Raises:
@@ -88,38 +90,48 @@ def initialize_encoder_of(
     encoder: Encoder, checkpoint: Mapping[str, Any], source: str, which: str = "teacher", with_head: bool = True
 ) -> InitReport:
     """`initialize_encoder` for a checkpoint that was read from `source`; `with_head`: report a head as dropped."""
-    check_same_activation(checkpoint, encoder.config.quick_gelu, source)
+    if not isinstance(encoder.backbone, TimmBackbone):  # whose name says its activation
+        check_same_activation(checkpoint, encoder.config.quick_gelu, source)
     weights = network_weights(checkpoint, which, source)
     weights = {name: value for name, value in weights.items() if with_head or not name.startswith("head.")}
     return initialize_from(encoder, weights, source)
 
 
+def initialize_pretrained(encoder: Encoder) -> InitReport:
+    """Initialize the backbone of a timm model, in place, from timm's own weights; ValueError if there are none."""
+    arch = encoder.config.arch
+    weights = pretrained_weights(arch.removeprefix(TIMM))
+    return initialize_from(encoder, {f"backbone.{name}": value for name, value in weights.items()}, arch)
+
+
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
     """`initialize_encoder` for weights under our names, which were read from `source`."""
-    config, own, weights = encoder.config, encoder.state_dict(), without_layer_scale(weights)
-    if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
-        weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
-    weights = _with_channels(weights, config.in_chans, source)
-    _check_same_make(weights, own, source)
-    grid_size = patch_sizes(weights)[-1]
-    # A backbone without blocks, of the source's grid: it knows how to resample its positions.
-    resampler = Backbone(
-        ARCHITECTURES[config.arch], config.patch_size, grid_size * config.patch_size, config.in_chans, depth=0
-    )
-    resampler.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
-    weights["backbone.pos_embed"] = resampler.position_embedding(config.img_size, config.img_size).detach()
+    own, grids = encoder.state_dict(), (0, 0)
+    if isinstance(encoder.backbone, TimmBackbone):
+        readout = {name: value for name, value in weights.items() if name.startswith("readout.")}
+        weights, norm = {**timm_weights(encoder.backbone, weights, source), **readout}, "backbone.model.norm."
+    else:
+        weights, norm = without_layer_scale(weights), "backbone.norm."
+    if f"{norm}weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace(norm, "readout.norm."): value for name, value in weights.items()}
+    if isinstance(encoder.backbone, Backbone):
+        weights = _with_channels(weights, encoder.config.in_chans, source)
+        _check_same_make(weights, own, source)
+        grids = patch_sizes(weights)[-1], encoder.config.img_size // encoder.config.patch_size
+        positions = encoder.backbone.adapt({"pos_embed": weights["backbone.pos_embed"]})["pos_embed"]
+        weights = {**weights, "backbone.pos_embed": positions}
     taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
     # A read-out is taken whole or not at all: its queries were trained with its keys.
-    readout = {name for name in (*own, *weights) if name.startswith("readout.")}
-    if not readout <= set(taken):
-        taken = [name for name in taken if name not in readout]
+    readout_names = {name for name in (*own, *weights) if name.startswith("readout.")}
+    if not readout_names <= set(taken):
+        taken = [name for name in taken if name not in readout_names]
     encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
     return InitReport(
         source,
         tuple(taken),
         dropped=tuple(name for name in weights if name not in taken),
         new=tuple(name for name in own if name not in taken),
-        grids=(grid_size, config.img_size // config.patch_size),
+        grids=grids,
     )
 
 

@@ -99,6 +99,7 @@ NEW: dict[str, Any] = {
     "init_optimizer": False,
     "layer_decay": None,
     "freeze_backbone_epochs": 0,
+    "pretrained": False,
     "pre_norm": False,
     "quick_gelu": False,
     "head_hidden_dim": 2048,
