@@ -721,7 +721,8 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
     found = vars(get_args_parser().parse_args([]))
     assert json.loads(json.dumps(found)) == {
         "arch": "vit_base",
-        "patch_size": 32,
+        "patch_size": None,
+        "pretrained": False,
         "img_size": 224,
         "sparo_slots": 64,
         "sparo_slot_dim": 64,
