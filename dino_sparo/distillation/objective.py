@@ -151,7 +151,7 @@ class DistillationObjective(Objective[Batch]):
         check_same_model(checkpoint, self.network.config, source)
 
     def initialize(self) -> None:
-        """Start student, teacher, loss and optimizer from the file of `--init_from`, as far as they fit, or from timm."""
+        """Start all networks and the optimizer from the file of `--init_from`, as far as they fit, or from timm."""
         args = self.args
         if args.init_from:
             optimizer = args.optimizer if args.init_optimizer else None
