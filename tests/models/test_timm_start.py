@@ -1,0 +1,106 @@
+"""Weights that a backbone of timm starts from, and options that do not fit it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from dino_sparo import create_encoder, load_encoder
+from dino_sparo.models import timm_backbone
+from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
+
+NAMES = ("test_vit", "test_vit2", "test_vit3", "test_convnext", "test_resnet")
+
+
+def saved(name: str, folder: Path, **settings: Any) -> tuple[Any, Path]:
+    """A model of timm with a classifier, and the file of its weights."""
+    model, path = timm.create_model(name, **settings).eval(), folder / f"{name}.pth"
+    torch.save(model.state_dict(), path)
+    return model, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_dict_of_timm_gives_the_tokens_of_its_model(name: str, tmp_path: Path) -> None:
+    model, path = saved(name, tmp_path)
+    encoder = create_encoder(f"timm/{name}", readout="gap", img_size=160).eval()
+    report = initialize_encoder(encoder, path)
+    images = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        features = model.forward_features(images)
+        tokens = features.flatten(2).transpose(1, 2) if features.ndim == 4 else features
+        assert torch.equal(encoder.backbone(images), tokens)
+    assert all(not name.startswith("backbone.") for name in report.new)
+
+
+def test_positions_and_channels_of_a_state_dict_are_fitted_as_timm_fits_them(tmp_path: Path) -> None:
+    model, path = saved("test_vit", tmp_path)
+    encoder = create_encoder("timm/test_vit", readout="cls", img_size=64, in_chans=1)
+    initialize_encoder(encoder, path)
+    weights: dict[str, Tensor] = encoder.backbone.state_dict()
+    other = timm.create_model("test_vit", img_size=64)
+    expected = timm.models.vision_transformer.checkpoint_filter_fn(dict(model.state_dict()), other)
+    assert torch.equal(weights["model.pos_embed"], expected["pos_embed"])
+    summed = model.patch_embed.proj.weight.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(weights["model.patch_embed.proj.weight"], summed)
+
+
+def test_a_read_out_that_replaces_a_block_drops_it(tmp_path: Path) -> None:
+    report = initialize_encoder(create_encoder("timm/test_vit"), saved("test_vit", tmp_path)[1])
+    assert "backbone.model.blocks.5.norm1.weight" in report.dropped
+    assert all(name.startswith("readout.") for name in report.new)
+
+
+def test_foreign_weights_are_loaded_by_the_name_of_their_model(tmp_path: Path) -> None:
+    model, path = saved("test_vit", tmp_path)
+    encoder, images = load_encoder(path, arch="timm/test_vit"), torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        assert torch.equal(encoder(images), model.forward_features(images)[:, 0])
+
+
+def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"timm/test_vit2; .* \(1, 1, 96\) instead of \(1, 1, 64\)"):
+        initialize_encoder(create_encoder("timm/test_vit2"), saved("test_vit3", tmp_path)[1])
+
+
+def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, create = create_encoder("timm/test_vit"), timm.create_model
+
+    def offline(name: str, pretrained: bool = False, **settings: Any) -> Any:
+        if pretrained:
+            raise OSError("no network")
+        return create(name, **settings)
+
+    monkeypatch.setattr(timm_backbone.timm, "create_model", offline)
+    with pytest.raises(ValueError, match=r"no weights of timm/test_vit \(no network\).*--init_from FILE"):
+        initialize_pretrained(encoder)
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "message"),
+    [
+        ("timm/test_vitt", {}, r"unknown arch 'timm/test_vitt'; the nearest are .*timm/test_vit"),
+        ("timm/crossvit_9_240", {}, "gives list for an image of 240x240 px, neither tokens nor a map"),
+        ("timm/test_resnet", {"patch_size": 16}, "--patch_size 16 .* 32 px apart"),
+        ("timm/test_vit", {"img_size": 100}, "img_size=100 px .* patch_size=16 px .* fits is 96"),
+        ("timm/test_resnet", {"readout": "cls"}, "'cls': timm/test_resnet has no class token"),
+        ("timm/vgg11", {"drop_path_rate": 0.1}, "--drop_path_rate 0.1: timm/vgg11 has no stochastic depth"),
+    ],
+)
+def test_a_model_or_size_that_does_not_fit_is_refused(arch: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_encoder(arch, **settings)
+
+
+def test_attention_of_the_last_block_has_the_rows_of_a_softmax_and_stages_have_none() -> None:
+    images = torch.randn(2, 3, 32, 48)
+    encoder = create_encoder("timm/test_vit", readout="cls", img_size=64).eval()
+    attention = encoder.backbone.last_self_attention(images, num_queries=1)
+    assert attention.shape == (2, 2, 1, 1 + math.prod(encoder.backbone.grid(images)))
+    torch.testing.assert_close(attention.sum(dim=-1), torch.ones(2, 2, 1))
+    with pytest.raises(ValueError, match="timm/test_resnet computes no self-attention"):
+        create_encoder("timm/test_resnet").backbone.last_self_attention(torch.randn(1, 3, 64, 64))
