@@ -26,6 +26,7 @@ NEEDS = {
     "configuration.md": "run by tests/runtime/test_cli.py",
     "gpu.md": "a GPU",
     "large_models.md": "several nodes",
+    "channels.md": "stacks of five channels; run by tests/evaluation/test_channels_run.py",
     "medical_images.md": "X-rays",
     "methods.md": "nothing is typed",
     "oc_clip.md": "COCO; `make demo-oc-clip` runs in make demo-short",

@@ -42,7 +42,7 @@ class ChannelImage(Image.Image):
         """The pixels of a box."""
         return ChannelImage([plane.crop(box) for plane in self.planes])
 
-    def transpose(self, method: Image.Transpose) -> "ChannelImage":
+    def transpose(self, method: Any) -> "ChannelImage":
         """Mirrored or turned."""
         return ChannelImage([plane.transpose(method) for plane in self.planes])
 
@@ -155,7 +155,7 @@ def levels_of(values: Shaped[np.ndarray, "*size"], max_value: int) -> Float[np.n
         valid = "floats from 0 to 1" if is_float else f"integers from 0 to {DEEPEST}"
         raise ValueError(f"has {values.dtype} pixels from {low} to {high}; save {valid}")
     white = 1.0 if is_float else float(max_value)
-    return np.minimum(values, white).astype(np.float32) * np.float32(WHITE / white)
+    return np.minimum(values, white).astype(np.float32) * np.float32(WHITE) / np.float32(white)
 
 
 def picture_of(levels: Shaped[np.ndarray, "H W C"], channels: Sequence[int] = ()) -> UInt8[np.ndarray, "H W 3"]:

@@ -19,7 +19,7 @@ from dino_sparo.data.augment import channel_constant, normalize_levels
 from dino_sparo.data.channels import picture_of
 from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, resize_fast
 from dino_sparo.data.sources.decode import to_image
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 
 BICUBIC = InterpolationMode.BICUBIC
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
@@ -78,6 +78,7 @@ class EvalTransform:
         exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, about twice as fast
             (`benchmarks/README.md`), with another rounding: most pixels are equal or a level off, hard edges in
             images taller than wide by more, since Pillow takes their columns first and torch the rows.
+        max_value: value of pixels with more than 8 bit that is white, for `batch`.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class EvalTransform:
         mean: tuple[float, ...] = IMAGENET_MEAN,
         std: tuple[float, ...] = IMAGENET_STD,
         exact: bool = True,
+        max_value: int = MAX_VALUE,
     ) -> None:
-        self.img_size, self.exact = img_size, exact
+        self.img_size, self.exact, self.max_value = img_size, exact, max_value
         self.resize_size = round(img_size * RESIZE_RATIO)
         self.mean, self.std = mean, std
 
@@ -114,7 +116,7 @@ class EvalTransform:
         images = [images] if isinstance(images, Image.Image | np.ndarray) else images
         if not len(images):
             raise ValueError("no images: the list is empty; give one image or several")
-        return torch.stack([self(to_image(image, len(self.mean)))[0] for image in images])
+        return torch.stack([self(to_image(image, len(self.mean), self.max_value))[0] for image in images])
 
 
 class ClipView(EvalTransform):

@@ -54,6 +54,7 @@ from dino_sparo.runtime.choices import (
     ARCHITECTURES,
     IMAGENET_MEAN,
     IMAGENET_STD,
+    MAX_VALUE,
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
     TIMM,
@@ -444,7 +445,9 @@ def encoder_of(
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
-    encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch
+    max_value = (checkpoint.get("args") or checkpoint.get("recipe") or {}).get("max_value", MAX_VALUE)
+    view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
+    encoder.transform = view.batch
     logger.info("%s of %s: %s", network, source, encoder.summary)
     return encoder.eval()
 

@@ -13,7 +13,7 @@ import torch
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts, timm_backbone
-from dino_sparo.models.encoder import Encoder
+from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.runtime import choices
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
@@ -44,12 +44,13 @@ The read-out `{readout}` turns its tokens into {slots}.
 ## Use
 
 ```python
+import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained("{name}")
 model = AutoModel.from_pretrained("{name}", trust_remote_code=True).eval()
-output = model(**processor(Image.open("photo.jpg"), return_tensors="pt"))
+output = model(**processor({images}, return_tensors="pt"))
 output.pooler_output  # (1, {encoding_dim}), the encoding
 output.slots  # (1, {num_slots}, {slot_dim})
 output.slot_attentions  # (1, {num_slots}, N), the weight of each token in each slot
@@ -82,7 +83,7 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
             "encoder": record["encoder"],
             "origin": {key: value for key, value in record.items() if key != "encoder"},
         },
-        "preprocessor_config.json": _preprocessing(network.config.img_size, record["encoder"]),
+        "preprocessor_config.json": _preprocessing(network.config, record["encoder"]),
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
     return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
@@ -120,11 +121,15 @@ def _without_imports(source: str) -> tuple[set[str], str]:
     return imports, "\n".join(lines).strip("\n") + "\n\n"
 
 
-def _preprocessing(img_size: int, description: Mapping[str, Any]) -> dict[str, Any]:
-    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does."""
+def _preprocessing(config: EncoderConfig, description: Mapping[str, Any]) -> dict[str, Any]:
+    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does.
+
+    Other than three channels are given as levels from 0 to 255, (C, H, W): transformers knows grey and RGB files alone.
+    """
+    img_size = config.img_size
     return {
         "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": True,
+        "do_convert_rgb": config.in_chans == 3,
         "do_resize": True,
         "size": {"shortest_edge": EvalTransform(img_size).resize_size},
         "resample": BICUBIC,
@@ -158,7 +163,9 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
+    levels = f'255 * torch.rand({config.in_chans}, 300, 400), input_data_format="channels_first"'
     return CARD.format(
+        images='Image.open("photo.jpg")' if config.in_chans == 3 else levels,
         title=name,
         name=name,
         readout=config.readout,
