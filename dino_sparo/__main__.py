@@ -29,6 +29,7 @@ from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_un
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import full_memory_named, require
+from dino_sparo.simdino import options as simdino_options
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
@@ -95,7 +96,7 @@ FOR_OBJECTIVE = {
     "linear": {"clip": "clip-probe", "oc_clip": "clip-probe"},
 }
 HIDDEN = {hidden: name for name, hidden_names in FOR_OBJECTIVE.items() for hidden in hidden_names.values()}
-SYNONYMS = {"train dino": "train", "train clip": "train-clip", "train oc-clip": "train-oc-clip"}
+SYNONYMS = {f"train {name}": f"train-{name}" for name in ("simdino", "clip", "oc-clip")} | {"train dino": "train"}
 MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
 
 
@@ -182,6 +183,18 @@ def train(args: argparse.Namespace) -> Any:
     dino-sparo train --data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100
     """
     from dino_sparo.dino.train import train
+
+    return train(args)
+
+
+@command(TRAIN, simdino_options.get_args_parser)
+def train_simdino(args: argparse.Namespace) -> Any:
+    """Images -> an encoder, trained with SimDINO: no prototypes, no center, no temperatures.
+
+    dino-sparo train-simdino --data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5
+    dino-sparo train-simdino --data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128
+    """
+    from dino_sparo.simdino.train import train
 
     return train(args)
 

@@ -29,6 +29,7 @@ from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, last_value, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
+from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
 from dino_sparo.training.options import require_paths
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ DO_NOT_REQUEUE = "do_not_requeue"
 # `--module` -> the options of that trainer.
 PARSERS = {
     "main_dino": train_parser,
+    "dino_sparo.simdino.train": train_simdino_parser,
     "dino_sparo.clip.train": train_clip_parser,
     "dino_sparo.oc_clip.train": train_oc_clip_parser,
 }
@@ -58,6 +60,10 @@ def trainer_of(module: str) -> ModuleType:
         from dino_sparo.dino import train as train_dino
 
         return train_dino
+    if module == "dino_sparo.simdino.train":
+        from dino_sparo.simdino import train as train_simdino
+
+        return train_simdino
     if module == "dino_sparo.clip.train":
         from dino_sparo.clip import train as train_clip
 

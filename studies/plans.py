@@ -33,7 +33,8 @@ class Study:
     Attributes:
         question: shown in `--help`.
         command: training command.
-        variants: name -> options of this variant.
+        commands: variant -> its training command, where this is another one.
+        variants: name -> options of this variant; None leaves an option of the recipe out.
         baseline: variant that the others are compared with.
         also: name -> (variant, learning rate): rows at a rate that was not chosen.
         controls: name -> (variant, score of a table -> score of the variant that replaces it).
@@ -58,6 +59,7 @@ class Study:
     choose: Callable[[Mapping[str, Any]], float]
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
     evaluate: Callable[[Trained, RunCommand, Mapping[str, Mapping[str, float]] | None], Scores]
+    commands: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     control_scores: Sequence[str] = ()
@@ -66,7 +68,7 @@ class Study:
     def options(self, variant: str, lr: float, seed: int) -> dict[str, str]:
         """All options of a run except its data and its folder."""
         options = {**self.recipe, **self.variants[variant], "lr": lr, "seed": seed, "device": "cpu"}
-        return {name: str(value) for name, value in options.items() if name != "data_path"}
+        return {name: str(value) for name, value in options.items() if name != "data_path" and value is not None}
 
     def quality(self, result: Mapping[str, Any]) -> float:
         """Quality of a run that chooses a learning rate: `choose` of its last epoch; -inf if it diverged."""
@@ -207,6 +209,20 @@ STUDIES: dict[str, Study] = {
         seeds=range(2),
         learning_rates=(0.004,),
         prepare=SCENES,
+    ),
+    "objectives": DINO_STUDY(
+        question="SPARO on 2,000 built-in scenes, a short training: DINO, DINO with KoLeo, SimDINO",
+        variants={
+            "dino": {"readout": "sparo"},
+            "dino_koleo": {"readout": "sparo", "koleo_weight": 0.1},
+            "simdino": {"readout": "sparo", "out_dim": None, "freeze_last_layer": None},
+        },
+        commands={"simdino": "train-simdino"},
+        baseline="dino",
+        recipe={**SHARED_DINO, "epochs": 3},
+        seeds=range(3),
+        learning_rates=(0.004,),
+        prepare=partial(_built_in, "scenes:2000:48", "scenes:2000:48"),
     ),
     "clip": Study(
         question="CLIP on the captions of the built-in scenes: read-outs cls, gap_image and sparo",

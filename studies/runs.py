@@ -212,7 +212,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
     resumed, before = (folder / "checkpoint.pth").exists(), _processor_seconds()
     diverged = ""
     try:
-        run(study.command, option_words({**options, "output_dir": folder}))
+        run(study.commands.get(one.variant, study.command), option_words({**options, "output_dir": folder}))
     except SystemExit as end:  # the command has said why, in one line
         if not isinstance(end.__context__, NonFiniteLossError):
             raise

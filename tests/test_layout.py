@@ -25,6 +25,7 @@ FLOORS = ("runtime", "data", "models", "weights", "draw", "evaluation", "trainin
 TOP = {
     "distillation": set(),
     "dino": {"distillation"},
+    "simdino": {"distillation"},
     "image_text": set(),
     "clip": {"image_text"},
     "oc_clip": {"image_text"},
@@ -157,7 +158,8 @@ def imported_files(name: str) -> set[str]:
 # What a step may do, and how far the parsed options go.
 
 STEP_FILES = (
-    *("dino/step.py", "dino/loss.py", "dino/head.py", "clip/loss.py"),
+    *("dino/step.py", "dino/loss.py", "dino/koleo.py", "dino/head.py", "clip/loss.py"),
+    *("simdino/head.py", "simdino/loss.py", "simdino/train.py"),
     *("distillation/network.py", "distillation/teacher.py", "distillation/step.py"),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
@@ -198,6 +200,7 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign_names"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
+    *("dino/koleo", "simdino/head", "simdino/loss"),
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
     *("distillation/network", "distillation/teacher", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),

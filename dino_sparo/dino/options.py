@@ -7,10 +7,7 @@ import argparse
 from typing import Any
 
 from dino_sparo.distillation import options as shared
-from dino_sparo.distillation.options import check_options
 from dino_sparo.runtime.cli import Group, Option, Parser, whole_number
-
-__all__ = ["check_options", "defaults_of", "fill_in_defaults", "get_args_parser"]
 
 FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; see `fill_in_defaults`
 
@@ -24,6 +21,11 @@ HEAD: Group = {
     ),
 }
 LOSS: Group = {
+    "koleo_weight": Option(
+        0.0,
+        "Weight of KoLeo, which spreads the student's encodings of the images apart; 0 for none. DINOv2 takes 0.1. "
+        "Try this option if encodings collapse.",
+    ),
     "warmup_teacher_temp": Option(
         0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."
     ),
@@ -46,6 +48,13 @@ OPTIMIZATION: Group = {
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
     return shared.parser_of(HEAD, LOSS, OPTIMIZATION)
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """`distillation.options.check_options`, and refuse a weight that is no weight."""
+    shared.check_options(args)
+    if args.koleo_weight < 0:
+        raise ValueError(f"--koleo_weight {args.koleo_weight} is negative; give 0 for no KoLeo, or about 0.1")
 
 
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:

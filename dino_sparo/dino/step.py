@@ -7,8 +7,10 @@ teacher's logits, and the moving average moves the teacher. `train.py` builds wh
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dino_sparo.data.dataset import Batch
+from dino_sparo.dino.koleo import koleo_loss
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
 from dino_sparo.distillation.step import finish_step
 from dino_sparo.training.images import crops_on_device
@@ -22,7 +24,7 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
     """One step of algorithm 1: forward, loss, backward, student update, center update, teacher update.
 
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
-    center, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
+    center, which moves once, at the end. (Batch norm in the head and KoLeo, if asked for, see each part alone.)
 
     No value is copied to the CPU, so the step never waits for a GPU. If the loss or gradients of any rank are not
     finite, student, optimizer and center do not change until the trainer reads the report and ends the run. Meanwhile
@@ -36,7 +38,7 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
     """
     updater, loss_of = dino.updater, dino.loss
     updater.begin_step()
-    losses, logits_sum, num_logits = [], torch.zeros_like(loss_of.center), 0
+    losses, koleo, logits_sum, num_logits = [], list[Tensor](), torch.zeros_like(loss_of.center), 0
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         crops = crops_on_device(batch, dino.distort, updater.device)
@@ -48,14 +50,19 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
                 num_logits += len(teacher_logits)
                 if is_last:  # the ranks' sums are exchanged while the student computes
                     finish_center = loss_of.begin_center_update(logits_sum, num_logits)
-                student_logits = dino.student(crops)
+                student_logits, encodings = dino.student(crops, with_encodings=True)
             loss = loss_of(student_logits, teacher_logits, epoch, update_center=False)
-            updater.backward(loss, loss, parts=len(batches))
+            total = loss
+            if dino.koleo_weight:  # the two crops of an image shall be close, so each is spread on its own
+                parts = [koleo_loss(crop) for crop in encodings[: len(teacher_logits)].chunk(NUM_TEACHER_CROPS)]
+                koleo.append(torch.stack(parts).sum())
+                total = loss + dino.koleo_weight * koleo[-1]
+            updater.backward(total, total, parts=len(batches))
         losses.append(loss.detach())
-    entropies = (
-        loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict() if diagnose else {}
-    )
+    scalars = {"koleo": torch.stack(koleo).detach().mean()} if koleo else {}
+    if diagnose:
+        scalars |= loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict()
     last_layer = [dino.network.head.get_submodule("last_layer")] if epoch < dino.freeze_last_layer else []
-    report = finish_step(dino, losses, entropies, frozen=last_layer)
+    report = finish_step(dino, losses, scalars, frozen=last_layer)
     finish_center(updater.nonfinite)
     return report

@@ -43,16 +43,18 @@ class DINOObjective(DistillationObjective):
 
     Attributes:
         loss: with the center.
+        koleo_weight: of the regulariser; 0 for none.
         freeze_last_layer: epochs during which the head's last layer is not trained.
     """
 
     loss_key = "dino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "norm_last_layer", "out_dim")
     loss: DINOLoss
+    koleo_weight: float = 0.0
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         super().__init__(args, process)
-        self.freeze_last_layer = args.freeze_last_layer
+        self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
 
     def build_network(self, drop_path_rate: float) -> DINONetwork:
         """Student or teacher with random weights."""

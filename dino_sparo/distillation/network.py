@@ -33,9 +33,15 @@ class DINONetwork(nn.Module):
         """The encoder without its head; it shares the parameters."""
         return Encoder(self.backbone, self.readout, self.config)
 
-    def forward(self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]]) -> Float[Tensor, "SB K"]:
-        """Crops -> rows (S*B, K), crop by crop: the first B rows belong to the first crop."""
-        return self.head(encode_crops(self.backbone, self.readout, crops, self.is_vanilla))
+    def forward(
+        self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]], with_encodings: bool = False
+    ) -> Float[Tensor, "SB K"] | tuple[Float[Tensor, "SB K"], Float[Tensor, "SB D"]]:
+        """Crops -> rows (S*B, K), crop by crop: the first B rows belong to the first crop.
+
+        `with_encodings` also returns the input of the head, (S*B, L*V).
+        """
+        encodings = encode_crops(self.backbone, self.readout, crops, self.is_vanilla)
+        return (self.head(encodings), encodings) if with_encodings else self.head(encodings)
 
 
 def mlp(widths: list[int], use_bn: bool) -> nn.Module:

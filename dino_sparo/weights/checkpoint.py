@@ -2,8 +2,9 @@
 
 A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
-    student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
+    student, teacher       weights of DINO and SimDINO: `backbone.*`, `readout.*`, `head.*`
     dino_loss              DINO's center
+    simdino_loss           empty: SimDINO's loss has no state
     encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
     model                  CLIP and OC-CLIP instead: the weights of the whole model
     clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images

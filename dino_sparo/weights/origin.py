@@ -11,12 +11,13 @@ from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.records import file_sha256, versions
 
 # Entry of a checkpoint -> its objective.
-OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO"}
+OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO"}
 # Options that an export records. The others describe paths, machines and the architecture, which the export has.
 RECIPE = (
     *("epochs", "max_steps", "seed", "init_clip", "freeze", "drop_path_rate", "max_value"),
     *("global_crops_scale", "local_crops_number", "local_crops_size", "local_crops_scale", "crop_scale"),
     *("out_dim", "norm_last_layer", "teacher_temp", "warmup_teacher_temp", "momentum_teacher", "freeze_last_layer"),
+    *("koleo_weight", "z_dim", "coeff", "eps", "expa_type"),
     *("bind_layers", "competition", "relation", "rel_loss_weight", "symmetric"),
     *("optimizer", "lr", "min_lr", "lr_image", "lr_text", "warmup_epochs", "warmup_steps"),
     *("weight_decay", "weight_decay_end", "beta1", "beta2", "clip_grad", "precision"),

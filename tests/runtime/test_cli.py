@@ -130,6 +130,7 @@ NEW: dict[str, Any] = {
     "compile": "auto",
     "grad_checkpointing": False,
     "loss_chunk": 0,
+    "koleo_weight": 0.0,
     "memory_report": False,
     "report_to": ("tensorboard",),
     "run_name": None,

@@ -1,0 +1,37 @@
+"""The options of SimDINO's training, in data-flow order, and their checks; names are RobinWu218/SimDINO's."""
+
+import argparse
+from typing import Any
+
+from dino_sparo.distillation import options as shared
+from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
+
+HEAD: Group = {"z_dim": Option(256, "Width of the features that the loss compares.", positive_int)}
+LOSS: Group = {
+    "coeff": Option(1.0, "Weight of the cosine between student and teacher against the coding rate."),
+    "eps": Option(
+        0.05, "Square of the coding rate's precision; the authors' code has 0.5, their published runs have 0.05."
+    ),
+    "expa_type": Option(
+        1,
+        "Features whose coding rate grows: 1, the mean of student and teacher, which is smoother; 0, the student's.",
+        choices=(0, 1),
+    ),
+}
+
+
+def get_args_parser() -> Parser:
+    """The options of training, in data-flow order."""
+    return shared.parser_of(HEAD, LOSS, {})
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options that do not fit; `ValueError` names the option and a remedy."""
+    shared.check_options(args)
+    if args.eps <= 0 or args.coeff < 0:
+        raise ValueError(f"--eps {args.eps} --coeff {args.coeff}: give a positive --eps, and a --coeff of 0 or more")
+
+
+def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fill in what depends on the run's length; returns all options as they would be by default."""
+    return {**vars(get_args_parser().parse_args([])), **shared.fill_in_defaults(args, {})}

@@ -1,0 +1,90 @@
+"""SimDINO for the trainer: options -> student and teacher with their heads, loss; one step; signs of collapse.
+
+The run itself (resuming, epochs, saving, faults) is `training/run.py`.
+"""
+
+import argparse
+from collections.abc import Mapping
+
+import torch
+
+from dino_sparo.data.dataset import Batch
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork
+from dino_sparo.distillation.objective import DistillationObjective, build_encoder
+from dino_sparo.distillation.step import finish_step
+from dino_sparo.simdino import options
+from dino_sparo.simdino.head import SimDINOHead
+from dino_sparo.simdino.loss import SimDINOLoss
+from dino_sparo.training import run
+from dino_sparo.training.images import crops_on_device
+from dino_sparo.training.objective import StepReport
+
+__all__ = ["check_options", "train"]
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of the networks."""
+    options.check_options(args)
+    with torch.device("meta"):  # takes no memory
+        build_network(args, args.drop_path_rate)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train SimDINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
+    run.train(args, SimDINOObjective, check_options, options.defaults_of)
+
+
+class SimDINOObjective(DistillationObjective):
+    """SimDINO: the student's features agree with the teacher's of other crops, and span many directions."""
+
+    command = "train-simdino"
+    loss_key = "simdino_loss"
+    fixed_options = (*DistillationObjective.fixed_options, "z_dim")
+    loss: SimDINOLoss
+
+    def build_network(self, drop_path_rate: float) -> DINONetwork:
+        """Student or teacher with random weights."""
+        return build_network(self.args, drop_path_rate)
+
+    def build_loss(self) -> SimDINOLoss:
+        """The loss, which has no state."""
+        args = self.args
+        return SimDINOLoss(args.local_crops_number + NUM_TEACHER_CROPS, args.eps, args.coeff, args.expa_type == 1)
+
+    def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
+        """One step. With several micro-batches, each has a coding rate of its own."""
+        updater = self.updater
+        updater.begin_step()
+        terms = []
+        for index, batch in enumerate(batches):
+            crops = crops_on_device(batch, self.distort, updater.device)
+            with updater.gradient_sync(self.student, is_last=index == len(batches) - 1):
+                with updater.autocast():
+                    with torch.no_grad():
+                        teacher_features = self.teacher(crops[:NUM_TEACHER_CROPS])
+                    student_features = self.student(crops)
+                terms.append(self.loss(student_features, teacher_features))
+                updater.backward(terms[-1].loss, terms[-1].loss, parts=len(batches))
+        means = {
+            "compression": torch.stack([term.compression for term in terms]).mean(),
+            "expansion": torch.stack([term.expansion for term in terms]).mean(),
+        }
+        return finish_step(self, [term.loss.detach() for term in terms], means)
+
+    def diagnose(
+        self, epoch: int, means: Mapping[str, float], feature_rank: float
+    ) -> tuple[dict[str, float], str | None]:
+        """A warning after a tenth of the run if the encodings of a batch span fewer than two directions."""
+        if feature_rank >= 2 or epoch < self.args.epochs // 10:
+            return {}, None
+        return {}, (
+            f"coding rate {means['expansion']:.4f}: collapse, the encodings of a batch span {feature_rank:.2f} "
+            "directions; try a lower --coeff, a lower --lr or a larger batch"
+        )
+
+
+def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    """Encoder and head from the options, with random weights."""
+    encoder = build_encoder(args, drop_path_rate)
+    head = SimDINOHead(encoder.encoding_dim, args.z_dim, args.head_hidden_dim, args.use_bn_in_head)
+    return DINONetwork(encoder, head)
