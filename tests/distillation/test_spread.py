@@ -1,0 +1,156 @@
+"""KoLeo and SimDINO's loss: equations, recorded numbers, all ranks; runs that resume and are evaluated."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from reference import record_spread as recorded
+from runs import assert_same_state
+from torch.nn import functional as F
+from two_ranks import TwoRanks
+
+from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.__main__ import run
+from dino_sparo.dino.koleo import koleo_loss
+from dino_sparo.runtime.launch import rank
+from dino_sparo.simdino.loss import SimDINOLoss
+from dino_sparo.weights.origin import origin_of
+
+NUMBERS = np.load(recorded.FOLDER / "spread.npz")
+
+
+def simdino_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    student = F.normalize(recorded.rows(2, recorded.CROPS * recorded.IMAGES, recorded.WIDTH), dim=-1)
+    return student.requires_grad_(), F.normalize(recorded.rows(1, 2 * recorded.IMAGES, recorded.WIDTH), dim=-1)
+
+
+def test_koleo_and_its_gradient_equal_dinov2s() -> None:
+    encodings = recorded.rows(0, *recorded.KOLEO_SIZE).requires_grad_()
+    value = koleo_loss(encodings)
+    value.backward()
+    assert value.item() == pytest.approx(float(NUMBERS["koleo"]), rel=1e-6)
+    torch.testing.assert_close(encodings.grad, torch.from_numpy(NUMBERS["koleo/grad"]), rtol=1e-5, atol=1e-7)
+
+
+def test_koleo_follows_the_loop() -> None:
+    encodings = recorded.rows(3, 5, 3)
+    x = F.normalize(encodings.double(), dim=1)
+    distances = [min((x[i] - x[j]).norm() for j in range(5) if j != i) for i in range(5)]
+    expected = -torch.stack([(distance + 1e-8).log() for distance in distances]).mean()
+    assert koleo_loss(encodings).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("number", range(len(recorded.SIMDINO_CASES)))
+def test_simdinos_terms_and_gradient_equal_the_authors(number: int) -> None:
+    eps, coeff, expa_type = recorded.SIMDINO_CASES[number]
+    student, teacher = simdino_rows()
+    terms = SimDINOLoss(recorded.CROPS, eps, coeff, with_teacher=expa_type == 1)(student, teacher)
+    terms.loss.backward()
+    assert [term.item() for term in terms] == pytest.approx(NUMBERS[f"simdino{number}"], rel=1e-5)
+    torch.testing.assert_close(student.grad, torch.from_numpy(NUMBERS[f"simdino{number}/grad"]), rtol=1e-4, atol=1e-7)
+
+
+def test_the_coding_rate_is_smallest_where_all_features_are_equal() -> None:
+    student, teacher = simdino_rows()
+    loss = SimDINOLoss(recorded.CROPS, eps=0.5)
+    flat = F.normalize(torch.ones_like(student), dim=-1)
+    collapsed = loss(flat, flat[: len(teacher)])
+    # One direction, of one eigenvalue p / eps: R = 1/2 log(1 + p / eps).
+    n, p = recorded.IMAGES, recorded.WIDTH
+    assert collapsed.expansion.item() == pytest.approx(0.5 * np.log(1 + p / 0.5) * (p + n) / (p * n), rel=1e-4)
+    assert collapsed.compression.item() == pytest.approx(1)
+    assert loss(student, teacher).expansion > collapsed.expansion
+
+
+def own_part(whole: torch.Tensor, number: int) -> torch.Tensor:
+    """This rank's half of the images of every crop."""
+    return whole.unflatten(0, (number, -1)).chunk(2, dim=1)[rank()].flatten(0, 1)
+
+
+def koleo_on_a_rank() -> tuple[float, torch.Tensor]:
+    encodings = recorded.rows(0, 6, 5).requires_grad_()
+    value = koleo_loss(own_part(encodings, 1))
+    value.backward()
+    return value.item(), encodings.grad
+
+
+def simdino_on_a_rank() -> tuple[float, torch.Tensor]:
+    student = F.normalize(recorded.rows(2, 4 * 6, 5), dim=-1).requires_grad_()
+    teacher = F.normalize(recorded.rows(1, 2 * 6, 5), dim=-1)
+    terms = SimDINOLoss(4)(own_part(student, 4), own_part(teacher, 2))
+    terms.loss.backward()
+    return terms.expansion.item(), student.grad
+
+
+def test_koleo_on_two_ranks_is_that_of_the_whole_batch(two_ranks: TwoRanks) -> None:
+    values, gradients = zip(*two_ranks(koleo_on_a_rank), strict=True)
+    encodings = recorded.rows(0, 6, 5).requires_grad_()
+    whole = koleo_loss(encodings)
+    whole.backward()
+    assert np.mean(values) == pytest.approx(whole.item(), rel=1e-5)
+    # DDP takes the mean of the ranks' gradients.
+    torch.testing.assert_close(sum(gradients) / 2, encodings.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_simdino_on_two_ranks_is_that_of_the_whole_batch(two_ranks: TwoRanks) -> None:
+    values, gradients = zip(*two_ranks(simdino_on_a_rank), strict=True)
+    student = F.normalize(recorded.rows(2, 4 * 6, 5), dim=-1).requires_grad_()
+    whole = SimDINOLoss(4)(student, F.normalize(recorded.rows(1, 2 * 6, 5), dim=-1))
+    whole.loss.backward()
+    assert values == pytest.approx([whole.expansion.item()] * 2, rel=1e-5)
+    torch.testing.assert_close(sum(gradients) / 2, student.grad, rtol=1e-4, atol=1e-6)
+
+
+TINY = [
+    *("--data_path", "scenes:26:32", "--arch", "vit_micro", "--patch_size", "8", "--global_crops_size", "16"),
+    *("--local_crops_size", "8", "--local_crops_number", "1", "--head_hidden_dim", "37", "--batch_size_per_gpu", "6"),
+    *("--sparo_slots", "3", "--sparo_slot_dim", "5", "--sparo_key_dim", "7", "--epochs", "2", "--num_workers", "0"),
+    *("--device", "cpu", "--precision", "fp32", "--report_to"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("train-simdino", ["--z_dim", "11"]), ("train", ["--out_dim", "13", "--koleo_weight", "0.1"])],
+)
+def test_a_run_resumes_to_the_bit(tmp_path: Path, command: str, words: list[str]) -> None:
+    def train(name: str, *more: str) -> dict:
+        run(command, [*TINY, *words, "--output_dir", str(tmp_path / name), *more])
+        return load_checkpoint(tmp_path / name / "checkpoint.pth")
+
+    whole = train("whole")
+    train("parts", "--max_steps", "6")
+    parts = train("parts")
+    for key in ("student", "teacher", "optimizer"):
+        assert_same_state(whole[key], parts[key], key)
+
+
+@pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
+def test_a_simdino_checkpoint_is_read_like_one_of_dino(tmp_path: Path, readout: str) -> None:
+    run("train-simdino", [*TINY, "--readout", readout, "--max_steps", "1", "--output_dir", str(tmp_path)])
+    path = tmp_path / "checkpoint.pth"
+    assert load_encoder(path).config.readout == readout
+    computed = ["--pretrained_weights", str(path), "--data_path", "scenes:26:32", "--device", "cpu"]
+    computed += ["--num_workers", "0", "--output_dir", str(tmp_path)]
+    run("knn", computed)
+    run("linear", [*computed, "--fast", "--epochs", "1"])
+    run("embed", [*computed[:-1], str(tmp_path / "embeddings")])
+    run("export", [str(path), str(tmp_path / "exported")])
+    run("info", [str(path)])
+    assert origin_of(load_checkpoint(path), path)["objective"] == "SimDINO"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        ("train", ["--koleo_weight", "-1"], "--koleo_weight -1.0 is negative"),
+        ("train-simdino", ["--eps", "0"], "give a positive --eps"),
+    ],
+)
+def test_weights_without_meaning_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(command, [*TINY, *words, "--output_dir", str(tmp_path)])
+    assert message in caplog.text
