@@ -7,7 +7,10 @@ import argparse
 from typing import Any
 
 from dino_sparo.distillation import options as shared
+from dino_sparo.distillation.options import check_options
 from dino_sparo.runtime.cli import Group, Option, Parser, whole_number
+
+__all__ = ["check_options", "defaults_of", "fill_in_defaults", "get_args_parser"]
 
 FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; see `fill_in_defaults`
 
@@ -48,13 +51,6 @@ OPTIMIZATION: Group = {
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
     return shared.parser_of(HEAD, LOSS, OPTIMIZATION)
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """`distillation.options.check_options`, and refuse a weight that is no weight."""
-    shared.check_options(args)
-    if args.koleo_weight < 0:
-        raise ValueError(f"--koleo_weight {args.koleo_weight} is negative; give 0 for no KoLeo, or about 0.1")
 
 
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:

@@ -26,7 +26,7 @@ from dino_sparo.weights.checkpoint import (
 from dino_sparo.weights.origin import in_percent, origin_of, scores_of
 
 # Objective -> the command that trains it.
-COMMANDS = {"DINO": "train", "CLIP": "train-clip", "OC-CLIP": "train-oc-clip"}
+COMMANDS = {"DINO": "train", "SimDINO": "train-simdino", "CLIP": "train-clip", "OC-CLIP": "train-oc-clip"}
 
 
 def show(args: argparse.Namespace, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def get_args_parser() -> Parser:
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit; `ValueError` names the option and a remedy."""
     shared.check_options(args)
-    if args.eps <= 0 or args.coeff < 0:
-        raise ValueError(f"--eps {args.eps} --coeff {args.coeff}: give a positive --eps, and a --coeff of 0 or more")
+    if args.eps <= 0:
+        raise ValueError(f"--eps {args.eps}: the coding rate needs a positive number, usually 0.05 to 0.5")
 
 
 def defaults_of(args: argparse.Namespace) -> dict[str, Any]:

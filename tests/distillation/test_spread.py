@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from two_ranks import TwoRanks
 
 from dino_sparo import load_checkpoint, load_encoder
-from dino_sparo.__main__ import run
+from dino_sparo.__main__ import parse_keywords, run
 from dino_sparo.dino.koleo import koleo_loss
 from dino_sparo.runtime.launch import rank
 from dino_sparo.simdino.loss import SimDINOLoss
+from dino_sparo.simdino.options import check_options
 from dino_sparo.weights.origin import origin_of
 
 NUMBERS = np.load(recorded.FOLDER / "spread.npz")
@@ -141,16 +142,7 @@ def test_a_simdino_checkpoint_is_read_like_one_of_dino(tmp_path: Path, readout: 
     assert origin_of(load_checkpoint(path), path)["objective"] == "SimDINO"
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "message"),
-    [
-        ("train", ["--koleo_weight", "-1"], "--koleo_weight -1.0 is negative"),
-        ("train-simdino", ["--eps", "0"], "give a positive --eps"),
-    ],
-)
-def test_weights_without_meaning_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, command: str, words: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit):
-        run(command, [*TINY, *words, "--output_dir", str(tmp_path)])
-    assert message in caplog.text
+def test_a_precision_of_zero_is_refused(tmp_path: Path) -> None:
+    args = parse_keywords("train-simdino", {"data_path": "scenes", "output_dir": tmp_path, "eps": 0})
+    with pytest.raises(ValueError, match=r"--eps 0\.0: the coding rate needs a positive number"):
+        check_options(args)
