@@ -47,6 +47,7 @@ PRESETS = {
     # OC-CLIP, appendix A.8 and table 11: both towers start from OpenCLIP's ViT-B/16 (--init_clip); warm-up of the new
     # modules is not stated, so there is none.
     "oc-coco": {
+        "patch_size": 16,
         "text_width": 512,
         "text_heads": 8,
         "text_layers": 12,
@@ -64,7 +65,7 @@ PRESETS = {
         "precision": "bf16",
     },
     # OC-CLIP, appendix A.8, from scratch; the size of the images is not stated.
-    "oc-cc12m": {"batch_size": 4096, "warmup_steps": 1000, "precision": "bf16"},
+    "oc-cc12m": {"patch_size": 16, "batch_size": 4096, "warmup_steps": 1000, "precision": "bf16"},
     # Ours, for the built-in scenes on a CPU: `SCENE_TOWERS` of image_text/options.py.
     "oc-scenes": {
         "arch": "vit_micro",

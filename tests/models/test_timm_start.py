@@ -42,7 +42,7 @@ def test_positions_and_channels_of_a_state_dict_are_fitted_as_timm_fits_them(tmp
     encoder = create_encoder("timm/test_vit", readout="cls", img_size=64, in_chans=1)
     initialize_encoder(encoder, path)
     weights: dict[str, Tensor] = encoder.backbone.state_dict()
-    other = timm.create_model("test_vit", img_size=64)
+    other: Any = timm.create_model("test_vit", img_size=64)
     expected = timm.models.vision_transformer.checkpoint_filter_fn(dict(model.state_dict()), other)
     assert torch.equal(weights["model.pos_embed"], expected["pos_embed"])
     summed = model.patch_embed.proj.weight.sum(dim=1, keepdim=True)

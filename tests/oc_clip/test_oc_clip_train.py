@@ -665,6 +665,7 @@ def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog:
 
 def parsed(*words: str) -> argparse.Namespace:
     args = get_args_parser().parse_args(list(words))
+    args.patch_size = args.patch_size or 16  # as training fills it in before
     check_options(args)
     return args
 
