@@ -49,7 +49,7 @@ class SparoVisionTransformer(Encoder):
         self.head = nn.Linear(self.encoding_dim, num_classes) if num_classes else nn.Identity()
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, C, H, W) -> tokens (B, N, D), class token first."""
+        """Images (B, C, H, W) -> tokens (B, N, D), class token and registers first."""
         return self.backbone(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

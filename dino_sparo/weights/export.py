@@ -20,10 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
+from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
@@ -140,6 +142,8 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
             f"for it; this one can be exported as huggingface, safetensors or onnx"
         )
+    if isinstance(encoder.backbone, TimmBackbone):
+        return _write_timms_own(encoder.backbone, out, record)
     config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
     arguments = {
         "img_size": config.img_size,
@@ -155,15 +159,40 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     timm_model = {
         "architecture": TIMM_CLIP_NAME if config.pre_norm else name,
         "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [config.in_chans, config.img_size, config.img_size],
-            "mean": record["encoder"]["mean"],
-            "std": record["encoder"]["std"],
-            "interpolation": "bicubic",
-        },
+        "pretrained_cfg": _timm_images(record["encoder"]),
     }
     path = _with_suffix(out, ".safetensors")
     return write_safetensors(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
+
+
+def _write_timms_own(backbone: TimmBackbone, out: str, record: dict[str, Any]) -> Path:
+    """`_write_timm` for an architecture of timm, whose model may normalise or pool in another way."""
+    arguments = {**backbone.arguments, "num_classes": 0, "global_pool": "token"}
+    weights = {name.removeprefix("model."): value for name, value in backbone.state_dict().items()}
+    try:
+        timm.create_model(backbone.name, **arguments).load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"timm/{backbone.name} with its class token as output has other weights than with its own pooling; this "
+            "encoder can be exported as huggingface, safetensors or onnx"
+        ) from error
+    timm_model = {
+        "architecture": backbone.name,
+        "model_args": arguments,
+        "pretrained_cfg": _timm_images(record["encoder"]),
+    }
+    return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": timm_model}})
+
+
+def _timm_images(description: dict[str, Any]) -> dict[str, Any]:
+    """The images that an encoder was trained on, in timm's words."""
+    side = description["img_size"]
+    return {
+        "input_size": [description["in_chans"], side, side],
+        "mean": description["mean"],
+        "std": description["std"],
+        "interpolation": "bicubic",
+    }
 
 
 class _OnnxOutputs(nn.Module):

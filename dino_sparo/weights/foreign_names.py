@@ -154,6 +154,8 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
             f"in_chans={image['in_chans']}; it has the one with 'cls', True and 3, and sparo-clip those with 'sparo' "
             f"and 'linear'"
         )
+    if image["arch"] not in ARCHITECTURES:
+        raise ValueError(f"open_clip has no model with arch={image['arch']}; this CLIP can be exported as safetensors")
     size = ARCHITECTURES[image["arch"]]
     settings = {
         "embed_dim": entry["embed_dim"],

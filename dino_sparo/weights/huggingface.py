@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts, timm_backbone
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.runtime import choices
+from dino_sparo.runtime.choices import TIMM
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
 
@@ -54,11 +56,11 @@ output = model(**processor({images}, return_tensors="pt"))
 output.pooler_output  # (1, {encoding_dim}), the encoding
 output.slots  # (1, {num_slots}, {slot_dim})
 output.slot_attentions  # (1, {num_slots}, N), the weight of each token in each slot
-output.last_hidden_state  # (1, N, {embed_dim}), the tokens, class token first
+output.last_hidden_state  # (1, N, {embed_dim}), the tokens: {num_prefix_tokens} before the patches, then one per patch
 ```
 
-The code needs `pip install torch transformers timm`. With `pip install dino_sparo`, `dino_sparo.load_encoder("{name}")`
-loads the same encoder.
+The code needs `pip install torch transformers {timm}`. With `pip install dino_sparo`,
+`dino_sparo.load_encoder("{name}")` loads the same encoder.
 """
 
 
@@ -177,4 +179,6 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
         num_slots=sizes[0],
         slot_dim=sizes[1],
         embed_dim=network.backbone.embed_dim,
+        num_prefix_tokens=network.backbone.num_prefix_tokens,
+        timm=f'"timm>={timm.__version__}"' if config.arch.startswith(TIMM) else "timm",
     )

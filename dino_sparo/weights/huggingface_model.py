@@ -37,7 +37,7 @@ class SparoEncoderOutput(ModelOutput):
     """Output of an exported encoder.
 
     Attributes:
-        last_hidden_state: (B, N, D), tokens of the last block, class token first.
+        last_hidden_state: (B, N, D), tokens of the last block or stage, prefix tokens (class token, registers) first.
         pooler_output: (B, L*V), the encoding.
         slots: (B, L, V).
         slot_attentions: (B, L, N), the weight of each token in each slot.
@@ -60,6 +60,16 @@ class SparoEncoderModel(PreTrainedModel):
         settings = {name: value for name, value in config.encoder.items() if name not in ("mean", "std")}
         self.encoder = encoder_from_config(EncoderConfig(**settings))
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
+        """Load a model; buffers that no file holds, such as frequencies of rotary positions, are computed again."""
+        loaded = super().from_pretrained(*arguments, **options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            if hasattr(module, "init_non_persistent_buffers"):
+                module.init_non_persistent_buffers()
+        return loaded
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Nothing: the modules draw their own weights."""

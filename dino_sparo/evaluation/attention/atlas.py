@@ -42,7 +42,7 @@ BATCH_SIZE = 16
 # `score_images` in words.
 SCORE_WORDS = (
     "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
-    "to the class token, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
+    "to class token and registers, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
 )
 
 
@@ -139,9 +139,9 @@ def score_images(
 
         score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
 
-    with c the attention left to the class token, e the effective patches, s the slot's value, and means over the
-    images. The first two factors are large if the slot attends to few patches, the third if its value differs from the
-    value for other images. `slots` None leaves the third factor out (a head of `cls` has no value of its own). This
+    with c the attention left to class token and registers, e the effective patches, s the slot's value, and means over
+    the images. The first two factors are large if the slot attends to few patches, the third if its value differs from
+    the value for other images. `slots` None leaves the third factor out (a head of `cls` has no value of its own). This
     score is ours, not the paper's.
     """
     definite = (1 - prefix) * np.clip(1 - np.log(patches) / max(math.log(num_patches), 1e-12), 0, 1)
@@ -250,8 +250,8 @@ def atlas_figure(atlas: Atlas) -> Figure:
     explanation = (
         f"Each row is one {kind} with the images that light it up most, best first. Glowing: where it looks; grey: "
         f"where it gives no more than an even share of its attention. The score of an image: {SCORE_WORDS}. “Class "
-        f"token” is the share of a {kind}’s attention that goes there instead of to patches. {kind.capitalize()}s "
-        f"whose maps look alike on all images share a letter. {patches_in_words(atlas)}"
+        f"token” is the share of a {kind}’s attention that goes to class token and registers instead of to patches. "
+        f"{kind.capitalize()}s whose maps look alike on all images share a letter. {patches_in_words(atlas)}"
     )
     about = f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}"
     layout = Layout((THUMB_HEIGHT, 4 * THUMB_HEIGHT), len(atlas.slots[0].images), SIDE, gap=3, is_flowing=True)

@@ -25,7 +25,9 @@ SHEET_WIDTH, SIDE, GAP = 1528, 264, 12  # pixels: of a sheet, about, of the imag
 TILE_HEIGHTS = (96, 320)  # pixels, smallest and largest
 ASPECT = 1.7  # of a block of tiles, width to height, as a slide's
 SEVERAL_IMAGES_MAPS, TWO_ENCODERS_MAPS = 12, 24  # shown per image, if nobody asks for another number
-NUMBERS_IN_WORDS = "Beside each: patches it looks at, and the share of its attention that the class token gets."
+NUMBERS_IN_WORDS = (
+    "Beside each: patches it looks at, and the share of its attention that class token and registers get."
+)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def maps_and_slots(
         gap    uniform, 1 / N everywhere: averaging has no preferences           maps = 1
 
     The maps are raw: a map sums to the share of attention that its patches get, and one minus that sum is the share of
-    the class token (`class_token_share`).
+    the prefix tokens, class token and registers (`class_token_share`).
 
     Args:
         encoder: in eval mode.
@@ -42,6 +42,9 @@ def maps_and_slots(
 
     Returns:
         Maps (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size; slots (B, L, V).
+
+    Raises:
+        ValueError: read-out `cls`, and the last block of the backbone computes no attention of a class token.
     """
     images = images.to(next(encoder.backbone.parameters()).device)
     tokens = encoder.backbone(images)
@@ -55,7 +58,7 @@ def maps_and_slots(
 
 
 def class_token_share(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*B"]:
-    """The attention a map leaves to the class token, in [0, 1]."""
+    """The attention a map leaves to the class token and registers, in [0, 1]; 0 for tokens of patches alone."""
     return np.asarray(np.clip(1 - maps.sum(axis=(-2, -1)), 0, 1))
 
 

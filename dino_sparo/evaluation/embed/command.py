@@ -99,8 +99,12 @@ def feature_shapes(
     """The shape of each kind of feature, of one image.
 
     Raises:
-        ValueError: the encoder has no slots.
+        ValueError: the encoder has no slots, or no class token.
     """
+    if "cls" in what and not encoder.backbone.has_class_token:
+        raise ValueError(
+            f"--what cls: {encoder.config.arch} has no class token; take encoding, patches or mean, or slots of sparo"
+        )
     if "slots" in what and not encoder.config.kind.has_slots:
         raise ValueError(
             f"--what slots: the read-out {encoder.config.readout!r} has no slots; take encoding, cls, patches or mean"
