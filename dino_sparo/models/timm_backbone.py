@@ -37,6 +37,7 @@ class TimmBackbone(nn.Module):
 
     Attributes:
         model: the model of timm.
+        arguments: of `timm.create_model`.
         embed_dim: D.
         num_prefix_tokens: tokens before the first patch; 0 for maps.
         has_class_token: the first token is a class token.
@@ -72,7 +73,8 @@ class TimmBackbone(nn.Module):
         self.has_class_token, self.has_blocks = plan.has_class_token, plan.has_blocks
         self._channels_last = plan.channels_last
         self._reads_any_size = "img_size" not in settings or bool(ANY_SIZE.keys() & settings)
-        self.model = cast(Any, timm.create_model(name, num_classes=0, in_chans=in_chans, **settings))
+        self.arguments = {"in_chans": in_chans, **settings}
+        self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
         self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)
         if self.depth < 1:
             raise ValueError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
