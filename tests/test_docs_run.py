@@ -17,6 +17,7 @@ from dino_sparo.data.scenes import Scenes
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md")
 NEEDS = {
+    "backbones.md": "released weights",
     "clip.md": "pairs of images and captions by the million; `make demo-clip` runs in make demo-short",
     "compositional.md": "the benchmarks' images",
     "CONTRIBUTING.md": "make",
