@@ -32,6 +32,8 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
+CLASS_TOKEN = "cls"  # this kind of feature in --what
+
 
 def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     """Embed the images that the options name; returns the record that embedding.json holds.
@@ -101,7 +103,7 @@ def feature_shapes(
     Raises:
         ValueError: the encoder has no slots, or no class token.
     """
-    if "cls" in what and not encoder.backbone.has_class_token:
+    if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
         raise ValueError(
             f"--what cls: {encoder.config.arch} has no class token; take encoding, patches or mean, or slots of sparo"
         )
@@ -126,7 +128,7 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     features = {
         "encoding": slots.flatten(1),
         "slots": slots,
-        "cls": tokens[:, 0],
+        CLASS_TOKEN: tokens[:, 0],
         "patches": patches,
         "mean": patches.mean(dim=1),
     }
