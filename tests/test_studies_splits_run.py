@@ -141,6 +141,39 @@ def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+def test_the_curve_has_the_loss_of_every_epoch_and_the_tests_of_kept_checkpoints(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    class Logged(FakeRun):
+        def __call__(self, name: str, words: Sequence[str]) -> Any:
+            found = super().__call__(name, words)
+            if name.startswith("train"):
+                folder = Path(self.commands[-1][1]["output_dir"])
+                (folder / "checkpoint0001.pth").touch()
+                epochs = [{"epoch": i, "step": 3 * i, "train_loss": 9.0, "train_itc_loss": 2.0 - i} for i in range(2)]
+                (folder / "log.txt").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
+            return found
+
+    run = Logged()
+    words = ["--models", "oc-clip", "--curve"]
+    (plain,) = run_splits(options(tmp_path, *words[:2]), run)
+    assert "curve" not in plain
+    results = run_splits(options(tmp_path, *words), run)  # of a finished run
+    asked = {"train": 98.0, "seen_pair": 40.0}
+    assert results == [{**plain, "curve": [{"step": 0, "loss": 2.0}, {"step": 3, "loss": 1.0, **asked}]}]
+    assert len(run.trained()) == 1
+    assert (tmp_path / "curves.png").is_file()
+
+
+def test_the_recipe_of_the_search_reaches_all_models_alike(tmp_path):
+    run = FakeRun()
+    words = ["--models", "clip-cls", "oc-clip", "--img_size", "32", "--init_from", "demo", "--lr", "0.002"]
+    run_splits(options(tmp_path, *words, "--batch_size", "2"), run)
+    expected = {"img_size": "32", "init_from": "demo", "pre_norm": "false", "lr": "0.002", "batch_size": "2"}
+    assert all(expected.items() <= options.items() for _, options in run.trained())
+    assert len(run.trained()) == 2
+
+
 def test_a_number_that_is_not_positive_is_refused(capsys):
     with pytest.raises(SystemExit):
         get_args_parser().parse_args(["--epochs", "0"])

@@ -3,6 +3,7 @@
     python -m studies oc-splits                                             # attributes, half of the pairs, seed 0
     python -m studies oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-swapped oc-clip oc-clip-no-rel
     python -m studies oc-splits --grid                                      # all shares, and their heat map
+    python -m studies oc-splits --curve                                     # and the learning curves
 
 Each cell (a share of seen pairs and a share of hard ones) and seed has one split on disk (`data.py`). Every model is
 trained on it by its own command, and `sugarcrepe` asks all questions, once with their own pictures and once with
@@ -13,6 +14,7 @@ splits.json; `docs/oc_clip_splits.md` explains them. Source: OC-CLIP, section 4.
 import argparse
 import json
 import logging
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -22,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.draw.plots import panels
-from dino_sparo.draw.sheet import INK, PANEL, PAPER, require_matplotlib
+from dino_sparo.draw.plots import colour_of, panels
+from dino_sparo.draw.sheet import INK, PANEL, PAPER, SOFT, require_matplotlib
 from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
@@ -126,6 +128,7 @@ OPTIONS = {
             "Start the image encoders of all models from these weights of DINO; demo: the encoder of the package, "
             "which was trained on pictures of all pairs, without captions.",
         ),
+        "curve": Option(False, "Keep the checkpoint of every epoch, ask the first two tests of each, and draw curves."),
         "short": Option(False, "Train for seconds, to see that all parts work."),
     },
     "run": {
@@ -151,7 +154,7 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
     amount = chosen_amount(args)
     args.seeds, args.models = [*dict.fromkeys(args.seeds)], [*dict.fromkeys(args.models)]
-    if args.grid:
+    if args.grid or args.curve:
         require_matplotlib()
     start_demo(args, f"oc-splits-{args.split}")
     setup_logging()
@@ -170,6 +173,8 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
         say(table(of_cell))
     if args.grid:
         draw_heat_maps(results, path.with_suffix(".png"))
+    if args.curve:
+        draw_curves(results, path.with_name("curves.png"))
     say(f"\n{path}")
     return results
 
@@ -211,36 +216,61 @@ def model_result(
         },
     }
     path = folder / "result.json"
+    devices = {"device": args.device, "num_workers": args.num_workers}
     if path.is_file():
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if {key: result.get(key) for key in settings} != settings:
             raise ValueError(f"{path} is the result of other options; give the same ones, or another --output_dir")
         logger.info("%s exists, so the model is skipped", path)
-        return result
-    devices = {"device": args.device, "num_workers": args.num_workers}
-    pairs, weights = data / "train" / "pairs.jsonl", folder / "checkpoint.pth"
-    is_resumed = weights.is_file()
-    begin = time.monotonic()
-    paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
-    run(MODELS[name].command, option_words({**settings["options"], **paths}))
-    seconds = time.monotonic() - begin
-
-    def answers(part: str) -> dict[str, Any]:
-        files = {"data_path": data / part, "images": data / "tests" / "images", "output": folder / f"{part}.json"}
-        graphs = _graphs(name, data / "tests" / "graphs.jsonl")
-        words = option_words({"pretrained_weights": weights, **files, **graphs, **devices})
-        tests = run("sugarcrepe", words)["splits"].items()
-        return {test: {"accuracy": each["accuracy"], "num_ties": each["num_ties"]} for test, each in tests}
-
-    result = {
-        **settings,
-        "tests": answers("tests"),
-        "shuffled": answers("shuffled"),
-        "num_parameters": count_parameters(weights),
-        "training_s": None if is_resumed else seconds,  # unknown: only the last part of the training was timed
-    }
-    write_json(result, path)
+    else:
+        pairs, weights = data / "train" / "pairs.jsonl", folder / "checkpoint.pth"
+        is_resumed = weights.is_file()
+        begin = time.monotonic()
+        paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
+        kept = {"saveckp_freq": "1"} if args.curve else {}
+        run(MODELS[name].command, option_words({**settings["options"], **paths, **kept}))
+        seconds = time.monotonic() - begin
+        result = {
+            **settings,
+            "tests": answers(name, weights, data, "tests", devices, run),
+            "shuffled": answers(name, weights, data, "shuffled", devices, run),
+            "num_parameters": count_parameters(weights),
+            "training_s": None if is_resumed else seconds,  # unknown: only the last part of the training was timed
+        }
+        write_json(result, path)
+    if args.curve and "curve" not in result:
+        result["curve"] = learning_curve(name, split, data, folder, devices, run)
+        write_json(result, path)
     return result
+
+
+def answers(
+    name: str, weights: Path, data: Path, part: str, devices: Mapping[str, object], run: RunCommand
+) -> dict[str, Any]:
+    """Accuracy and number of ties of every test in a folder of questions; the answers lie beside the weights."""
+    files = {"data_path": data / part, "images": data / "tests" / "images", "output": weights.parent / f"{part}.json"}
+    graphs = _graphs(name, data / "tests" / "graphs.jsonl")
+    words = option_words({"pretrained_weights": weights, **files, **graphs, **devices})
+    tests = run("sugarcrepe", words)["splits"].items()
+    return {test: {"accuracy": each["accuracy"], "num_ties": each["num_ties"]} for test, each in tests}
+
+
+def learning_curve(
+    name: str, split: Split, data: Path, folder: Path, devices: Mapping[str, object], run: RunCommand
+) -> list[dict[str, float]]:
+    """Training loss of each epoch and, where its checkpoint was kept, accuracy of the first two tests, in percent."""
+    (data / "curve").mkdir(exist_ok=True)
+    for test in split.tests[:2]:
+        shutil.copy(data / "tests" / f"{test}.json", data / "curve")
+    epochs = [json.loads(line) for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines()]
+    curve = []
+    for epoch in epochs:
+        weights = folder / f"checkpoint{epoch['epoch']:04d}.pth"
+        found = answers(name, weights, data, "curve", devices, run) if weights.is_file() else {}
+        accuracy = {test: each["accuracy"] for test, each in found.items()}
+        loss = epoch.get("train_itc_loss", epoch["train_loss"])  # OC-CLIP's is a part of its loss
+        curve.append({"step": epoch["step"], "loss": loss, **accuracy})
+    return curve
 
 
 def _graphs(name: str, file: Path) -> dict[str, object]:
@@ -311,3 +341,22 @@ def draw_heat_maps(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             axis.set_yticks(range(len(seen_shares)), [str(share) for share in seen_shares])
             axis.set_title(f"{model}: {test.replace('_', ' ')}", fontsize=11)
             axis.set(xlabel="of these with hard negatives, %", ylabel="pairs seen in training, %")
+
+
+def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Contrastive loss, accuracy on trained forms, and mean of these and their reverse, against steps, as a PNG."""
+    first, second = TESTS[results[0]["split"]][:2]
+    with panels(path, 1, 3) as ((losses, trained, both),):
+        for position, result in enumerate(results):
+            curve, name = result["curve"], f"{result['model']}, seed {result['seed']}"
+            colour = colour_of(position, len(results))
+            losses.plot([e["step"] for e in curve], [e["loss"] for e in curve], ".-", color=colour, label=name)
+            asked = [e for e in curve if first in e]
+            steps = [e["step"] for e in asked]
+            trained.plot(steps, [e[first] for e in asked], ".-", color=colour)
+            both.plot(steps, [(e[first] + e[second]) / 2 for e in asked], ".-", color=colour)
+        losses.set(xlabel="step", ylabel="contrastive loss, nats")
+        losses.legend(frameon=False)
+        for axis, label in ((trained, first), (both, f"mean of {first} and {second}".replace("_", " "))):
+            axis.axhline(CHANCE, color=SOFT, linestyle=":")
+            axis.set(xlabel="step", ylabel=f"{label}, %", ylim=(20, 102))
