@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
 
 
-TRAININGS = ("train", "train-clip", "train-oc-clip")
+TRAININGS = ("train", "train-simdino", "train-clip", "train-oc-clip")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.attention.maps import attention_maps, class_token_share
 from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.models.timm_backbone import plan_of
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.export import export
@@ -375,6 +376,12 @@ def saved(encoder: Encoder, folder: Path) -> Path:
     description = encoder_description(encoder.config)
     torch.save({"teacher": encoder.state_dict(), "encoder": description}, folder / "checkpoint.pth")
     return folder / "checkpoint.pth"
+
+
+def test_a_model_whose_published_images_are_no_multiple_of_its_stride() -> None:
+    encoder = create_encoder("timm/resnet10t", readout="gap", img_size=64)  # 176 px, stride 32: a padded map of 6 x 6
+    assert encoder.backbone(torch.zeros(1, 3, 64, 96)).shape == (1, 2 * 3, 512)
+    assert plan_of("resnet10t").img_size == 5 * 32
 
 
 # ---- what is refused

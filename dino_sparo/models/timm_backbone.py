@@ -200,7 +200,7 @@ class TimmPlan:
     Attributes:
         embed_dim: D.
         stride: side of a patch, or stride of the last map, in pixels.
-        img_size: height in pixels of the images that the published weights were trained with.
+        img_size: height in pixels of the images that the published weights were trained with, cut to whole patches.
         num_prefix_tokens, has_class_token, has_blocks: as in `TimmBackbone`.
         channels_last: maps are (B, rows, columns, D).
         parameters: arguments of the model's constructor.
@@ -280,8 +280,13 @@ def plan_of(name: str) -> TimmPlan:
     shape = tuple(features.shape) if isinstance(features, Tensor) else ()
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     prefix = getattr(model, "num_prefix_tokens", int(has_class_token)) if len(shape) == 3 else 0
-    tokens = (prefix + rows * columns,) if len(shape) == 3 else (rows, columns)
-    if (shape[2:] if len(shape) == 4 and not channels_last else shape[1:-1]) != tokens:
+    # Maps of images that are no multiple of the stride, such as EfficientNet's of 240 px, may be padded.
+    grids = (
+        [(prefix + rows * columns,)]
+        if len(shape) == 3
+        else [(rows, columns), (-(-height // stride), -(-width // stride))]
+    )
+    if (shape[2:] if len(shape) == 4 and not channels_last else shape[1:-1]) not in grids:
         raise ValueError(
             f"timm/{name} gives {shape or type(features).__name__} for an image of {height}x{width} px, neither tokens "
             "nor a map; choose a vision transformer or a network of stages, such as timm/resnet50"
@@ -290,7 +295,7 @@ def plan_of(name: str) -> TimmPlan:
     return TimmPlan(
         embed_dim=shape[1] if len(shape) == 4 and not channels_last else shape[-1],
         stride=stride,
-        img_size=height,
+        img_size=rows * stride,
         num_prefix_tokens=prefix,
         has_class_token=has_class_token and prefix > 0,
         has_blocks=len(shape) == 3 and len(strides) == 1 and hasattr(model, "blocks"),
