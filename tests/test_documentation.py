@@ -50,12 +50,31 @@ FOREIGN_OPTIONS = {
         "gpus-per-node",
     ),
     *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
-    *("model", "model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task", "logdir", "sparse"),
+    *(
+        "model",
+        "model_type",
+        "pretrained",
+        "dataset",
+        "dataset_root",
+        "no_amp",
+        "task",
+        "logdir",
+        "sparse",
+        "reduce_cov",
+    ),
 }
 NEED_IMAGES = {"knn", "linear", "slots study"}  # and have none of their own
 FOREIGN_FILES = {
     *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
-    *("main_pretrain.py", "modeling_sparo.py", "vicreg.py", "my_readout.py", "my_source.py", "my_benchmark.py"),
+    *(
+        "simdino/vision_transformer.py",
+        "main_pretrain.py",
+        "modeling_sparo.py",
+        "vicreg.py",
+        "my_readout.py",
+        "my_source.py",
+        "my_benchmark.py",
+    ),
 }
 
 
