@@ -20,7 +20,7 @@ def koleo_loss(encodings: Float[Tensor, "B D"]) -> Float[Tensor, ""]:
 
     The neighbours are the images of all ranks; the mean is over this rank's images, so that the mean of the ranks'
     losses is the loss of the whole batch. Source: Sablayrolles et al., "Spreading vectors for similarity search",
-    section 3.2, in the form of facebookresearch/dinov2, `koleo_loss.py`, which searches the images of one rank alone.
+    section 3.2, in the form of facebookresearch/dinov2's `KoLeoLoss`, which searches the images of one rank alone.
 
     Args:
         encodings: (B, D), one crop of each image; at least two images over all ranks.

@@ -90,7 +90,7 @@ MAIN_OPTIONS = {
     *("format", "private", "epochs", "batch_size", "batch_size_per_gpu", "lr", "arch", "img_size"),
     *("global_crops_size", "readout", "sparo_slots", "out_dim", "init_from", "init_clip", "preset", "graphs"),
     *("device", "val_path", "captions", "caption", "parser", "server", "model", "split", "slots", "keep", "nb_knn"),
-    *("n_last_blocks", "avgpool_patchtokens", "fast", "numbers", "choosing_images", "probe", "what", "dtype"),
+    *("n_last_blocks", "fast", "numbers", "choosing_images", "probe", "what", "dtype"),
     *("overwrite", "num_images", "num_pairs", "threshold", "save_each"),
     *("max_maps", "compare", "atlas", "masks", "maps", "match", "classnames", "templates", "images", "benchmarks"),
     *("blind", "failures", "k", "parts", "pairs", "method", "models", "seeds", "short"),

@@ -11,7 +11,7 @@ from dino_sparo.models.readout import require_positive
 class SimDINOHead(nn.Module):
     """feature = MLP(encoding) / ||MLP(encoding)||_2, with three linear layers and GELU between them.
 
-    Source: RobinWu218/SimDINO, `simdino/vision_transformer.py`, with its parameter names.
+    Source: RobinWu218/SimDINO, the head of its vision transformer, with its parameter names.
 
     Args:
         in_dim: width of the encoding, L*V.

@@ -38,7 +38,7 @@ class SimDINOLoss(nn.Module):
 
     z is the mean of the student's and the teacher's feature, or the student's alone. Source: Wu et al., "Simplifying
     DINO via coding rate regularization", equations 8 and 9; RobinWu218/SimDINO, `MCRLoss`. There the sum over i is of
-    one rank's images unless `--reduce_cov 1` is given, while n counts all; here the sum is always of all.
+    one rank's images unless their option `reduce_cov` is 1, while n counts all; here the sum is always of all.
 
     Args:
         num_crops: S, number of student crops; the first two are the teacher's.

@@ -446,7 +446,8 @@ def encoder_of(
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
-    max_value = (checkpoint.get("args") or checkpoint.get("recipe") or {}).get("max_value", MAX_VALUE)
+    options = checkpoint.get("args") or checkpoint.get("recipe") or {}
+    max_value = options.get("max_value", MAX_VALUE) if isinstance(options, dict) else MAX_VALUE
     view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
     logger.info("%s of %s: %s", network, source, encoder.summary)

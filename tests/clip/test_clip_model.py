@@ -360,7 +360,7 @@ def test_the_encodings_width_follows_from_the_slots() -> None:
 
 
 def test_an_unknown_read_out_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown readout 'eos'.*'attpool', 'cls', 'fdt'"):
+    with pytest.raises(ValueError, match=r"unknown readout 'eos'.*'attpool', 'cls', 'ep', 'fdt'"):
         create_clip(readout="eos")
 
 

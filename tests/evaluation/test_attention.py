@@ -442,7 +442,7 @@ def test_the_options_are_the_documented_ones() -> None:
         *("pretrained_weights", "checkpoint_key", "untrained", "image_encoder", "arch", "patch_size", "quick_gelu"),
         *("data_path", "max_image_mb", "max_image_mpix", "max_value", "img_size", "num_images", "output_dir"),
         *("threshold", "save_each", "max_maps", "compare", "figure_format", "atlas", "atlas_images"),
-        *("atlas_max_images", "device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"),
+        *("atlas_max_images", "show_channels", "device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"),
     }
 
 
@@ -457,6 +457,8 @@ def test_masks_show_kept_patches_within_an_outline_and_dim_the_rest() -> None:
 
 
 def test_grey_images_become_grey_pixels() -> None:
-    pixels = to_pixels(torch.zeros(2, 1, 3, 5), (0.5,), (0.25,))
+    levels = torch.linspace(-1, 1, 15).reshape(1, 1, 3, 5).expand(2, -1, -1, -1)
+    pixels = to_pixels(levels, (0.5,), (0.25,))
     assert pixels.shape == (2, 3, 5, 3)
-    assert (pixels == 128).all()
+    assert (pixels == pixels[..., :1]).all()
+    assert pixels[0, 1, 2, 0] in (127, 128)  # the middle of the stretch

@@ -69,7 +69,13 @@ def test_embeddings_features_and_results_tell_their_encoder(folder: Path) -> Non
     assert result["kind"] == "result of an evaluation: weighted k-NN"
     assert result["scores"].startswith("3-NN ")
     for facts in (embeddings, features, result):
-        assert facts["encoder"] == {"arch": "vit_micro", "patch_size": 8, "readout": "sparo", "img_size": 32}
+        assert facts["encoder"] == {
+            "arch": "vit_micro",
+            "patch_size": 8,
+            "readout": "sparo",
+            "img_size": 32,
+            "in_chans": 3,
+        }
         assert facts["data"] == "scenes:40:32"
         assert len(facts["weights"]["sha256"]) == 64
 

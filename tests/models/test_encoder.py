@@ -405,7 +405,8 @@ def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(enc
 def test_every_read_out_says_the_width_of_its_encoding(name: str) -> None:
     if READOUTS[name].needs_codes:
         pytest.importorskip("entmax")
-    encoder = small(name, group_size=1, num_codes=17, code_dim=3)
+    sizes = {"num_slots": 4, "slot_dim": 32} if name == "attention" else {}  # its heads are as wide as a token together
+    encoder = small(name, group_size=1, num_codes=17, code_dim=3, **sizes)
     assert encoder(torch.rand(2, 3, 32, 32)).shape == (2, encoder.encoding_dim)
 
 
