@@ -41,7 +41,7 @@ def check_equality(section: Section, reference: Reference | None) -> None:
     """Class tokens and gradients in float64, with stochastic depth where the reference does not take part."""
     for rate in (0.0, 0.3):
         torch.manual_seed(0)
-        backbone = create_backbone("vit_micro", 8, img_size=32, drop_path_rate=rate).double().train()
+        backbone: Any = create_backbone("vit_micro", 8, img_size=32, drop_path_rate=rate).double().train()
         crops = crops_of(3, {32: 2, 16: 4}, "cpu", torch.float64)
         other = None
         if reference is not None and rate == 0:
@@ -66,7 +66,7 @@ def check_equality(section: Section, reference: Reference | None) -> None:
 
 def check_positions(section: Section) -> None:
     """Resampled positions in fp32 against torch's interpolation."""
-    backbone = create_backbone("vit_small", 16)
+    backbone: Any = create_backbone("vit_small", 16)
     for side in (96, 480):
         ours, plain = backbone.position_embedding(side, side), interpolated(backbone, side)
         section.check(f"positions of {side} px images, fp32", ours.detach(), plain.detach(), 1e-6)
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     )
     check_equality(section, reference)
     check_positions(section)
-    backbone = create_backbone(arch, patch_size, img_size=max(sizes)).to(args.device)
+    backbone: Any = create_backbone(arch, patch_size, img_size=max(sizes)).to(args.device)
     other = None
     if reference is not None and not args.quick:
         other = reference.vision_transformer.vit_small(patch_size=patch_size).to(args.device)
@@ -128,7 +128,7 @@ def _step(run_crops: Callable[[], Tensor], device: str, dtype: torch.dtype) -> C
 
 
 def _positions(device: str, rounds: int) -> dict[str, Any]:
-    backbone = create_backbone("vit_small", 16).to(device)
+    backbone: Any = create_backbone("vit_small", 16).to(device)
     variants = {
         "interpolated": lambda: interpolated(backbone, 96).sum().backward(),
         "by matrices": lambda: backbone.position_embedding(96, 96).sum().backward(),

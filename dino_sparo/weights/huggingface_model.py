@@ -66,6 +66,7 @@ class SparoEncoderModel(PreTrainedModel):
         """Load a model; buffers that no file holds, such as frequencies of rotary positions, are computed again."""
         loaded = super().from_pretrained(*arguments, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        module: Any
         for module in model.modules():
             if hasattr(module, "init_non_persistent_buffers"):
                 module.init_non_persistent_buffers()
