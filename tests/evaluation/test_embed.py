@@ -141,9 +141,24 @@ def test_a_resumed_run_embeds_only_what_is_left(
     (folder / "embedding.json").write_text(json.dumps({**record, "complete": False}))
     (folder / "chunks").mkdir()
     for chunk in (0, 1, 3, 4, 5):
-        (folder / "chunks" / f"{chunk:08d}.json").write_text('{"unreadable": []}')
+        (folder / "chunks" / f"{chunk:08d}-2.json").write_text('{"unreadable": []}')
     embed(weights, photographs, folder)
     assert "resuming: 5 of 6 chunks are done" in capsys.readouterr().out
+
+
+def test_chunks_of_another_length_are_not_taken_for_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Earlier versions wrote 16 batches into every chunk; several processes do not finish chunks in their order.
+    record = {"settings": {}}
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "MIN_CHUNKS", 1)
+        before = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", num_images=100, batch_size=2)
+        before.open(record, overwrite=False)
+        before.finish_chunk(0, [])
+        before.finish_chunk(2, [])
+        assert before.remaining() == [1, 3]
+    now = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", num_images=100, batch_size=2)
+    now.open(record, overwrite=False)
+    assert now.remaining() == list(range(50))
 
 
 def embed_on_a_rank(weights: Path, images: Path, out: Path) -> None:

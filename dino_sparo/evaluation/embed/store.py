@@ -229,7 +229,8 @@ class EmbeddingWriter:
         return self.folder / f"{name}.npy"
 
     def _chunk_file(self, chunk: int) -> Path:
-        return self.folder / CHUNKS / f"{chunk:08d}.json"
+        # With the length, since a version that cuts other chunks has other numbers for them.
+        return self.folder / CHUNKS / f"{chunk:08d}-{self.chunk_images}.json"
 
 
 def _index_rows(
