@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dino_sparo import create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.dino import options
 from dino_sparo.evaluation.attention.maps import attention_maps, class_token_share
 from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models.encoder import Encoder
@@ -400,6 +401,12 @@ def test_an_architecture_that_does_not_fit_is_refused_in_one_line(settings: dict
     with pytest.raises(ValueError, match=message) as refusal:
         create_encoder(**settings)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("option", ["--pre_norm", "--quick_gelu"])
+def test_options_of_our_own_transformers_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=r"with --arch timm/tiny_dinov2: a model of timm has its own form"):
+        options.check_options(options.get_args_parser().parse_args(["--arch", "timm/tiny_dinov2", option, "true"]))
 
 
 @main_families

@@ -8,7 +8,7 @@ import argparse
 import logging
 from collections.abc import Mapping
 
-from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE
+from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
 from dino_sparo.runtime.cli import (
     CHANNELS,
     COLUMNS,
@@ -189,6 +189,11 @@ def check_options(args: argparse.Namespace) -> None:
     if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
+        )
+    if args.arch.startswith(TIMM) and (args.pre_norm or args.quick_gelu):
+        raise ValueError(
+            f"--pre_norm {args.pre_norm} --quick_gelu {args.quick_gelu} with --arch {args.arch}: a model of timm has "
+            "its own form; leave both out"
         )
     check_normalization(args)
     check_start(args)
