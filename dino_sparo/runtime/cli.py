@@ -94,6 +94,7 @@ MAIN_OPTIONS = {
     *("overwrite", "num_images", "num_pairs", "threshold", "save_each"),
     *("max_maps", "compare", "atlas", "masks", "maps", "match", "classnames", "templates", "images", "benchmarks"),
     *("blind", "failures", "k", "parts", "pairs", "method", "models", "seeds", "short"),
+    *("nodes", "ngpus", "partition", "timeout_min", "dry_run"),
 }
 
 # Type of a default -> type of the option, unless it names another.
