@@ -65,7 +65,15 @@ FOREIGN_OPTIONS = {
 }
 NEED_IMAGES = {"knn", "linear", "slots study"}  # and have none of their own
 FOREIGN_FILES = {
-    *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
+    *(
+        "vision_transformer.py",
+        "transformer.py",
+        "utils.py",
+        "tokenizer.py",
+        "model.py",
+        "hf_model.py",
+        "my_backbone.py",
+    ),
     *(
         "simdino/vision_transformer.py",
         "main_pretrain.py",

@@ -98,6 +98,18 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
         load_encoder(folder / "checkpoint.pth")
 
 
+@pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file twice
+def test_the_new_backbone_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
+    script, folder = tmp_path / "my_backbone.py", tmp_path / "flat"
+    script.write_text(block_with("vit_flat"))
+    options = {**TINY, "arch": "timm/vit_flat", "patch_size": 16, "epochs": 1, "warmup_epochs": 0}
+    python(script, "train", *words_of(options), "--output_dir", folder)
+    given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
+    python(script, "knn", *given, "--device", "cpu", "--data_path", "scenes:26:32", "--num_workers", 0)
+    assert json.loads((folder / "knn.json").read_text())["feature"]["dim"] == 3 * 5
+    assert len(load_encoder(folder / "checkpoint.pth").backbone.model.blocks) == 5
+
+
 def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
     script, video = tmp_path / "my_source.py", tmp_path / "video.npz"
     script.write_text(block_with("class Frames"))

@@ -1,4 +1,7 @@
-"""Student -> teacher: an exponential moving average of the weights, the last line of a step."""
+"""Student -> teacher: an exponential moving average of the weights, the last line of a step.
+
+The momentum's schedule is made in `objective.py`.
+"""
 
 import torch
 from torch import Tensor, nn
