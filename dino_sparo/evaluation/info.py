@@ -4,6 +4,7 @@ dino-sparo info runs/vits16/checkpoint.pth
 """
 
 import argparse
+import json
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.embed.store import load_embeddings, read_record
 from dino_sparo.evaluation.feature_cache import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import plain
 from dino_sparo.weights.checkpoint import (
@@ -23,6 +25,7 @@ from dino_sparo.weights.checkpoint import (
     located,
     network_name,
 )
+from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import in_percent, origin_of, scores_of
 
 # Objective -> the command that trains it.
@@ -60,6 +63,8 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
         return _describe_embeddings(folder)
     if (folder / CACHE_FILES["train"][0]).is_file():
         return _describe_features(folder)
+    if folder.suffix == ".onnx" and folder.is_file():
+        return _describe_onnx(folder)
     if (folder / "checkpoint.pth").is_file():
         path = str(folder / "checkpoint.pth")
     file = located(path)
@@ -96,6 +101,38 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
         "options": {name: value for name, value in recipe.items() if name not in ("data_path", "output_dir")},
         "scores": {**origin["scores"], **best},
         "versions": content.get("versions"),
+    }
+
+
+def _describe_onnx(file: Path) -> dict[str, Any]:
+    """Facts that `export` wrote into the ONNX file itself."""
+    require("onnx", "ONNX files")
+    import onnx
+
+    try:
+        model = onnx.load(str(file))
+        onnx.checker.check_model(model)
+        documents = {entry.key: entry.value for entry in model.metadata_props}[DOCUMENTS_KEY]
+    except KeyError as error:
+        raise ValueError(f"{file} was not written by dino-sparo export: it does not say where it comes from") from error
+    except Exception as error:  # of protobuf and of onnx, without a common type
+        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}); export again") from error
+    (record,) = json.loads(documents).values()
+    return {
+        "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
+        "kind": "export as ONNX",
+        "damaged": "not seen: the graph is valid, but ONNX has no checksums of weights",
+        "objective": record["objective"],
+        **_facts({name: record[name] for name in ("encoder", "versions")}),
+        "networks": record["checkpoint_key"],
+        "epochs": record["epoch"],
+        "steps": record["step"],
+        "data": record["data"],
+        "images": record["num_images"],
+        "inputs": record["onnx"]["inputs"],
+        "outputs": record["onnx"]["outputs"],
+        "options": record["recipe"],
+        "scores": record["scores"],
     }
 
 

@@ -55,6 +55,25 @@ def test_an_export_tells_where_it_comes_from(folder: Path, name: str) -> None:
     assert facts["scores"]["knn"].startswith("3-NN ")
 
 
+def test_an_onnx_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx", reason="ONNX exports")
+    pytest.importorskip("onnxscript", reason="ONNX exports")
+    file = export(folder / "run" / "checkpoint.pth", tmp_path / "out", format="onnx")
+    facts = info(file)
+    assert (facts["kind"], facts["objective"], facts["data"]) == ("export as ONNX", "DINO", "scenes:48:32")
+    assert (facts["encoder"]["readout"], facts["outputs"]) == ("sparo", ["encoding", "attention"])
+    assert facts["scores"]["knn"].startswith("3-NN ")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(SystemExit):
+        info(file)
+    model = onnx.load_from_string(content)
+    del model.metadata_props[:]
+    onnx.save(model, file)
+    with pytest.raises(SystemExit):
+        info(file)
+
+
 def test_the_demo_is_an_export() -> None:
     facts = info("demo")
     assert (facts["kind"], facts["epochs"], facts["data"]) == ("export", "7 of 7", "scenes:10000:48")
