@@ -195,3 +195,7 @@ def test_sheets_leave_as_png_pdf_or_svg_with_the_same_bytes_each_time(ending: st
         contents.append((tmp_path / f"{name}.{ending}").read_bytes())
     assert contents[0] == contents[1]
     assert contents[0].startswith({"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending])
+
+
+def test_the_shipped_encoder_has_no_folder_in_its_name() -> None:
+    assert run_names(["demo"]) == ["demo"]
