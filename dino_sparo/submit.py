@@ -8,6 +8,7 @@ Slurm preempts the job, it saves between two steps, is requeued under the same n
 """
 
 import argparse
+import importlib
 import logging
 import os
 import re
@@ -56,21 +57,7 @@ PARSERS = {
 
 def trainer_of(module: str) -> ModuleType:
     """The module that trains an objective, with its `check_options` and `train`. Importing it imports torch."""
-    if module == "main_dino":
-        from dino_sparo.dino import train as train_dino
-
-        return train_dino
-    if module == "dino_sparo.simdino.train":
-        from dino_sparo.simdino import train as train_simdino
-
-        return train_simdino
-    if module == "dino_sparo.clip.train":
-        from dino_sparo.clip import train as train_clip
-
-        return train_clip
-    from dino_sparo.oc_clip import train as train_oc_clip
-
-    return train_oc_clip
+    return importlib.import_module("dino_sparo.dino.train" if module == "main_dino" else module)
 
 
 class Trainer:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.timm_backbone import TimmBackbone, layer_indices, plan_of
+from dino_sparo.models.timm_backbone import TimmBackbone, check_images, layer_indices, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
@@ -138,11 +138,8 @@ class Backbone(nn.Module):
 
     def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
         """Images -> tokens before the first block: patches and class token plus positions, normalised if `pre_norm`."""
-        channels, height, width = images.shape[1:]
-        if channels != self.in_chans:
-            raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
-        if min(height, width) < self.patch_size:
-            raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
+        check_images(images, self.in_chans, self.patch_size)
+        height, width = images.shape[2:]
         patches = self.patch_embed(images)
         cls_tokens = self.cls_token.expand(images.shape[0], -1, -1)  # len() would fix the batch of an ONNX file
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))

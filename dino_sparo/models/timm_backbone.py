@@ -179,11 +179,8 @@ class TimmBackbone(nn.Module):
 
     def _whole_patches(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """The images without pixels beyond the last whole patch; ValueError if the model cannot read the images."""
-        channels, height, width = images.shape[1:]
-        if channels != self.in_chans:
-            raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
-        if min(height, width) < self.patch_size:
-            raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
+        height, width = images.shape[2:]
+        check_images(images, self.in_chans, self.patch_size)
         if not self._reads_any_size and not height == width == self.img_size:
             raise ValueError(
                 f"timm/{self.name} reads images of {self.img_size}x{self.img_size} px alone, not of {height}x{width} "
@@ -302,6 +299,15 @@ def plan_of(name: str) -> TimmPlan:
         channels_last=channels_last,
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
     )
+
+
+def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: int) -> None:
+    """Refuse images of another number of channels, or smaller than a patch."""
+    channels, height, width = images.shape[1:]
+    if channels != in_chans:
+        raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={in_chans}")
+    if min(height, width) < patch_size:
+        raise ValueError(f"images of {height}x{width} px are smaller than one patch of {patch_size} px")
 
 
 def layer_indices(n: int | Sequence[int], depth: int) -> list[int]:

@@ -258,11 +258,11 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]],
 def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, int | None]) -> dict[str, Any]:
     """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
     task, args = probed.task, probed.task.args
+    optimizer, schedule = ("LARS", "warm-up, cosine") if args.probe else ("SGD", "cosine")
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
-        "optimizer": f"SGD, momentum {MOMENTUM}, no weight decay, cosine to 0",
-        **({"optimizer": f"LARS, momentum {MOMENTUM}, no weight decay, warm-up, cosine to 0"} if args.probe else {}),
+        "optimizer": f"{optimizer}, momentum {MOMENTUM}, no weight decay, {schedule} to 0",
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
         "lr_scale": f"batch / {REFERENCE_BATCH}",
         "global_batch_size": probed.global_batch_size,
