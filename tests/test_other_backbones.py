@@ -26,7 +26,7 @@ from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.export import export
 
 SLOTS, SLOT_DIM = 5, 3
-QUICK = ("tiny_registers", "tiny_dinov2_registers", "tiny_dinov3", "tiny_convnext", "tiny_resnet50")
+QUICK = ("tiny_dinov3", "tiny_resnet50")  # tokens with registers and rotary positions; a feature map
 SLOW = [pytest.param(family, marks=pytest.mark.slow, id=name) for name, family in FAMILIES.items() if name not in QUICK]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 main_families = pytest.mark.parametrize("family", [*(pytest.param(FAMILIES[name], id=name) for name in QUICK), *SLOW])

@@ -84,6 +84,7 @@ def simdino_on_a_rank() -> tuple[float, torch.Tensor]:
     return terms.expansion.item(), student.grad
 
 
+@pytest.mark.slow
 def test_koleo_on_two_ranks_is_that_of_the_whole_batch(two_ranks: TwoRanks) -> None:
     values, gradients = zip(*two_ranks(koleo_on_a_rank), strict=True)
     encodings = recorded.rows(0, 6, 5).requires_grad_()
@@ -94,6 +95,7 @@ def test_koleo_on_two_ranks_is_that_of_the_whole_batch(two_ranks: TwoRanks) -> N
     torch.testing.assert_close(sum(gradients) / 2, encodings.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_simdino_on_two_ranks_is_that_of_the_whole_batch(two_ranks: TwoRanks) -> None:
     values, gradients = zip(*two_ranks(simdino_on_a_rank), strict=True)
     student = F.normalize(recorded.rows(2, 4 * 6, 5), dim=-1).requires_grad_()
@@ -111,6 +113,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [("train-simdino", ["--z_dim", "11"]), ("train", ["--out_dim", "13", "--koleo_weight", "0.1"])],

@@ -364,8 +364,8 @@ def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "settings",
     [
         SPARO,
-        {"readout": "cls", "quick_gelu": True},
-        {"readout": "gap", "pre_norm": True},
+        pytest.param({"readout": "cls", "quick_gelu": True}, marks=pytest.mark.slow),
+        pytest.param({"readout": "gap", "pre_norm": True}, marks=pytest.mark.slow),
         *(
             pytest.param({**SIZES_OF_CODES, "readout": readout}, marks=pytest.mark.slow)
             for readout in ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)
