@@ -147,7 +147,7 @@ def create_updater(
 def knn_probe(encoder: Encoder, source: ImageSource, args: argparse.Namespace, device: torch.device) -> float:
     """20-NN accuracy, percent, on disjoint labelled subsets of the training images."""
     voters, judged = disjoint_subsets(source, PROBE_IMAGES)
-    outcome = evaluate_knn(
+    accuracies = evaluate_knn(
         encoder,
         voters,
         judged,
@@ -156,4 +156,4 @@ def knn_probe(encoder: Encoder, source: ImageSource, args: argparse.Namespace, d
         batch_size=args.batch_size_per_gpu,
         num_workers=min(args.num_workers, 2),
     )
-    return outcome.results[PROBE_NEIGHBOURS].top1
+    return accuracies[PROBE_NEIGHBOURS].top1

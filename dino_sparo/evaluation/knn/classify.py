@@ -16,8 +16,7 @@ size: with AVX-512 none of 60 million similarities changed with the place of its
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +50,6 @@ class KNNResult(NamedTuple):
     top5: float
 
 
-@dataclass(frozen=True)
-class KNNEvaluation:
-    """Accuracies for each k, and the numbers of images that voted, were classified and could not be read."""
-
-    results: dict[int, KNNResult]
-    num_train: int
-    num_val: int
-    num_corrupt: int
-
-
 def evaluate_knn(
     encoder: Encoder,
     train_source: ImageSource,
@@ -71,7 +60,7 @@ def evaluate_knn(
     k: Sequence[int] = (20,),
     temperature: float = 0.07,
     **options: Any,
-) -> KNNEvaluation:
+) -> dict[int, KNNResult]:
     """Images -> accuracy: the evaluation during a training run. Every process takes part and gets the result.
 
     The images of `train_source` vote on those of `val_source`, whose labels become the training images' numbers.
@@ -83,9 +72,7 @@ def evaluate_knn(
         extract_split(encoder, source, transform, device, gather=False, **options).normalize_()
         for source in (train_source, val_source)
     )
-    results = classify_shards(train, val, k, temperature, device)
-    (num_train, corrupt_train), (num_val, corrupt_val) = (total_images(part, device) for part in (train, val))
-    return KNNEvaluation(results, num_train, num_val, corrupt_train + corrupt_val)
+    return classify_shards(train, val, k, temperature, device)
 
 
 def knn_classify(
@@ -128,86 +115,63 @@ def classify_shards(
     (num_train, _), (num_val, _) = (total_images(part, device) for part in (train, val))
     width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())
     with all_or_none("checking the features of k-NN"):
-        # A process without images does not know how wide features are.
-        features, own = (
-            part.features if len(part.features) else part.features.new_empty(0, width) for part in (train, val)
-        )
-        voters = Voters(features, train.labels, k, temperature, num_train, device)
-        _check_labels("test", val.labels)
-        if num_val == 0:
-            raise ValueError("test_features are empty; k-NN needs at least one image on each side")
-        if own.shape[1] != width:
-            raise ValueError(
-                f"train_features have {width} numbers per image and test_features {own.shape[1]}; they must come from "
-                f"the same encoder"
-            )
-        checked_lengths("test", own)
+        features, lengths = checked_features("train", train, num_train, width)
+        own, _ = checked_features("test", val, num_val, width)
+    if too_many := [number for number in k if number > num_train]:
+        logger.warning("k=%s is more than the %d training images; all of them vote", too_many, num_train)
+    neighbours = {number: min(number, num_train) for number in k}
+    most, stops = max(neighbours.values()), sorted(set(neighbours.values()))
+    train_labels = train.labels.to(features.device)
     rows = max(TEST_CHUNK // world_size(), 1)
     longest = int(all_gather_ragged(torch.tensor([len(own)], device=device)).max())
-    parts = ((own[start : start + rows], val.labels[start : start + rows]) for start in range(0, longest, rows))
-    chunks = ((all_gather_ragged(x.to(device)), all_gather_ragged(y.to(device))) for x, y in parts)
-    return _accuracies(voters, chunks, -(-longest // rows))
+    hits = {number: [0, 0] for number in k}
+    for start in progress(range(0, longest, rows), desc="k-NN"):
+        # The same test images on every process.
+        images, labels = (all_gather_ragged(x[start : start + rows].to(device)) for x in (own, val.labels))
+        images = F.normalize(images.to(features.device).float(), dim=1)
+        similarities, indices = nearest(features, lengths, images, min(most, len(train_labels)))
+        similarities, voting = merge_ranks(similarities, train_labels[indices], most, device)
+        ranked = rank_classes(voting, similarities, stops, temperature)
+        for number in k:
+            right = ranked[neighbours[number]] == labels[:, None].to(voting.device)
+            hits[number][0] += int(right[:, 0].sum())
+            hits[number][1] += int(right.any(dim=1).sum())
+    return {number: KNNResult(100.0 * one / num_val, 100.0 * five / num_val) for number, (one, five) in hits.items()}
 
 
-class Voters:
-    """Training images that vote, or this process' share of them.
+def checked_features(
+    name: str, part: Features, num_images: int, width: int
+) -> tuple[Float[Tensor, "images F"], Float[Tensor, " images"]]:
+    """Features of a split and their lengths; refuses a split without images, labels or finite features.
 
     Args:
-        features: (train, F), of any scale; may be empty where other processes have some.
-        labels: (train,).
-        ks: numbers of neighbours.
-        temperature: tau.
-        num_train: training images of all processes.
-        device: where the processes talk to each other.
+        name: of the split, for messages.
+        part: this process' share.
+        num_images: of all processes.
+        width: F of the training images.
     """
-
-    def __init__(
-        self,
-        features: Float[Tensor, "train _"],
-        labels: Int[Tensor, " _"],
-        ks: Sequence[int],
-        temperature: float,
-        num_train: int,
-        device: torch.device,
-    ) -> None:
-        _check_labels("train", labels)
-        if not ks or min(ks) < 1:
-            raise ValueError(f"k={list(ks)}; give one or more numbers of neighbours, each at least 1 (usually 20)")
-        if temperature <= 0:
-            raise ValueError(f"temperature={temperature}; give a positive number (usually 0.07)")
-        if num_train == 0:
-            raise ValueError("train_features are empty; k-NN needs at least one image on each side")
-        if max(ks) > num_train:
-            too_many = [k for k in ks if k > num_train]
-            logger.warning("k=%s is more than the %d training images; all of them vote", too_many, num_train)
-        self.train, self.labels = TrainSet(features), labels.to(features.device)
-        self.clamped = {k: min(k, num_train) for k in ks}
-        self.temperature, self.device = temperature, device
-
-    def rank_classes(self, features: Float[Tensor, "m F"]) -> dict[int, Int[Tensor, "m 5"]]:
-        """The five best classes of some test images for each k; every process gives the same images."""
-        images = F.normalize(features.to(self.labels.device).float(), dim=1)
-        k = max(self.clamped.values())
-        similarities, rows = nearest(self.train, images, min(k, len(self.labels)))
-        similarities, labels = merge_ranks(similarities, self.labels[rows], k, self.device)
-        ranked = _rank_classes(labels, similarities, sorted(set(self.clamped.values())), self.temperature)
-        return {k: ranked[clamped] for k, clamped in self.clamped.items()}
+    if num_images == 0:
+        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
+    if len(part.labels) and int(part.labels.min()) < 0:
+        raise ValueError(
+            f"{name}_labels hold {int(part.labels.min())}; labels are non-negative, so these images have none"
+        )
+    # A process without images does not know how wide features are.
+    features = part.features if len(part.features) else part.features.new_empty(0, width)
+    if features.shape[1] != width:
+        raise ValueError(
+            f"train_features have {width} numbers per image and {name}_features {features.shape[1]}; they must come "
+            "from the same encoder"
+        )
+    precision = torch.promote_types(features.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
+    if not lengths.isfinite().all():
+        row = int(lengths.isfinite().logical_not().nonzero()[0])
+        raise ValueError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
+    return features, lengths
 
 
-def _accuracies(voters: Voters, chunks: Iterable[tuple[Tensor, Tensor]], num_chunks: int) -> dict[int, KNNResult]:
-    """The accuracies for each k; chunks are features and labels."""
-    hits = {k: [0, 0] for k in voters.clamped}
-    count = 0
-    for features, labels in progress(chunks, total=num_chunks, desc="k-NN"):
-        for k, ranking in voters.rank_classes(features).items():
-            right = ranking == labels[:, None].to(ranking.device)
-            hits[k][0] += int(right[:, 0].sum())
-            hits[k][1] += int(right.any(dim=1).sum())
-        count += len(labels)
-    return {k: KNNResult(100.0 * first / count, 100.0 * five / count) for k, (first, five) in hits.items()}
-
-
-def _rank_classes(
+def rank_classes(
     labels: Tensor, similarities: Tensor, ks: list[int], temperature: float
 ) -> dict[int, Int[Tensor, "m 5"]]:
     """The five classes with most votes, for several k at once; -1 where fewer classes have votes.
@@ -242,43 +206,34 @@ def _rank_classes(
     return rankings
 
 
-def _check_labels(name: str, labels: Tensor) -> None:
-    if len(labels) and int(labels.min()) < 0:
-        raise ValueError(f"{name}_labels hold {int(labels.min())}; labels are non-negative, so these images have none")
-
-
-class TrainSet:
-    """Features as they are, beside one over their lengths: a normalised copy would double the memory."""
-
-    def __init__(self, features: Float[Tensor, "train F"]) -> None:
-        self.features = features
-        self.scales = checked_lengths("train", features).clamp_(min=MIN_NORM).reciprocal_()
-
-
 @torch.no_grad()
-def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
+def nearest(
+    train: Float[Tensor, "train F"], lengths: Float[Tensor, " train"], images: Float[Tensor, "m F"], k: int
+) -> tuple[Tensor, Tensor]:
     """The k most similar training images of each test image, best first: similarities and indices, (m, k).
 
-    `images` have length one, and are at most `TEST_CHUNK`; similarities are computed in their precision.
+    `lengths` are those of `train`, of which a normalised copy would double the memory. `images` have length one, and
+    are at most `TEST_CHUNK`; similarities are computed in their precision.
     """
+    scales = lengths.clamp(min=MIN_NORM).reciprocal()
     step = max(TRAIN_CHUNK, k)
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
     padded = _filled_up(images, TEST_CHUNK)
     # The best so far stand before each block: worse candidates are passed over quickly; earlier candidates win ties.
-    block = images.new_empty(len(images), k + min(step, len(train.features)))
+    block = images.new_empty(len(images), k + min(step, len(train)))
     products = images.new_empty(TEST_CHUNK, PRODUCT_ROWS)
-    for start in range(0, len(train.features), step):
-        stop = min(start + step, len(train.features))
+    for start in range(0, len(train), step):
+        stop = min(start + step, len(train))
         compared = block[:, : k + stop - start]
         compared[:, :k] = similarities
         for first in range(start, stop, PRODUCT_ROWS):
             last = min(first + PRODUCT_ROWS, stop)
-            begin = max(min(first, len(train.features) - PRODUCT_ROWS), 0)  # earlier rows rather than zeros: no copy
-            rows = train.features[begin : begin + PRODUCT_ROWS].to(images.dtype)
+            begin = max(min(first, len(train) - PRODUCT_ROWS), 0)  # earlier rows rather than zeros: no copy
+            rows = train[begin : begin + PRODUCT_ROWS].to(images.dtype)
             torch.mm(padded, _filled_up(rows, PRODUCT_ROWS).t(), out=products)
             columns = compared[:, k + first - start : k + last - start]
-            torch.mul(products[: len(images), first - begin : last - begin], train.scales[first:last], out=columns)
+            torch.mul(products[: len(images), first - begin : last - begin], scales[first:last], out=columns)
         similarities, positions = first_largest(compared, k)
         before = indices.gather(1, positions.clamp(max=k - 1))
         indices = torch.where(positions < k, before, positions + (start - k))
@@ -331,13 +286,3 @@ def merge_ranks(
     )
     largest, order = every.sort(dim=1, descending=True, stable=True)
     return largest[:, :k], every_label.gather(1, order[:, :k])
-
-
-def checked_lengths(name: str, features: Tensor) -> Float[Tensor, " images"]:
-    """The features' lengths; refuses features that are not finite."""
-    precision = torch.promote_types(features.dtype, torch.float32)
-    lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
-    if not lengths.isfinite().all():
-        row = int(lengths.isfinite().logical_not().nonzero()[0])
-        raise ValueError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
-    return lengths
