@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.evaluation.feature_cache import check_same_weights, dump_features, load_features
-from dino_sparo.evaluation.features import Features, total_images
+from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
+from dino_sparo.evaluation.features import Features, gather_features, total_images
 from dino_sparo.evaluation.knn.classify import KNNResult, classify_shards
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EvaluationTask, write_result
@@ -75,7 +75,8 @@ def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
         **task.images_record({}),
     }
     if task.args.dump_features:
-        dump_features(Path(task.args.dump_features), train, val, record, task.device)
+        whole = (gather_features(part, task.device, on_rank_0=True) for part in (train, val))
+        save_features(Path(task.args.dump_features), *whole, record)
     return train, val, record
 
 

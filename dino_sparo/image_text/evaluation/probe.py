@@ -44,8 +44,7 @@ from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
-from dino_sparo.runtime.agree import all_or_none
-from dino_sparo.runtime.launch import Distributed, is_main, rank, world_size
+from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -231,9 +230,7 @@ def _features(
     images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
     record = {**model.record, "images": images}
     if args.dump_features:
-        with all_or_none("writing the features", patient=True):  # it may take longer than a collective waits
-            if is_main():
-                save_features(Path(args.dump_features), train, test, record)
+        save_features(Path(args.dump_features), train, test, record)
     return train, test, record
 
 
