@@ -12,9 +12,9 @@ import matplotlib.figure
 from figures import assert_readable, drawn_words
 
 from dino_sparo.draw import sheet
-from dino_sparo.draw.figure import Figure, Word, file_names, run_names, short_name
+from dino_sparo.draw.figure import Figure, Tile, Word, file_names, map_painter, run_names, short_name
 from dino_sparo.draw.sheet import flow, save_sheet, shorten, text_width, wrap
-from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, atlas_figure
+from dino_sparo.evaluation.attention.atlas import atlas_figure
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
 
 SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
@@ -76,11 +76,13 @@ def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: in
 def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
     shape: str, num_slots: int, num_images: int, tmp_path: Path
 ) -> None:
-    image = AtlasImage(LONG, 1.0, 21.0, picture(shape), np.eye(3))
-    slots = [AtlasSlot(100 + i, i, 0, "AB", 121.4, 0.1, [image] * num_images) for i in range(num_slots)]
-    atlas = Atlas("run/checkpoint.pth", "slot", f"folder /data/{LONG}", 2000, (14, 15), slots)
+    tiles = [[Tile(picture(shape), LONG, map_painter(np.eye(3)))] * num_images] * num_slots
+    numbers = {"group": 0, "letter": "AB", "patches": 121.4, "class_token_share": 0.1}
+    slots = [{"number": 100 + i, "rank": i, **numbers} for i in range(num_slots)]
+    atlas = {"model": "run/checkpoint.pth", "kind": "slot", "source": f"folder /data/{LONG}", "num_images": 2000}
+    atlas |= {"grid": (14, 15), "slots": slots}
     with drawn_words() as figures:
-        save_sheet(atlas_figure(atlas), tmp_path / "atlas.png")
+        save_sheet(atlas_figure(atlas, tiles), tmp_path / "atlas.png")
     assert_readable(figures)
     text = " ".join(words.words for words in figures[0])
     assert "“121 patches”: the attention of slot 100" in text

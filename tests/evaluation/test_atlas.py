@@ -17,14 +17,12 @@ from PIL import Image
 import visualize_attention
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
-from dino_sparo.draw.figure import short_name
+from dino_sparo.draw.figure import Tile, short_name
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.attention import atlas as atlas_module
 from dino_sparo.evaluation.attention.atlas import (
     Atlas,
-    AtlasImage,
-    AtlasSlot,
     atlas_figure,
     build_atlas,
     score_images,
@@ -36,6 +34,7 @@ from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
+Built = tuple[Atlas, list[list[Tile]]]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATCH = 8
 
@@ -81,9 +80,14 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def atlas(photos: Path) -> Atlas:
+def built(photos: Path) -> Built:
     view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     return build_atlas(colour_encoder(), open_source(str(photos)), view, model="a <model>", images_per_slot=2)
+
+
+@pytest.fixture(scope="module")
+def atlas(built: Built) -> Atlas:
+    return built[0]
 
 
 # ---- scores
@@ -114,32 +118,33 @@ def test_a_slot_that_looks_nowhere_or_always_says_the_same_is_lit_up_by_nothing(
 
 
 def test_slots_find_the_images_with_their_colour(atlas: Atlas) -> None:
-    for slot in atlas.slots:
-        colour = ["red", "green", "blue", "red"][slot.number]
-        assert [colour in image.name for image in slot.images] == [True, True]
-        assert slot.images[0].score >= slot.images[1].score > 0
+    for slot in atlas["slots"]:
+        colour = ["red", "green", "blue", "red"][slot["number"]]
+        assert [colour in image["name"] for image in slot["images"]] == [True, True]
+        assert slot["images"][0]["score"] >= slot["images"][1]["score"] > 0
 
 
-def test_maps_lie_where_the_colour_is(atlas: Atlas) -> None:
-    slot = next(slot for slot in atlas.slots if slot.number == 1)
-    image = next(image for image in slot.images if "4-green" in image.name)  # row 1, column 1
-    assert image.heatmap.argmax() == 4
+def test_maps_lie_where_the_colour_is(built: Built) -> None:
+    atlas, tiles = built
+    images = next(images for slot, images in zip(atlas["slots"], tiles, strict=True) if slot["number"] == 1)
+    tile = next(tile for tile in images if "4-green" in tile.name)  # row 1, column 1
+    assert tile.paint.keywords["levels"].argmax() == 4
 
 
 def test_unreadable_images_are_left_out_and_none_counts_twice(atlas: Atlas) -> None:
-    assert atlas.num_images == 9
-    names = [image.name for slot in atlas.slots for image in slot.images]
+    assert atlas["num_images"] == 9
+    names = [image["name"] for slot in atlas["slots"] for image in slot["images"]]
     assert not any("broken" in name for name in names)
-    for slot in atlas.slots:
-        assert len({image.name for image in slot.images}) == len(slot.images)
+    for slot in atlas["slots"]:
+        assert len({image["name"] for image in slot["images"]}) == len(slot["images"])
 
 
 def test_near_duplicates_share_group_and_letter(atlas: Atlas) -> None:
-    slots = {slot.number: slot for slot in atlas.slots}
-    assert slots[0].group == slots[3].group
-    assert (slots[0].letter, slots[3].letter, slots[1].letter) == ("A", "A", "")
-    assert [slot.rank for slot in atlas.slots] == [0, 1, 2, 3]
-    patches = [slot.patches for slot in atlas.slots]
+    slots = {slot["number"]: slot for slot in atlas["slots"]}
+    assert slots[0]["group"] == slots[3]["group"]
+    assert (slots[0]["letter"], slots[3]["letter"], slots[1]["letter"]) == ("A", "A", "")
+    assert [slot["rank"] for slot in atlas["slots"]] == [0, 1, 2, 3]
+    patches = [slot["patches"] for slot in atlas["slots"]]
     assert patches == sorted(patches)
 
 
@@ -147,41 +152,39 @@ def test_patches_class_token_share_and_groups_are_of_all_images(photos: Path, mo
     monkeypatch.setattr(atlas_module, "GROUPING_IMAGES", 2)
     view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     encoder, source = colour_encoder(), open_source(str(photos))
-    found = build_atlas(encoder, source, view, images_per_slot=1)
+    found, _ = build_atlas(encoder, source, view, images_per_slot=1)
     readable = [index for index in range(len(source)) if "broken" not in source.location(index)]
     maps = np.concatenate([attention_maps(encoder, view(source.read(index))[0][None]) for index in readable])
-    for slot in found.slots:
-        masses = maps[:, slot.number].reshape(9, 9).astype(float)
+    for slot in found["slots"]:
+        masses = maps[:, slot["number"]].reshape(9, 9).astype(float)
         entropies = [-sum(p * math.log(p) for p in mass / mass.sum() if p > 0) for mass in masses]
-        assert slot.patches == pytest.approx(math.exp(sum(entropies) / 9), rel=1e-5)
-        assert slot.class_token_share == pytest.approx(1 - masses.sum() / 9, abs=1e-6)
-    assert len({slot.class_token_share for slot in found.slots}) > 1
-    groups = list(dict.fromkeys(slot.group for slot in found.slots))
+        assert slot["patches"] == pytest.approx(math.exp(sum(entropies) / 9), rel=1e-5)
+        assert slot["class_token_share"] == pytest.approx(1 - masses.sum() / 9, abs=1e-6)
+    assert len({slot["class_token_share"] for slot in found["slots"]}) > 1
+    groups = list(dict.fromkeys(slot["group"] for slot in found["slots"]))
     assert groups == list(range(len(groups)))  # numbered by their most peaked member on all images, not on two
 
 
 def test_heads_have_an_atlas_and_the_average_has_none(photos: Path) -> None:
     view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     source = open_source(str(photos))
-    heads = build_atlas(colour_encoder("cls"), source, view, images_per_slot=3)
-    assert (heads.kind, len(heads.slots), len(heads.slots[0].images)) == ("head", 4, 3)
+    heads, _ = build_atlas(colour_encoder("cls"), source, view, images_per_slot=3)
+    assert (heads["kind"], len(heads["slots"]), len(heads["slots"][0]["images"])) == ("head", 4, 3)
     with pytest.raises(ValueError, match="readout='gap' averages all tokens and has neither"):
         build_atlas(colour_encoder("gap"), source, view)
-    with pytest.raises(ValueError, match="atlas_images=0; give a positive number"):
-        build_atlas(colour_encoder(), source, view, images_per_slot=0)
 
 
 def test_more_images_than_there_are_shows_all(photos: Path) -> None:
     view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
-    found = build_atlas(colour_encoder(), open_source(str(photos)), view, images_per_slot=50)
-    assert {len(slot.images) for slot in found.slots} == {9}
+    found, _ = build_atlas(colour_encoder(), open_source(str(photos)), view, images_per_slot=50)
+    assert {len(slot["images"]) for slot in found["slots"]} == {9}
 
 
 # ---- the sheet and the page
 
 
-def test_the_sheet_is_drawn(atlas: Atlas, tmp_path: Path) -> None:
-    save_sheet(atlas_figure(atlas), tmp_path / "atlas.png")
+def test_the_sheet_is_drawn(built: Built, tmp_path: Path) -> None:
+    save_sheet(atlas_figure(*built), tmp_path / "atlas.png")
     with Image.open(tmp_path / "atlas.png") as sheet:
         assert min(sheet.size) > 200
 
@@ -201,44 +204,43 @@ class _Links(HTMLParser):
             self.alts.append(values.get("alt") or "")
 
 
-def test_the_page_holds_all_it_shows_and_says_it_in_words(atlas: Atlas, tmp_path: Path) -> None:
-    save_page(atlas_figure(atlas), tmp_path / "atlas.html")
+def test_the_page_holds_all_it_shows_and_says_it_in_words(built: Built, atlas: Atlas, tmp_path: Path) -> None:
+    save_page(atlas_figure(*built), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     page = _Links()
     page.feed(text)
     assert page.links
     assert all(link.startswith("data:") for link in page.links)
     assert not re.search(r"https?://|url\(|@import", text)
-    assert len(page.alts) == 2 * sum(len(slot.images) for slot in atlas.slots)
+    assert len(page.alts) == 2 * sum(len(slot["images"]) for slot in atlas["slots"])
     assert all(page.alts)
     assert any(alt.startswith("Map of slot 3 on ") for alt in page.alts)
     assert "prefers-color-scheme: dark" in text
 
 
-def test_names_in_the_page_are_escaped(atlas: Atlas, tmp_path: Path) -> None:
-    pixels = np.zeros((8, 8, 3), dtype=np.uint8)
-    image = AtlasImage('"><script>alert(1)</script>.png', 1.0, 2.0, pixels, np.eye(3))
-    slot = AtlasSlot(0, 0, 0, "", 2.0, 0.0, [image])
-    named = Atlas("a <model>", "slot", "<folder>", 1, (3, 3), [slot])
-    save_page(atlas_figure(named), tmp_path / "atlas.html")
+def test_names_in_the_page_are_escaped(built: Built, tmp_path: Path) -> None:
+    tile = replace(built[1][0][0], name='"><script>alert(1)</script>.png')
+    named = {**built[0], "source": "<folder>", "slots": built[0]["slots"][:1]}
+    save_page(atlas_figure(named, [[tile]]), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert "<script>alert" not in text
     assert "a &lt;model&gt;" in text
     assert "&lt;folder&gt;" in text
 
 
-def test_names_that_are_no_utf8_do_not_break_the_page(atlas: Atlas, tmp_path: Path) -> None:
+def test_names_that_are_no_utf8_do_not_break_the_page(built: Built, tmp_path: Path) -> None:
     """The whole page was lost to a UnicodeEncodeError."""
-    image = replace(atlas.slots[0].images[0], name="photos/caf\udce9.jpg")
-    named = replace(atlas, source="folder caf\udce9", slots=[replace(atlas.slots[0], images=[image])])
-    save_page(atlas_figure(named), tmp_path / "atlas.html")
-    save_sheet(atlas_figure(named), tmp_path / "atlas.png")
-    write_json(named.record(), tmp_path / "atlas.json")
+    tile = replace(built[1][0][0], name="photos/caf\udce9.jpg")
+    slot = {**built[0]["slots"][0], "images": [{"name": tile.name}]}
+    named = {**built[0], "source": "folder caf\udce9", "slots": [slot]}
+    save_page(atlas_figure(named, [[tile]]), tmp_path / "atlas.html")
+    save_sheet(atlas_figure(named, [[tile]]), tmp_path / "atlas.png")
+    write_json(named, tmp_path / "atlas.json")
     page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert r"photos/caf\udce9.jpg" in page
     assert "is as wide as if it lay evenly on" in page
     assert "linear-gradient" in page  # the colour bar
-    assert json.loads((tmp_path / "atlas.json").read_text())["slots"][0]["images"][0]["name"] == image.name
+    assert json.loads((tmp_path / "atlas.json").read_text())["slots"][0]["images"][0]["name"] == tile.name
 
 
 def test_names_are_the_last_two_parts_of_a_path() -> None:
@@ -278,12 +280,12 @@ def browse(page: Path, profile: Path, *options: str) -> str:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
-def test_the_page_sorts_filters_and_toggles_in_a_browser(atlas: Atlas, tmp_path: Path) -> None:
+def test_the_page_sorts_filters_and_toggles_in_a_browser(built: Built, atlas: Atlas, tmp_path: Path) -> None:
     path = tmp_path / "atlas.html"
-    save_page(atlas_figure(atlas), path)
+    save_page(atlas_figure(*built), path)
     path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
-    by_rank = "".join(str(slot.number) for slot in atlas.slots)
-    by_group = "".join(str(s.number) for s in sorted(atlas.slots, key=lambda s: (s.group, s.rank)))
+    by_rank = "".join(str(slot["number"]) for slot in atlas["slots"])
+    by_group = "".join(str(s["number"]) for s in sorted(atlas["slots"], key=lambda s: (s["group"], s["rank"])))
     distinct = by_group.replace("3" if by_rank.index("0") < by_rank.index("3") else "0", "")
     expected = [by_rank, "0123", by_group, distinct, "hv", "vh", "true"]
     light = browse(path, tmp_path / "light", "--blink-settings=preferredColorScheme=1").split("|")

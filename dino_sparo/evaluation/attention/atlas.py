@@ -7,11 +7,10 @@ that memory does not grow with the maps of the whole collection. `atlas_figure` 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
@@ -46,85 +45,17 @@ SCORE_WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class AtlasImage:
-    """One image that lights a slot up.
-
-    Attributes:
-        name: where it comes from.
-        score: see `score_images`.
-        patches: effective patches of the slot's map.
-        picture: (H, W, 3), the view.
-        heatmap: (h, w), the slot's raw map.
-    """
-
-    name: str
-    score: float
-    patches: float
-    picture: UInt8[np.ndarray, "H W 3"]
-    heatmap: Float[np.ndarray, "h w"]
-
-
-@dataclass(frozen=True)
-class AtlasSlot:
-    """One slot (or head) and its images.
-
-    Attributes:
-        number: which slot.
-        rank: 0 for the most peaked.
-        group: near-duplicates share a number; groups are numbered by their most peaked member.
-        letter: of the group, empty where the slot has no near-duplicates.
-        patches: effective patches, geometric mean over all images.
-        class_token_share: attention it leaves to the class token, mean over all images.
-        images: best first.
-    """
-
-    number: int
-    rank: int
-    group: int
-    letter: str
-    patches: float
-    class_token_share: float
-    images: list[AtlasImage]
-
-
-@dataclass(frozen=True)
-class Atlas:
-    """All slots of an encoder with their images.
-
-    Attributes:
-        model: a line about the encoder.
-        kind: "slot" or "head".
-        source: a line about the images.
-        num_images: readable images.
-        grid: rows and columns of a map.
-        slots: by peakedness.
-    """
-
-    model: str
-    kind: str
-    source: str
-    num_images: int
-    grid: tuple[int, int]
-    slots: list[AtlasSlot]
-
-    def record(self) -> dict[str, Any]:
-        """Plain values, without the pictures."""
-        slots = []
-        for slot in self.slots:
-            images = [{"name": i.name, "score": i.score, "effective_patches": i.patches} for i in slot.images]
-            slots.append({**vars(slot), "images": images})
-        return {**vars(self), "grid": list(self.grid), "score": SCORE_WORDS, "slots": slots}
+Atlas = dict[str, Any]  # plain values, as atlas.json holds them
 
 
 def patches_in_words(atlas: Atlas) -> str:
     """The meaning of "21 patches" beside a slot, with the numbers of the first slot."""
-    rows, columns = atlas.grid
-    first = atlas.slots[0]
-    number = f"{first.patches:.0f}"
+    rows, columns = atlas["grid"]
+    first = atlas["slots"][0]
+    number = f"{first['patches']:.0f}"
     return (
-        f"\u201c{number} patches\u201d: the attention of {atlas.kind} {first.number} is as wide as if it lay evenly "
-        f"on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
+        f"\u201c{number} patches\u201d: the attention of {atlas['kind']} {first['number']} is as wide as if it lay "
+        f"evenly on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
         "It is exp(entropy), the geometric mean over all images."
     )
 
@@ -162,7 +93,7 @@ def build_atlas(
     images_per_slot: int = 8,
     channels: Sequence[int] = (),
     num_workers: int = 0,
-) -> Atlas:
+) -> tuple[Atlas, list[list[Tile]]]:
     """Look at every image of a source and choose those that light up each slot most; unreadable images are left out.
 
     Args:
@@ -174,44 +105,50 @@ def build_atlas(
         images_per_slot: number of images to choose.
         channels: that pictures show, as in `view_pixels`.
         num_workers: processes that load images.
+
+    Returns:
+        The numbers of each slot, by peakedness, and each slot's images with its maps on them, best first.
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
     if kind == "average":
         raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
-    if images_per_slot < 1:
-        raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
     indices, patches, prefix, values, sample = _survey(encoder, source, view, num_workers)
     rows, columns = sample.shape[-2:]
     scores = score_images(patches, prefix, rows * columns, values if kind == "slot" else None)
     best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, maps)
-    shown: dict[tuple[int, int], AtlasImage] = {}
+    records: dict[tuple[int, int], dict[str, Any]] = {}
+    tiles: dict[tuple[int, int], Tile] = {}
     for place in progress(np.unique(best).tolist(), desc="atlas pictures"):
         image, location = source.read(int(indices[place])), source.location(int(indices[place]))
         picture = view_pixels(image, view.view(image), PICTURE_HEIGHT, channels)
         maps = attention_maps(encoder, view(image)[0][None])[0]
         for number in np.flatnonzero((best == place).any(axis=0)).tolist():
-            numbers = float(scores[place, number]), float(patches[place, number])
-            shown[number, place] = AtlasImage(location, *numbers, picture, maps[number])
+            score, area = float(scores[place, number]), float(patches[place, number])
+            records[number, place] = {"name": location, "score": score, "effective_patches": area}
+            tooltip = f" · score {score:.2f} · {area:.0f} patches"
+            tiles[number, place] = Tile(picture, location, map_painter(heat(maps[number])), tooltip=tooltip)
     mean_patches = np.exp(np.log(patches).mean(axis=0))
     ranking = np.argsort(mean_patches, kind="stable").tolist()
     groups = group_near_duplicates(sample)
     # The same groups, numbered by their first member in the ranking over all images.
-    numbers_of_groups = {group: number for number, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
-    groups = np.array([numbers_of_groups[group] for group in groups.tolist()])
+    first_ranks = np.unique(groups[ranking], return_index=True)[1]
+    groups = np.argsort(np.argsort(first_ranks))[groups]
     letters = letters_of_groups(groups)
     slots = [
-        AtlasSlot(
-            number,
-            rank,
-            int(groups[number]),
-            letters[number],
-            float(mean_patches[number]),
-            float(prefix[:, number].mean()),
-            [shown[number, place] for place in best[:, number].tolist()],
-        )
+        {
+            "number": number,
+            "rank": rank,
+            "group": int(groups[number]),
+            "letter": letters[number],
+            "patches": float(mean_patches[number]),
+            "class_token_share": float(prefix[:, number].mean()),
+            "images": [records[number, place] for place in best[:, number].tolist()],
+        }
         for rank, number in enumerate(ranking)
     ]
-    return Atlas(model, kind, name or source.name, len(indices), (rows, columns), slots)
+    atlas = {"model": model, "kind": kind, "source": name or source.name, "num_images": len(indices)}
+    atlas |= {"grid": [rows, columns], "slots": slots, "score": SCORE_WORDS}
+    return atlas, [[tiles[number, place] for place in best[:, number].tolist()] for number in ranking]
 
 
 def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers: int) -> tuple[np.ndarray, ...]:
@@ -239,40 +176,30 @@ def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers:
     return *(column[first] for column in columns), np.stack(sample[:GROUPING_IMAGES])
 
 
-def atlas_figure(atlas: Atlas) -> Figure:
+def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:
     """A section per slot, by peakedness, with the slot's images, those first that light it up most."""
-    kind, title = atlas.kind, f"What lights up each {atlas.kind}"
+    kind, slots = atlas["kind"], atlas["slots"]
     summary = (
         f"Down the columns from the most peaked {kind} to the most spread; its images from left to right, those first "
         f"that light it up most. {patches_in_words(atlas)}"
     )
-    summary += f" A letter marks {kind}s that look alike." * any(slot.letter for slot in atlas.slots)
+    summary += f" A letter marks {kind}s that look alike." * any(slot["letter"] for slot in slots)
     explanation = (
         f"Each row is one {kind} with the images that light it up most, best first. Glowing: where it looks; grey: "
         f"where it gives no more than an even share of its attention. The score of an image: {SCORE_WORDS}. “Class "
         f"token” is the share of a {kind}’s attention that goes to class token and registers instead of to patches. "
         f"{kind.capitalize()}s whose maps look alike on all images share a letter. {patches_in_words(atlas)}"
     )
-    about = f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}"
-    layout = Layout((THUMB_HEIGHT, 4 * THUMB_HEIGHT), len(atlas.slots[0].images), SIDE, gap=3, is_flowing=True)
-    return Figure(title, about, [_section(kind, slot) for slot in atlas.slots], layout, [summary], explanation)
-
-
-def _section(kind: str, slot: AtlasSlot) -> Section:
-    """One slot and its images."""
-    tiles = [
-        Tile(
-            image.picture,
-            image.name,
-            map_painter(heat(image.heatmap)),
-            tooltip=f" · score {image.score:.2f} · {image.patches:.0f} patches",
+    about = f"{atlas['model']}  ·  {atlas['num_images']:,} images of {printable(atlas['source'])}"
+    layout = Layout((THUMB_HEIGHT, 4 * THUMB_HEIGHT), len(tiles[0]), SIDE, gap=3, is_flowing=True)
+    sections = [
+        Section(
+            [Band(tiles=images)],
+            f"{kind} {slot['number']}",
+            (f"{slot['patches']:.0f} patches", f"class token {100 * slot['class_token_share']:.0f}%"),
+            group=(slot["group"], slot["letter"]) if slot["letter"] else None,
+            keys={key: slot[key] for key in ("number", "rank", "group")},
         )
-        for image in slot.images
+        for slot, images in zip(slots, tiles, strict=True)
     ]
-    return Section(
-        [Band(tiles=tiles)],
-        f"{kind} {slot.number}",
-        (f"{slot.patches:.0f} patches", f"class token {100 * slot.class_token_share:.0f}%"),
-        group=(slot.group, slot.letter) if slot.letter else None,
-        keys={"number": slot.number, "rank": slot.rank, "group": slot.group},
-    )
+    return Figure(f"What lights up each {kind}", about, sections, layout, [summary], explanation)
