@@ -391,11 +391,7 @@ def test_only_the_first_of_several_processes_draws(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--image_path", "nowhere.jpg"],
-            "give an image or a folder of images, or leave the option out",
-        ),
-        (["--image_path", "clip.MP4"], "--data_path clip.MP4 is a video; write some of its frames as images"),
+        (["--image_path", "nowhere.jpg"], "data_path='nowhere.jpg' does not exist"),
         (["--image_path", "broken.png"], "broken.png: "),
         (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
         (["--image_size", "4"], "smaller than one patch of 5 px"),

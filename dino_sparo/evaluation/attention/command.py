@@ -11,7 +11,6 @@ and which look alike); further files as the options say. Options as in facebookr
 
 import argparse
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
-from dino_sparo.evaluation.attention.maps import attention_maps, check_share, mass_mask
+from dino_sparo.evaluation.attention.maps import attention_maps, mass_mask
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.task import EvaluationTask, Subject, compared_encoder
 from dino_sparo.runtime.cli import say
@@ -38,7 +37,6 @@ from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 
-VIDEO_EXTENSIONS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 # The scene that is shown where no image is given: two objects on a quiet background; drawn at this size, pixels.
 SCENE_INDEX, SCENE_SIZE = 23, 384
 Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
@@ -50,8 +48,6 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if task is None:
         return {}
     require_matplotlib()
-    if args.threshold is not None:
-        check_share("threshold", args.threshold)
     subject, folder = task.subject, task.folder
     limits, channels = task.limits, args.show_channels
     images = read_images(args.data_path, args.num_images, limits)
@@ -87,19 +83,9 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
     if image_path is None:
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
-    if image_path.lower().endswith(VIDEO_EXTENSIONS):
-        raise ValueError(
-            f"--data_path {image_path} is a video; write some of its frames as images and give their folder: "
-            f"ffmpeg -i {image_path} -vf fps=1 FOLDER/%04d.png"
-        )
-    path, is_image = Path(image_path).expanduser(), image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))
-    if is_image and path.is_file():
-        return [(image_path, read_image(str(path), image_path, limits=limits))]
-    if is_image and not path.exists() and not set(image_path) & set("*?[{"):
-        raise ValueError(
-            f"--data_path {image_path} does not exist (in {os.getcwd()}); give an image or a folder of images, or "
-            "leave the option out for a built-in scene"
-        )
+    is_image = image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))
+    if is_image and Path(image_path).expanduser().is_file():
+        return [(image_path, read_image(str(Path(image_path).expanduser()), image_path, limits=limits))]
     source = open_source(image_path, ALL, limits=limits)
     images: Images = []
     for index in spread_out(source, max_images):
@@ -180,7 +166,7 @@ def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, 
     """Search images for those that light up each slot, and draw the atlas."""
     source = open_source(args.atlas, ALL, limits=limits)
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
-    atlas = build_atlas(
+    atlas, tiles = build_atlas(
         subject.encoder,
         searched,
         reference_view(subject, args.img_size, square=True),
@@ -191,8 +177,8 @@ def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, 
         num_workers=args.num_workers,
     )
     paths = [folder / f"atlas.{ending}" for ending in (args.figure_format, "html", "json")]
-    figure = atlas_figure(atlas)
+    figure = atlas_figure(atlas, tiles)
     save_sheet(figure, paths[0])
     save_page(figure, paths[1])
-    write_json({"encoder": subject.record, **atlas.record(), "versions": versions()}, paths[2])
+    write_json({"encoder": subject.record, **atlas, "versions": versions()}, paths[2])
     return paths
