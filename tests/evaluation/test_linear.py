@@ -54,7 +54,8 @@ def separable_features(seed: int = 0) -> Features:
 
 def run_probes(rates: tuple[float, ...], epochs: int = 3, path: Path | None = None, **changes: object) -> ProbeRun:
     probe = LinearProbe(WIDTH, CLASSES, len(rates), seed=1)
-    return ProbeRun(probe, rates, 4, epochs, {"lr": list(rates), "epochs": epochs, **changes}, path)
+    optimizer = ProbeSGD(probe, scaled_learning_rates(rates, 4))
+    return ProbeRun(probe, optimizer, rates, epochs, {"lr": list(rates), "epochs": epochs, **changes}, path)
 
 
 def train(run: ProbeRun) -> ProbeRun:
@@ -202,8 +203,6 @@ def test_probes_of_another_run_are_not_continued(tmp_path):
         (lambda: scaled_learning_rates([], 8), r"lr=\[\]; give one or more"),
         (lambda: run_probes((0.1, 0.1)), r"lr=\[0.1, 0.1\]; give one or more different"),
         (lambda: run_probes((0.1, 0.0)), r"lr=\[0.1, 0.0\]"),
-        (lambda: run_probes(RATES, epochs=0), "epochs=0; a probe needs"),
-        (lambda: run_probes(RATES).train(lambda _: [], separable_features(), val_freq=0), "val_freq=0; give"),
         (lambda: run_probes(RATES).train(lambda _: [], separable_features()), "has no batch"),
     ],
 )

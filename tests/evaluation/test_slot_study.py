@@ -15,7 +15,7 @@ from dino_sparo import create_encoder
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, cached_batches
+from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, ProbeSGD, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots
@@ -346,7 +346,8 @@ def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
     few = replace(images, chooses=images.chooses | (torch.arange(400) >= 100))
     slots = [NOTHING, PARITY]
     train = slot_columns(few.train, slots, few.num_slots, ~few.chooses)
-    run = ProbeRun(LinearProbe(6, CLASSES, 1, seed=2), (0.3,), 256, 3, {})
+    probe = LinearProbe(6, CLASSES, 1, seed=2)
+    run = ProbeRun(probe, ProbeSGD(probe, (0.3,)), (0.3,), 3, {})
     batches = cached_batches(train, few.device, batch_size=256, seed=2)
     run.train(batches, slot_columns(few.val, slots, few.num_slots))
     assert len(train.features) < 100

@@ -47,6 +47,7 @@ from dino_sparo.evaluation.linear.probe import (
     ProbeRun,
     Probes,
     ProbeSampler,
+    ProbeSGD,
     cached_batches,
     check_same_record,
     live_batches,
@@ -183,12 +184,10 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str
         "seed": args.seed,
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
-    probes = probed.new_probes(len(args.lr))
-    optimizer = None
-    if isinstance(probes, ReadoutProbes):
-        optimizer = ProbeLARS(probes, probes.rates(scaled_learning_rates(args.lr, probed.global_batch_size)))
-    rates = [*args.lr] * max(len(probed.configs), 1)
-    run = ProbeRun(probes, rates, probed.global_batch_size, args.epochs, record, path, optimizer=optimizer)
+    probes, scaled = probed.new_probes(len(args.lr)), scaled_learning_rates(args.lr, probed.global_batch_size)
+    is_attentive = isinstance(probes, ReadoutProbes)
+    optimizer = ProbeLARS(probes, probes.rates(scaled)) if is_attentive else ProbeSGD(probes, scaled)
+    run = ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
     run.resume()
     if run.epoch < args.epochs:
         val, num_val = probed.val_features()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,14 +94,6 @@ class LinearProbe(Probes):
         """Features (B, F) -> logits (probes, B, classes): one matrix product for all probes."""
         logits = F.linear(features, self.weight.flatten(0, 1), self.bias.flatten())
         return logits.unflatten(1, self.bias.shape).transpose(0, 1)
-
-
-@runtime_checkable
-class ProbeOptimizer(Protocol):
-    """An optimizer of probes."""
-
-    def step(self, factor: float) -> None:
-        """Move the weights; `factor` scales all learning rates."""
 
 
 class ProbeSGD:
@@ -237,9 +229,7 @@ def scaled_learning_rates(learning_rates: Sequence[float], global_batch_size: in
     return [rate * global_batch_size / REFERENCE_BATCH for rate in rates]
 
 
-def train_one_epoch(
-    probe: Probes, optimizer: ProbeOptimizer, batches: Batches, factors: Iterable[float]
-) -> list[float]:
+def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: Iterable[float]) -> list[float]:
     """One pass over the training features.
 
         loss = sum over probes r of the mean cross-entropy of probe r
@@ -248,7 +238,7 @@ def train_one_epoch(
 
     Args:
         probe: the probes.
-        optimizer: of the probes.
+        optimizer: of the probes: `step(factor)` moves the weights, `factor` scales all learning rates.
         batches: (features (B, F), labels (B,)) on the probe's device, B the same on every process.
         factors: of the learning rate, one per step.
 
@@ -312,35 +302,27 @@ class ProbeRun:
 
     Attributes:
         probe: the classifiers.
+        optimizer: of the probes, with the attribute `momenta`.
         learning_rates: one per probe, as given, for a global batch of 256.
-        global_batch_size: images per step, over all processes.
         epochs: length of the training.
         record: plain values; a saved training with other values is refused.
         path: file of the saved training; None: none is saved.
         epoch: finished epochs.
         history: one entry per validation: epoch (from 0), and each probe's accuracies.
         counts: images used and left out, for the result of a training that is already finished.
-        optimizer: of the probes; None: SGD.
         factors: epoch -> factors on the learning rate, one per step; None: `cosine_factor`.
     """
 
     probe: Probes
+    optimizer: Any
     learning_rates: Sequence[float]
-    global_batch_size: int
     epochs: int
     record: dict[str, Any]
     path: Path | None = None
     epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int | None] = field(default_factory=dict)
-    optimizer: Any = None
     factors: Callable[[int], Iterable[float]] | None = None
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
-        if self.optimizer is None:
-            self.optimizer = ProbeSGD(self.probe, scaled_learning_rates(self.learning_rates, self.global_batch_size))
 
     def save(self) -> None:
         """Write heads, momenta, epoch and history, whole or not at all; on rank 0."""
@@ -376,8 +358,6 @@ class ProbeRun:
             val: this process' share of the validation features.
             val_freq: epochs between two validations; the last epoch is always validated.
         """
-        if val_freq < 1:
-            raise ValueError(f"val_freq={val_freq}; give the number of epochs between two validations, at least 1")
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
             factors = repeat(schedule) if self.factors is None else self.factors(epoch)
