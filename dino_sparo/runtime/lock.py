@@ -1,90 +1,27 @@
-"""One run per output folder: a lock file names the run that writes there; a new run takes over an abandoned lock.
+"""One run per output folder: the run holds a lock (flock) on a file that names it.
 
-Only one process can create the lock `run.lock` (O_EXCL works on NFS too, unlike flock). The file names host, process,
-Slurm job and time. A new run considers the holder of the lock ended
-
-    on this machine         when no process has the holder's number and start time
-    in the same Slurm job   when the holder is an attempt before the last requeue: Slurm has ended that attempt
-    anywhere else           when the holder has not refreshed the file for `PATIENCE_S`, by the new run's clock
-
-So clocks may differ, and numbers of processes may be reused. A run that finds another holder in its lock ends at once:
-another run has taken over the lock, for instance while this run was suspended.
+The kernel gives the lock free when the process ends, however it ends; so does the server of a network disk. The file
+is only read for messages, and to recognise an attempt of the same Slurm job before the last requeue.
 """
 
-import contextlib
+import fcntl
 import json
 import logging
 import os
 import socket
-import threading
-import time
-import uuid
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TextIO
 
 from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
 
 NAME = "run.lock"
-REFRESH_S = 10.0
-PATIENCE_S = 60.0  # several refreshes, since a file server or a busy process may delay some
 
 
 class OutputDirError(ValueError):
     """The output folder is no folder, or another run writes there."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The holder of a lock; unknown values are empty.
-
-    Attributes:
-        host: name of the machine.
-        machine: the machine's boot and the namespace of processes, within which `pid` is unique.
-        pid: number of the process.
-        started: start of the process, in the kernel's ticks since the boot.
-        job: number of the Slurm job.
-        attempt: number of requeues of the job so far.
-        since: local time at which the lock was created.
-        token: random name of this lock.
-    """
-
-    host: str = ""
-    machine: str = ""
-    pid: int = 0
-    started: str = ""
-    job: str = ""
-    attempt: int = 0
-    since: str = ""
-    token: str = ""
-
-    @classmethod
-    def this_process(cls) -> "Holder":
-        """The calling process as a holder."""
-        return cls(
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            started=_start_of(os.getpid()),
-            job=os.environ.get("SLURM_JOB_ID", ""),
-            attempt=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-            since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-            token=uuid.uuid4().hex,
-        )
-
-    def is_gone(self, me: "Holder") -> bool | None:
-        """Whether the holder's process has ended; None if `me` cannot know."""
-        if self.job and self.job == me.job and self.attempt < me.attempt:
-            return True
-        if self.machine and (self.host, self.machine) == (me.host, me.machine):
-            return _start_of(self.pid) != self.started
-        return None
-
-    def __str__(self) -> str:
-        job = f", Slurm job {self.job}" if self.job else ""
-        return f"process {self.pid or '?'} on {self.host or '?'}{job}, since {self.since or '?'}"
 
 
 class RunLock:
@@ -98,121 +35,74 @@ class RunLock:
         self.path = self.folder / (f"{file}.lock" if file else NAME)
         self.option = "--output" if file else "--output_dir"
         self.target = f"{self.option} {self.folder / file}"
-        self.me = Holder.this_process()
-        self.is_held = False
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
+        self.file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Create the folder and, on rank 0, the lock; wait up to `PATIENCE_S` for a sign of life of another holder.
+        """Create the folder and, on rank 0, take the lock.
 
         Raises:
             OutputDirError: another run writes there, or the folder cannot be created.
         """
         create_output_dir(self.folder)
-        if not is_main():
-            return
         try:
-            while not self._create():
-                self._remove_if_gone()
+            while is_main() and self.file is None:
+                self.file = self._lock(self.path.open("a+"))
         except OSError as error:
             raise OutputDirError(f"{self.target} cannot be written ({error}); choose another") from error
-        self.is_held = True
-        self.thread.start()
+
+    def _lock(self, file: TextIO) -> TextIO | None:
+        """The locked file, which names this process; None if the file has been removed meanwhile."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._remove_or_refuse(file)
+        except OSError as error:  # some clusters mount their disks without locks
+            logger.warning("%s cannot be locked (%s); take care that no other run writes there", self.target, error)
+        if not self.path.exists() or not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+            file.close()
+            return None
+        os.register_at_fork(after_in_child=file.close)  # else processes that load images would hold the lock
+        file.truncate(0)
+        json.dump(this_process(), file)
+        file.flush()
+        return file
+
+    def _remove_or_refuse(self, file: TextIO) -> None:
+        """Remove the file of an earlier attempt of this job, which Slurm has ended; else OutputDirError."""
+        file.seek(0)
+        text, me = file.read(), this_process()
+        holder = json.loads(text) if text.endswith("}") else dict.fromkeys(me, "?")
+        if holder["job"] and holder["job"] == me["job"] and holder["attempt"] < me["attempt"]:
+            self.path.unlink(missing_ok=True)
+            return
+        file.close()
+        job, pid = holder["job"], holder["pid"]
+        where = f"{holder['host']}, Slurm job {job}" if job else holder["host"]
+        raise OutputDirError(
+            f"{self.target} is in use by another run (process {pid} on {where}, since "
+            f"{holder['since']}); give another {self.option}, or end that run first "
+            f"({f'scancel {job}' if job else f'kill {pid}'})"
+        )
 
     def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self.is_held:
-            return
-        self.over.set()
-        self.thread.join(REFRESH_S)  # with a limit: the thread may wait for a file server
-        with contextlib.suppress(OSError):
-            if self._read()[0].token == self.me.token:
-                self.path.unlink()
-        self.is_held = False
+        if self.file is not None:
+            self.path.unlink(missing_ok=True)
+            self.file.close()
+            self.file = None
 
-    def _create(self) -> bool:
-        """Create the lock file; False if there is one."""
-        try:
-            file = self.path.open("x")
-        except FileExistsError:
-            return False
-        try:
-            with file:
-                json.dump(asdict(self.me), file)
-        except OSError:
-            self.path.unlink()
-            raise
-        return True
 
-    def _read(self) -> tuple[Holder, int]:
-        """The holder, and the time of the last refresh (ns); FileNotFoundError if the lock was released.
-
-        Opening the file makes NFS ask its server.
-        """
-        with self.path.open() as file:
-            refreshed = os.fstat(file.fileno()).st_mtime_ns
-            try:
-                return Holder(**json.load(file)), refreshed
-            except (ValueError, TypeError):  # the file is being written, or its writer died
-                return Holder(), refreshed
-
-    def _remove_if_gone(self) -> None:
-        """Remove the lock if its holder has ended; OutputDirError if the holder lives."""
-        with contextlib.suppress(FileNotFoundError):  # the lock was released meanwhile
-            first = holder, _ = self._read()
-            is_gone = holder.is_gone(self.me)
-            if is_gone is None:
-                logger.warning("%s is held by %s; waiting for a sign of life from it", self.path, holder)
-                is_gone, end = True, time.monotonic() + PATIENCE_S
-                while is_gone and time.monotonic() < end:
-                    time.sleep(min(1.0, PATIENCE_S / 10))
-                    is_gone = self._read() == first
-            if not is_gone:
-                raise OutputDirError(
-                    f"{self.target} is in use by another run ({holder}); give another {self.option}, or "
-                    f"end that run first ({f'scancel {holder.job}' if holder.job else f'kill {holder.pid}'})"
-                )
-            self._remove(first)
-
-    def _remove(self, abandoned: tuple[Holder, int]) -> None:
-        """Remove an abandoned lock, unless another process has taken it over meanwhile."""
-        guard, end = self.path.with_name(f"{self.path.name}.takeover"), time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                guard.touch(exist_ok=False)
-                break
-            except FileExistsError:
-                if time.monotonic() > end:  # the process that created the guard has died
-                    guard.unlink(missing_ok=True)
-                time.sleep(0.01)
-        try:
-            if self._read() == abandoned:
-                self.path.unlink()
-                logger.warning("%s of %s is taken over: that process has ended", self.path, abandoned[0])
-        finally:
-            guard.unlink(missing_ok=True)
-
-    def _refresh(self) -> None:
-        """Refresh the lock regularly, also if a user removes it; end this process if another run takes it over."""
-        while not self.over.wait(REFRESH_S):
-            with contextlib.suppress(OSError):  # a full disk or a silent file server: the next refresh may succeed
-                try:
-                    is_mine = self._read()[0].token == self.me.token
-                except FileNotFoundError:
-                    is_mine = self._create()
-                if is_mine:
-                    os.utime(self.path)
-                elif not self.over.is_set():
-                    logger.error(
-                        "another run has taken over %s (%s) while this run gave no sign of life; this run ends now, "
-                        "without saving",
-                        *(self.target, self.path),
-                    )
-                    logging.shutdown()
-                    os._exit(1)
+def this_process() -> dict[str, Any]:
+    """What the file says of the run that holds the lock; `attempt` counts requeues of the Slurm job."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+    }
 
 
 def create_output_dir(folder: Path) -> None:
@@ -225,20 +115,3 @@ def create_output_dir(folder: Path) -> None:
         ) from error
     except OSError as error:
         raise OutputDirError(f"--output_dir {folder} cannot be created ({error}); choose another") from error
-
-
-def _machine() -> str:
-    """The machine's boot and this process' namespace of process numbers; empty where there is no /proc."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _start_of(pid: int) -> str:
-    """Start of a process; empty if it has ended, or where there is no /proc."""
-    with contextlib.suppress(OSError, IndexError):
-        # The name of the program, in brackets, may contain spaces and brackets.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]  # a zombie has ended
-    return ""
