@@ -37,7 +37,7 @@ def write_shards(folder: Path, num_shards: int, pairs_per_shard: int) -> None:
 
 
 def own_memory() -> int:
-    """Bytes of memory that are this process' own, not those of files that it maps; Linux."""
+    """Bytes of memory that are this process' own; Linux."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
@@ -94,10 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             seconds = max(seconds for _, seconds, _, _ in starts[-1])
             print(f"{which} start: {seconds:.3g} s", file=sys.stderr, flush=True)
         first, second = starts
-        cached = {
-            name: sum(path.stat().st_size for path in (Path(temporary) / "cache").glob(pattern))
-            for name, pattern in (("joined", "*.shards/*"), ("per_shard", "*.npz"))
-        }
+        cached = sum(path.stat().st_size for path in (Path(temporary) / "cache").iterdir())
     pairs = first[0][2]
     report: dict[str, object] = {
         "pairs": pairs,
@@ -108,8 +105,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         "first_start_s_per_million": round(max(seconds for _, seconds, _, _ in first) / pairs * 1e6, 1),
         "second_start_s": round(max(seconds for _, seconds, _, _ in second), 3),
         "own_bytes_per_pair_and_process": round(max(own for *_, own in second), 2),
-        "mapped_bytes_per_pair_and_machine": round(cached["joined"] / pairs, 2),
-        "cache_bytes_per_pair": round(sum(cached.values()) / pairs, 2),
+        "cache_bytes_per_pair": round(cached / pairs, 2),
         "hardware": hardware(),
     }
     sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")

@@ -21,13 +21,12 @@ from torch.utils.data import Dataset, default_collate
 from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource, index_images, open_source
-from dino_sparo.data.sources.cache import cache_folder
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
-from dino_sparo.runtime.agree import all_or_none, beating, rank_0_first, require_same, share_of
+from dino_sparo.runtime.agree import all_or_none, rank_0_first, require_same
 from dino_sparo.runtime.choices import MIN_CORRUPT
-from dino_sparo.runtime.launch import world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 # This many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64
@@ -58,7 +57,7 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
 
 
 def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], None], what: str) -> AnySource:
-    """Open a source on all ranks, without a timeout: they share the indexing, then rank 0 opens, then the others.
+    """Open a source on all ranks: they share the indexing, then rank 0 opens, then the others.
 
     Args:
         open_it: opens the source, with the index in the cache.
@@ -66,10 +65,8 @@ def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], 
         what: the action, for messages.
     """
     if world_size() > 1:
-        with beating():
-            number, count = share_of(cache_folder())
-        with all_or_none(what, patient=True):
-            index(number, count)
+        with all_or_none(what):
+            index(rank(), world_size())
     with rank_0_first(what):
         source = open_it()
     return source

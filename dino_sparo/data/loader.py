@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dino_sparo.data.dataset import D, collate_views
-from dino_sparo.runtime.workers import remove_folder_of_a_killed_parent, share_temporary_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +42,6 @@ def create_loader(
         timeout_min: minutes without a batch after which the loader raises a RuntimeError; 0 for never.
     """
     num_workers = _as_many_as_cores(num_workers)
-    share_temporary_folder()
     return DataLoader(
         dataset,
         batch_size=None if sampler is None else 1,  # torch's way to leave it to the sampler, or to the stream
@@ -61,17 +59,10 @@ def create_loader(
 
 
 def _as_many_as_cores(num_workers: int) -> int:
-    """At most one loading process for each processor that this process may use."""
-    total = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
-    if num_workers > usable < total:  # of Slurm, a container or taskset; training would be slow without a word
-        _logger.warning(
-            "num_workers: %d instead of %d, since this process may use %d of the machine's %d cores; under Slurm "
-            "`srun --cpus-per-task=%d` gives it more",
-            *(usable, num_workers, usable, total, num_workers),
-        )
-    elif num_workers > usable:
-        _logger.info("num_workers: %d instead of %d, as many as there are processors", usable, num_workers)
+    """At most one loading process for each core that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers > usable:
+        _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
     return min(num_workers, usable)
 
 
@@ -109,4 +100,3 @@ def init_worker(worker: int) -> None:
     for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(TERM_GRACE_SECONDS))
-    remove_folder_of_a_killed_parent()

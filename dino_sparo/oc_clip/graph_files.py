@@ -23,8 +23,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from dino_sparo.data.dataset import most_corrupt
-from dino_sparo.data.sources.cache import load_or_index
-from dino_sparo.data.sources.image_source import Arrays
+from dino_sparo.data.sources.cache import Arrays, load_index, save_index
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
@@ -201,13 +200,12 @@ def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int =
     """
     path = path.absolute()
     sha256 = file_sha256(path)
-    # An index that belongs to a content never gets old.
-    marks: Arrays = {"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8), "stamps": np.zeros((1, 1), np.int64)}
-    arrays, _ = load_or_index(
-        f"graphs {path} {max_nodes} {max_relations}",
-        lambda: {**_index(path, max_nodes, max_relations), **marks},
-        lambda stored: np.array_equal(stored["sha256"], marks["sha256"]),
-    )
+    key = f"graphs {path} {max_nodes} {max_relations} {sha256}"
+    arrays = load_index(key)
+    if arrays is None:
+        arrays = _index(path, max_nodes, max_relations)
+        if problem := save_index(key, arrays):
+            logger.info("the index is not cached: %s", problem)
     return GraphFile(path, arrays["hashes"], arrays["offsets"], sha256)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from dino_sparo.runtime.faults import FAULT_STATUS, MendableError, MissingPackageError
-from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
+from dino_sparo.runtime.workers import end_workers
 
 
 @contextlib.contextmanager
@@ -58,7 +58,6 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        remove_temporary_folder()
         os._exit(status)
     end_workers()
     raise SystemExit(status)

@@ -50,31 +50,12 @@ class Distributed:
         return f"{self.device}, rank {self.rank} of {self.world_size}" if self.world_size > 1 else str(self.device)
 
 
-@dataclass
-class Peers:
-    """The control group, and the store through which ranks wait for each other without a time limit.
-
-    Attributes:
-        control: the control group (gloo).
-        store: shared by all ranks.
-        timeout_s: a rank without a sign of life for this long is dead.
-        round: number of the next exchange through the store.
-        progress: of this rank, in words.
-    """
-
-    control: Any
-    store: dist.Store
-    timeout_s: float
-    round: int = 0
-    progress: str = ""
+_control: tuple[Any, float] = None, 0.0  # the control group, and the minutes that a collective waits
 
 
-_peers: Peers | None = None
-
-
-def peers() -> Peers | None:
-    """The ranks' control group and store; None for a process alone."""
-    return _peers
+def control_group() -> tuple[Any, float]:
+    """The control group, None for a process alone, and the minutes that a collective of the main group waits."""
+    return _control
 
 
 def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> tuple[str, int, int, int]:
@@ -140,9 +121,8 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        global _peers
-        control = dist.new_group(backend="gloo", timeout=CONTROL_FACTOR * timeout)
-        _peers = Peers(control, dist.PrefixStore("patience", store), timeout.total_seconds())
+        global _control
+        _control = dist.new_group(backend="gloo", timeout=CONTROL_FACTOR * timeout), timeout.total_seconds() / 60
     except RuntimeError as error:
         text = " ".join(str(error).split())
         if any(cause in text for cause in NCCL_MISUSE):
@@ -268,8 +248,8 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
 
 def shutdown() -> None:
     """Leave the process group, if there is one."""
-    global _peers
-    _peers = None
+    global _control
+    _control = None, 0.0
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,59 +1,14 @@
-"""The processes that load images for this one: they end with it and leave no files behind."""
+"""The processes that load images for this one end with it."""
 
 import contextlib
 import gc
 import multiprocessing
-import multiprocessing.util
-import os
-import shutil
 import signal
 import threading
 from collections.abc import Collection, Iterator
 from typing import Any
 
-OWNED_FOLDER = "dino_sparo_folder"  # in multiprocessing's settings of a process: owner and path of the shared folder
 END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
-
-
-def share_temporary_folder() -> None:
-    """Let the workers that start from now on keep their sockets in this process' folder instead of one folder each.
-
-    A worker that is killed leaves its folder behind; this process removes its own, see `remove_temporary_folder`. A
-    process that was started by multiprocessing itself uses its parent's folder, which is not its own to remove.
-    """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    is_inherited = multiprocessing.parent_process() is not None and "tempdir" in config
-    folder = multiprocessing.util.get_temp_dir()
-    if not is_inherited:
-        config[OWNED_FOLDER] = (os.getpid(), folder)  # workers get a copy
-
-
-def remove_temporary_folder() -> None:
-    """Remove the shared folder. Python does so at a normal exit, but not at `os._exit`.
-
-    Should this process continue after all, its next workers get a new folder: without one they would wait forever.
-    """
-    if _remove_folder_of(os.getpid()):
-        multiprocessing.current_process()._config["tempdir"] = None  # type: ignore[attr-defined]
-
-
-def _remove_folder_of(process: int) -> bool:
-    """Remove the shared folder if `process` owns it; returns whether it does."""
-    owner, folder = multiprocessing.current_process()._config.get(OWNED_FOLDER, (0, ""))  # type: ignore[attr-defined]
-    if owner == process:
-        shutil.rmtree(folder, ignore_errors=True)
-    return bool(folder) and owner == process
-
-
-def remove_folder_of_a_killed_parent() -> None:
-    """Called in a worker: let its normal exit remove the shared folder if the parent process was killed."""
-    parent = os.getppid()
-
-    def clean() -> None:
-        if os.getppid() != parent:
-            _remove_folder_of(parent)
-
-    multiprocessing.util.Finalize(None, clean, exitpriority=0)
 
 
 def end_workers(keep: Collection[Any] = ()) -> None:

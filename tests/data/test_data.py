@@ -298,23 +298,6 @@ def test_workers_are_capped_at_the_processors(
     assert "num_workers: 2 instead of 10" in caplog.text
 
 
-def test_a_task_that_may_use_few_of_the_cores_is_warned_and_told_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
-    loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
-    assert loader.num_workers == 1
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "1 instead of 10, since this process may use 1 of the machine's 64 cores" in record.message
-    assert "srun --cpus-per-task=10" in record.message
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
-    create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=100)
-    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1, "a machine that has no more cores is no mistake"
-
-
 def test_negative_workers_are_an_error() -> None:
     with pytest.raises(ValueError, match="num_workers option should be non-negative"):
         create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=-1)

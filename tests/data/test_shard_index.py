@@ -1,19 +1,15 @@
-"""sources/shard_index.py and tar_headers.py: hostile shards, damaged ones, interrupted and repeated starts, memory."""
+"""sources/shard_index.py and tar_headers.py: damaged shards, interrupted and repeated starts."""
 
 import io
 import json
-import logging
 import multiprocessing
 import os
-import pickle
-import subprocess
-import sys
 import tarfile
 import threading
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +18,12 @@ import pytest
 
 from dino_sparo.data.dataset import open_together
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import index_images, open_source, shard_index, tar_headers, tars
+from dino_sparo.data.sources import index_images, open_source, tar_headers, tars
 from dino_sparo.data.sources.cache import cache_path, load_index, save_index
-from dino_sparo.data.sources.shard_index import Kind, Piece, index_share, open_index
+from dino_sparo.data.sources.shard_index import Piece, index_shards, open_index
 from dino_sparo.data.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
 from dino_sparo.runtime.faults import FaultError
-from dino_sparo.runtime.launch import init_distributed
+from dino_sparo.runtime.launch import CONTROL_FACTOR, init_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD = (1e9, 1e9)  # a time stamp that no writing process can still be at
@@ -88,64 +84,42 @@ def pax(record: bytes) -> bytes:
 
 
 MEMBER = header(b"a.jpg", octal(3), b"0") + blocks(b"abc") + header(b"a.txt", octal(3), b"0") + blocks(b"abc")
-GIGABYTES = 5 << 29
-
-# What the shard begins with, up to which size it is a hole, and what is said of it.
-HOSTILE = {
-    "long_name_of_gigabytes": (
-        header(b"n", binary(GIGABYTES), b"L"),
-        GIGABYTES,
-        "at byte 512: an extended header of 2,684,354,560",
-    ),
-    "pax_header_of_gigabytes": (
-        header(b"n", binary(GIGABYTES), b"x"),
-        GIGABYTES,
-        "at byte 512: an extended header of 2,684,354,560",
-    ),
-    "global_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"g"), GIGABYTES, "an extended header of 2,684"),
-    "chain_of_long_names": (
-        5000 * (header(b"n", octal(1), b"L") + blocks(b"n")),
-        0,
-        "more than 16 extended headers in a row",
-    ),
-    "chain_of_pax_headers": (5000 * pax(b"9 a=bcdef"[:8] + b"\n"), 0, "more than 16 extended headers in a row"),
-    "size_of_2_to_60": (header(b"a.jpg", binary(1 << 60), b"0"), 0, "is truncated within 'a.jpg'"),
-    "name_of_2_to_60": (header(b"n", binary(1 << 60), b"L"), 0, "is truncated within 'n'"),
-    "size_of_2_to_87": (header(b"a.jpg", binary((1 << 87) - 1), b"0"), 0, "is truncated within 'a.jpg'"),
-    "pax_size_of_2_to_60": (pax(b"28 size=%d\n" % (1 << 60)) + MEMBER, 0, "is truncated within 'a.jpg'"),
-    "pax_header_of_nothing": (MEMBER + pax(b"14 path=b.jpg\n"), 0, "behind the extended header at byte 2,048"),
-    "long_name_of_nothing": (MEMBER + header(b"n", octal(1), b"L") + b"n", 0, "truncated behind the extended header"),
-    "pax_size_of_5000_digits": (pax(b"5011 size=" + b"9" * 5000 + b"\n") + MEMBER, 0, "no valid header at byte"),
-    "pax_size_that_is_negative": (pax(b"11 size=-9\n") + MEMBER, 0, "no valid header at byte 1,024"),
-    "pax_length_of_5000_digits": (pax(b"9" * 5000 + b" path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
-    "pax_length_of_nothing": (pax(b"0 path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
-    "pax_length_beyond_the_header": (pax(b"600 path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
-    "zeros_of_a_failed_download": (b"", 1 << 20, "is no plain tar file"),
-    "flipped_bit": (MEMBER[:130] + b"\1" + MEMBER[131:], 0, "is no plain tar file"),
+# What the shard begins with, and up to which size it is a hole.
+DAMAGED = {
+    "chain_of_long_names": (5000 * (header(b"n", octal(1), b"L") + blocks(b"n")), 0),
+    "chain_of_pax_headers": (5000 * pax(b"8 a=bcd\n"), 0),
+    "size_of_2_to_60": (header(b"a.jpg", binary(1 << 60), b"0"), 0),
+    "pax_size_of_2_to_60": (pax(b"28 size=%d\n" % (1 << 60)) + MEMBER, 0),
+    "pax_header_of_nothing": (MEMBER + pax(b"14 path=b.jpg\n"), 0),
+    "long_name_of_nothing": (MEMBER + header(b"n", octal(1), b"L") + b"n", 0),
+    "pax_size_of_5000_digits": (pax(b"5011 size=" + b"9" * 5000 + b"\n") + MEMBER, 0),
+    "pax_length_of_5000_digits": (pax(b"9" * 5000 + b" path=a\n") + MEMBER, 0),
+    "zeros_of_a_failed_download": (b"", 1 << 20),
+    "a_second_tar_behind_the_end": (MEMBER + bytes(1024) + MEMBER, 0),
+    "flipped_bit": (MEMBER[:130] + b"\1" + MEMBER[131:], 0),
+    "flipped_bit_of_the_second_header": (MEMBER[:1154] + b"\1" + MEMBER[1155:], 0),
+    "no_tar": (b"no tar" * 200, 0),
+    "nothing": (b"", 0),
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_shard_is_refused_in_one_line_that_names_it_and_takes_no_memory(what: str, tmp_path: Path) -> None:
-    content, hole, message = HOSTILE[what]
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_shard_is_refused_in_one_line_that_names_it(what: str, tmp_path: Path) -> None:
+    content, hole = DAMAGED[what]
     path = tmp_path / "evil.tar"
     path.write_bytes(content)
     if hole:
         os.truncate(path, len(content) + hole)
     pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
     for open_it in (open_source, pair_sources.open_pairs):
-        tracemalloc.start()
-        with pytest.raises(ValueError, match="tar shard .*evil.tar.*" + message) as caught:
+        with pytest.raises(ValueError, match=r"tar shard .*evil.tar' is damaged.*; fetch or write it anew") as caught:
             open_it(str(path))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
         assert "\n" not in str(caught.value)
-        assert peak < 10 << 20
 
 
 def test_a_tar_larger_than_its_index_can_count_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tar_headers, "MAX_TAR_BYTES", 5000)
-    with pytest.raises(DamagedShardError, match="has 10,240 bytes; at most 5,000 are read"):
+    with pytest.raises(DamagedShardError, match="of 10,240 is no end of a tar"):
         list(tar_members(str(write_tar(tmp_path / "a.tar", [("a.jpg", b"a")]))))
 
 
@@ -243,18 +217,18 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_start_that_was_killed_goes_on_without_the_finished_shards(tmp_path: Path, indexed: list[str]) -> None:
     shards = write_shards(tmp_path, [2, 3, 5])
 
-    def stop(text: str) -> None:
-        if text.startswith("2 of 3"):
+    def stop(shard: str) -> Piece:
+        if shard == shards[2]:
             raise KeyboardInterrupt
+        return tars.IMAGES.index(shard)
 
     with pytest.raises(KeyboardInterrupt):
-        open_index(tars.IMAGES, shards, stop)
+        open_index(replace(tars.IMAGES, index=stop), shards)
     assert indexed == ["s-000.tar", "s-001.tar"]
-    index, _, _ = open_index(tars.IMAGES, shards)
-    assert indexed == ["s-000.tar", "s-001.tar", "s-002.tar"]
-    assert index.counts.tolist() == [2, 3, 5]
-    _, _, how = open_index(tars.IMAGES, shards)
-    assert "index read from" in how
+    for _ in range(2):
+        index, _ = open_index(tars.IMAGES, shards)
+        assert indexed == ["s-000.tar", "s-001.tar", "s-002.tar"]
+        assert index.counts.tolist() == [2, 3, 5]
 
 
 @pytest.mark.parametrize("change", ["size", "time"])
@@ -266,7 +240,7 @@ def test_a_shard_that_changed_is_indexed_anew_alone(tmp_path: Path, indexed: lis
         write_tar(Path(shards[1]), [(f"{i}.jpg", b"new") for i in range(40)])
     else:
         os.utime(shards[1], (2e9 / 2 + 1, 1e9 + 1))
-    index, _, _ = open_index(tars.IMAGES, shards)
+    index, _ = open_index(tars.IMAGES, shards)
     assert indexed == ["s-001.tar"]
     assert index.counts.tolist() == [2, 40 if change == "size" else 3, 5]
 
@@ -283,34 +257,32 @@ def test_starts_at_once_end_with_the_same_index_and_leave_nothing_behind(tmp_pat
     assert others == [first] * 3
     assert len(first) == 10
     assert not list(cache.glob("*.part"))
-    assert len(list(cache.glob("*.records"))) == 1
+    assert len(list(cache.iterdir())) == 3
 
 
 def test_shares_of_the_shards_are_the_whole(tmp_path: Path, indexed: list[str]) -> None:
     shards = write_shards(tmp_path, [1] * 7)
     for number in range(3):
-        index_share(tars.IMAGES, shards, number, 3)
+        index_shards(tars.IMAGES, shards[number::3])
     assert sorted(indexed) == sorted(map(os.path.basename, shards))
     open_index(tars.IMAGES, shards)
     assert len(indexed) == 7
 
 
-def test_a_cache_that_cannot_be_written_is_said_once_and_the_index_is_held_in_memory(
+def test_a_cache_that_cannot_be_written_is_said_once(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.write_text("a file where the folder should be")
-    index, _, _ = open_index(tars.IMAGES, write_shards(tmp_path, [2, 3, 5]))
+    index, _ = open_index(tars.IMAGES, write_shards(tmp_path, [2, 3, 5]))
     assert len(index.records) == 10
-    assert caplog.text.count("every process holds it in its own memory, and the next start indexes again") == 1
+    assert caplog.text.count("the index is not cached") == 1
 
 
-@pytest.mark.parametrize("ending", [".records", ".npz"])
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_a_damaged_index_is_made_anew(tmp_path: Path, cache: Path, ending: str, damage: bytes | None) -> None:
+def test_a_damaged_index_is_made_anew(tmp_path: Path, cache: Path, damage: bytes | None) -> None:
     shards = write_shards(tmp_path, [2, 3, 5])
     before = open_index(tars.IMAGES, shards)[0].records.tolist()
-    (records,) = cache.glob("*.records")
-    path = records.with_suffix(ending)
+    path = min(cache.iterdir())
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2] if damage is None else damage)
     assert open_index(tars.IMAGES, shards)[0].records.tolist() == before
@@ -323,29 +295,10 @@ def flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("ending", [".records", ".npz"])
-def test_no_flipped_bit_of_an_index_is_trusted(
-    tmp_path: Path, cache: Path, ending: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    shards = write_shards(tmp_path, [2, 3])
-    expected, notes, _ = open_index(tars.IMAGES, shards)
-    records = expected.records.tolist()
-    (path,) = cache.glob("*.records")
-    path = path.with_suffix(ending)
-    content = path.read_bytes()
-    for bit in range(0, 8 * len(content), 29):
-        path.write_bytes(flipped(content, bit))
-        caplog.clear()
-        index, found, how = open_index(tars.IMAGES, shards)
-        assert (index.records.tolist(), index.counts.tolist(), found) == (records, [2, 3], notes)
-        assert how != "indexed" or "is damaged" in caplog.text
-        assert path.read_bytes() == content or how != "indexed"
-
-
 def test_no_flipped_bit_of_a_cached_list_is_trusted(caplog: pytest.LogCaptureFixture) -> None:
     arrays = {"paths_blob": np.arange(50, dtype=np.uint8), "counts": np.arange(9), "stamps": np.array([[5, 6]])}
     assert save_index("key", arrays) == ""
-    path = Path(cache_path("key", ".npz"))
+    path = Path(cache_path("key"))
     content = path.read_bytes()
     for bit in range(0, 8 * len(content), 13):
         path.write_bytes(flipped(content, bit))
@@ -355,18 +308,6 @@ def test_no_flipped_bit_of_a_cached_list_is_trusted(caplog: pytest.LogCaptureFix
             assert "is damaged" in caplog.text
         else:  # the bit says nothing, such as one of a time
             assert {name: stored[name].tolist() for name in arrays} == {n: a.tolist() for n, a in arrays.items()}
-
-
-def test_another_process_gets_a_mapped_index_by_its_path(tmp_path: Path) -> None:
-    index, _, _ = open_index(tars.IMAGES, write_shards(tmp_path, [200] * 3))
-    content = pickle.dumps(index)
-    assert len(content) < 2000
-    copy = pickle.loads(content)
-    assert isinstance(copy.records, np.memmap)
-    assert copy.records.tolist() == index.records.tolist()
-    assert [copy.shard_of(i)[-7:-4] for i in (0, 199, 200, 599)] == ["000", "000", "001", "002"]
-    with pytest.raises(IndexError, match="index 600 of 600"):
-        copy.shard_of(600)
 
 
 # ---- damage
@@ -390,14 +331,14 @@ def test_a_truncated_shard_is_named_and_left_out_within_max_corrupt(
     pairs = pair_sources.open_pairs(str(tmp_path), max_left_out=0.6)
     assert [pairs.location(i)[-16:] for i in (0, 3)] == ["-000.tar!000.jpg", "-002.tar!000.jpg"]
     assert (len(pairs), pairs.left_out.total) == (8, lost)
-    assert "s-001.tar' is truncated within" in caplog.text
-    with pytest.raises(ValueError, match=r"s-001.tar' is truncated.*--max_corrupt"):
+    assert "s-001.tar' is damaged" in caplog.text
+    with pytest.raises(ValueError, match=r"s-001.tar' is damaged.*--max_corrupt"):
         pair_sources.open_pairs(str(tmp_path), max_left_out=0.0)
     images = open_source(str(tmp_path), max_corrupt=0.6)
     assert (len(images), getattr(images, "num_left_out", None)) == (8, lost)
-    with pytest.raises(ValueError, match=rf"s-001.tar' is truncated .*about {lost} of {8 + lost} images; at most 20"):
+    with pytest.raises(ValueError, match=rf"s-001.tar' is damaged .*about {lost} of {8 + lost} images; at most 20"):
         open_source(str(tmp_path), max_corrupt=0.2)
-    with pytest.raises(ValueError, match=r"s-001.tar' is truncated within '.*'; fetch or write it anew \(1 of 3"):
+    with pytest.raises(ValueError, match=r"s-001.tar' is damaged .*; fetch or write it anew \(1 of 3"):
         open_source(str(tmp_path))
     assert indexed.count("s-001.tar") == 1  # its damage is remembered too
 
@@ -418,50 +359,6 @@ def test_a_shard_that_cannot_be_read_now_is_tried_again_at_the_next_start(
             open_source(str(tmp_path))
         assert len(open_source(str(tmp_path), max_corrupt=0.5)) == 8
     assert len(open_source(str(tmp_path))) == 15
-
-
-# ---- memory
-
-MEASURE = """
-import sys
-from pathlib import Path
-import numpy as np
-from dino_sparo.data.sources.cache import cache_path, load_index, save_index
-from dino_sparo.data.sources.shard_index import Kind, ShardIndex, open_index
-
-def anonymous():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
-
-def refuse(shard, count):
-    raise AssertionError("indexed again")
-
-shards = sorted(map(str, Path(sys.argv[1]).glob("*.tar")))
-kind = Kind("synthetic", np.dtype(eval(sys.argv[2])), refuse)
-open_index(kind, shards)  # what Python allocates once
-before = anonymous()
-index, _, how = open_index(kind, shards)
-total = int(np.add.reduce(index.records["start"][::7], dtype=np.int64))  # touches every page
-print(anonymous() - before, len(index), total, index.records.nbytes)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
-def test_a_mapped_index_takes_less_than_a_byte_per_sample_of_a_process_own_memory(tmp_path: Path) -> None:
-    pair_tars = pytest.importorskip("dino_sparo.image_text.pairs.tars")
-    for number in range(20):
-        write_tar(tmp_path / f"{number:02}.tar", [])
-
-    def synthetic(shard: str, count: Callable[[], None]) -> Piece:
-        return Piece(np.ones(10_000, pair_tars.PAIR_RECORD), {"samples": 10_000})
-
-    open_index(Kind("synthetic", pair_tars.PAIR_RECORD, synthetic), sorted(map(str, tmp_path.glob("*.tar"))))
-    words = [sys.executable, "-c", MEASURE, str(tmp_path), repr(pair_tars.PAIR_RECORD.descr)]
-    output = subprocess.run(words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True).stdout
-    own, count, _, mapped = map(int, output.split())
-    assert count == 200_000
-    assert mapped == 20 * count
-    assert own < count
 
 
 # ---- several processes
@@ -559,28 +456,9 @@ def test_a_process_killed_while_indexing_has_left_what_was_finished(tmp_path: Pa
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize(("fate", "message"), [("dies", "process 1 of 2 died"), ("hangs", "has not moved on from")])
+@pytest.mark.parametrize(("fate", "message"), [("dies", "another process died"), ("hangs", "did not answer for")])
 def test_a_process_that_dies_or_hangs_while_indexing_ends_the_others(tmp_path: Path, fate: str, message: str) -> None:
     (found,) = run_peers(tmp_path, slow_s=0.3, fate=fate, answers=1)
     assert found[0] == 0
     assert message in found[2]
-    assert found[3] < 5 * 0.3 + 3 * TIMEOUT_S
-
-
-def test_progress_is_logged_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(shard_index, "LOG_SECONDS", 0.0)
-    monkeypatch.setattr(shard_index, "REPORT_MEMBERS", 3)
-    reports: list[str] = []
-    with caplog.at_level(logging.INFO):
-        open_index(tars.IMAGES, write_shards(tmp_path, [2, 3]), reports.append)
-    assert reports == [
-        "0 of 2 shards, 3 new members",
-        "1 of 2 shards, 4 new members",
-        "1 of 2 shards, 6 new members",
-        "1 of 2 shards, 9 new members",
-        "2 of 2 shards, 10 new members",
-        "",
-    ]
-    assert "indexing: 1 of 2 shards, 4 new members in 0 s" in caplog.text
+    assert found[3] < 5 * 0.3 + (2 + CONTROL_FACTOR) * TIMEOUT_S

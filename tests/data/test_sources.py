@@ -60,12 +60,6 @@ def write(path: Path, value: int = 0) -> Path:
     return path
 
 
-def age(folder: Path) -> None:
-    """Make a folder and its subfolders look unchanged for long, so that their index is cached."""
-    for path, _, _ in os.walk(folder):
-        os.utime(path, (1e9, 1e9))
-
-
 def names(source: ImageSource, root: Path) -> list[str]:
     return [os.path.relpath(source.location(i), root) for i in range(len(source))]
 
@@ -136,7 +130,7 @@ def test_one_line_says_how_many_images_were_found(root: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         open_source(str(root))
     (record,) = caplog.records
-    assert f"folder {root}: 2 images in 2 classes, indexed in " in record.getMessage()
+    assert f"folder {root}: 2 images in 2 classes, listed in " in record.getMessage()
 
 
 def test_linked_folders_are_followed_and_loops_end(root: Path, tmp_path: Path) -> None:
@@ -153,16 +147,10 @@ def test_linked_folders_are_followed_and_loops_end(root: Path, tmp_path: Path) -
 def test_a_link_that_leads_nowhere_is_named_and_looked_up_again(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bug: classes that are links to a disk that is not there were left out, and the index was kept for good."""
     write(root / "a" / "1.png")
     (root / "b").symlink_to(tmp_path / "disk", target_is_directory=True)
-    age(root)
-    for _ in range(2):
-        assert len(open_source(str(root))) == 1
-        assert (
-            "left out 1 entries that are no regular files (broken links, pipes, devices), the first is b" in caplog.text
-        )
-        caplog.clear()
+    assert len(open_source(str(root))) == 1
+    assert "left out 1 entries that are no regular files (broken links, pipes, devices), the first is b" in caplog.text
     write(tmp_path / "disk" / "2.png")
     assert open_source(str(root)).classes == ["a", "b"]
 
@@ -252,98 +240,24 @@ def test_a_folder_without_labels_is_described_in_three_lines(root: Path) -> None
 # ---- cache
 
 
-def open_without_scanning(path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageSource:
-    def refuse(*_: object) -> None:
-        raise AssertionError("the folder was listed again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", refuse)
-        return open_source(str(path))
-
-
-def test_a_cached_index_is_used_until_a_folder_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a/1.png", "a/2.png", "b/sub/3.png"):
-        write(root / name)
-    age(root)
-    first = open_source(str(root))
-    second = open_without_scanning(root, monkeypatch)
-    assert names(second, root) == names(first, root)
-    assert second.labels is not None
-    assert first.labels is not None
-    assert second.labels.tolist() == first.labels.tolist() == [0, 0, 1]
-    assert second.classes == ["a", "b"]
-    write(root / "b/sub/4.png")
-    assert names(open_source(str(root)), root) == ["a/1.png", "a/2.png", "b/sub/3.png", "b/sub/4.png"]
-    age(root)
-    (root / "a/1.png").unlink()
-    assert names(open_source(str(root)), root) == ["a/2.png", "b/sub/3.png", "b/sub/4.png"]
-
-
-def test_a_removed_subfolder_makes_the_index_stale(root: Path) -> None:
-    write(root / "a/1.png")
-    moved = write(root / "b/2.png")
-    age(root)
-    open_source(str(root))
-    moved.unlink()
-    moved.parent.rmdir()
-    age(root)  # even if the parent's time stamp did not tell
-    assert names(open_source(str(root)), root) == ["a/1.png"]
-
-
-def test_a_folder_that_has_just_changed_is_not_cached(root: Path, cache_folder: Path) -> None:
-    write(root / "1.png")
-    open_source(str(root))
-    assert not cache_folder.exists()
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
 def test_a_group_may_share_a_cache(root: Path, cache_folder: Path, umask: int, mode: int) -> None:
-    write(root / "images/1.png")
-    age(root)
     shard = write_tar(root / "0.tar", labelled(range(2)))
     os.utime(shard, (1e9, 1e9))
     before = os.umask(umask)
     try:
-        open_source(str(root / "images"))
         open_source(str(shard))
     finally:
         os.umask(before)
-    files = [path for path in cache_folder.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".npz", ".records"}
-    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
-
-
-@pytest.mark.parametrize("damage", [b"", b"garbage", None])
-def test_a_damaged_cache_is_ignored(
-    root: Path, cache_folder: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(root / "1.png")
-    age(root)
-    open_source(str(root))
-    (cached,) = cache_folder.iterdir()
-    content = cached.read_bytes()
-    cached.write_bytes(content[: len(content) // 2] if damage is None else damage)
-    with caplog.at_level(logging.INFO):
-        assert len(open_source(str(root))) == 1
-    assert "is damaged" in caplog.text
-    assert cached.read_bytes() == content
-
-
-def test_an_unwritable_cache_is_ignored(root: Path, cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache_folder.write_text("a file where the folder should be")
-    write(root / "1.png")
-    age(root)
-    with caplog.at_level(logging.INFO):
-        assert len(open_source(str(root))) == 1
-    assert "the index is not cached" in caplog.text
+    (path,) = cache_folder.iterdir()
+    assert path.stat().st_mode & 0o777 == mode
 
 
 def test_the_cache_lies_in_the_users_cache_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DINO_SPARO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    write(root / "1.png")
-    age(root)
-    open_source(str(root))
+    os.utime(write_tar(root / "0.tar", labelled(range(2))), (1e9, 1e9))
+    open_source(f"{root}/0.tar")
     assert len(list((tmp_path / "xdg" / "dino_sparo").glob("*.npz"))) == 1
 
 
@@ -574,7 +488,7 @@ def test_cached_shards_are_used_until_one_changes(root: Path, monkeypatch: pytes
     assert len(open_source(path)) == 5
 
 
-def test_links_and_devices_in_a_tar_are_passed_over(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_links_and_devices_in_a_tar_are_passed_over(root: Path) -> None:
     path = root / "shard.tar"
     with tarfile.open(path, "w") as tar:
         for name, kind in (("a.png", tarfile.SYMTYPE), ("b.png", tarfile.LNKTYPE), ("c.png", tarfile.FIFOTYPE)):
@@ -591,7 +505,6 @@ def test_links_and_devices_in_a_tar_are_passed_over(root: Path, caplog: pytest.L
     source = open_source(str(path))
     assert len(source) == 1
     assert_shows(source, 0, 6)
-    assert "left out 2 links to other members" in caplog.text
     assert not (root.parent.parent / "outside.png").exists()
 
 
@@ -613,36 +526,33 @@ def sparse(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (truncate, "is truncated within '000.png'; fetch or write it anew"),
-        (scramble, "is damaged: no valid header at byte 1,024"),
-        (negative_size, "no valid header at byte 0"),
-        (sparse, "has the sparse member '000.png'; write it without --sparse"),
-        (
-            lambda content: content[:2048] + bytes(512) + content[2560:],
-            "ends at byte 2,048 of .*, and what follows is no",
-        ),
-        (lambda content: content + bytes(2 << 20), "ends at byte .*: part of it was never written"),
-        (lambda content: content + content, "ends at byte .* or two tars were joined"),
-        (lambda content: b"", "is no plain tar file"),
-        (lambda content: b"\x1f\x8b" + content, "is no plain tar file"),
+        truncate,
+        scramble,
+        negative_size,
+        sparse,
+        lambda content: content[:2048] + bytes(512) + content[2560:],
+        lambda content: content + bytes(2 << 20),
+        lambda content: content + content,
+        lambda content: b"",
+        lambda content: b"\x1f\x8b" + content,
     ],
 )
-def test_damaged_tars_are_errors(root: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_damaged_tars_are_errors(root: Path, damage: Callable[[bytes], bytes]) -> None:
     path = write_tar(root / "shard.tar", labelled(range(2)), tarfile.GNU_FORMAT)
     content = path.read_bytes()
     assert len(encode(picture(0))) <= 512
     path.write_bytes(damage(content))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"shard\.tar' is damaged.*; fetch or write it anew"):
         open_source(str(path))
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
 def test_a_tar_may_end_without_zeros_or_with_one_block_of_them(root: Path, num_blocks: int) -> None:
     path = write_tar(root / "s.tar", labelled(range(2)), tarfile.GNU_FORMAT)
-    content = path.read_bytes().rstrip(b"\0")  # ends with the last label, whose block is not filled up
-    path.write_bytes(content if num_blocks == 0 else content + bytes(-len(content) % 512 + 512 * num_blocks))
+    content = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(content + bytes(-len(content) % 512 + 512 * num_blocks))
     assert len(open_source(str(path))) == 2
 
 
@@ -668,7 +578,7 @@ def test_tars_of_the_oldest_kind_are_checked_by_their_sum(root: Path) -> None:
     assert_shows(open_source(str(path)), 0, 0)
     content[0:1] = b"1"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is no plain tar file"):
+    with pytest.raises(ValueError, match="is damaged"):
         open_source(str(path))
 
 

@@ -1,23 +1,18 @@
-"""What two ranks tell each other: objects, errors, folders, and heartbeats."""
+"""What two ranks tell each other: objects and errors."""
 
 import time
 from pathlib import Path
 
 from two_ranks import TwoRanks
 
-from dino_sparo.runtime import launch
 from dino_sparo.runtime.agree import (
     all_gather_object,
     all_or_none,
     barrier,
-    beating,
     broadcast_object,
-    gather_patiently,
-    note_progress,
     on_rank_0,
     rank_0_first,
     require_same,
-    share_of,
 )
 from dino_sparo.runtime.launch import is_main, rank, world_size
 
@@ -25,28 +20,27 @@ from dino_sparo.runtime.launch import is_main, rank, world_size
 def _objects() -> list[object]:
     barrier()
     own = {"rank": rank(), "size": world_size(), "main": is_main()}
-    return [all_gather_object(own), broadcast_object(own), gather_patiently(own, "a test")]
+    return [all_gather_object(own), broadcast_object(own)]
 
 
 def test_objects_are_gathered_in_rank_order_and_broadcast_from_rank_0(two_ranks: TwoRanks) -> None:
     both = [{"rank": 0, "size": 2, "main": True}, {"rank": 1, "size": 2, "main": False}]
-    assert two_ranks(_objects) == [[both, both[0], both]] * 2
+    assert two_ranks(_objects) == [[both, both[0]]] * 2
 
 
-def _fail(failing: int, patient: bool) -> None:
-    with all_or_none("opening the images", patient=patient):
+def _fail(failing: int) -> None:
+    with all_or_none("opening the images"):
         if rank() == failing:
             raise ValueError("no such folder")
 
 
 def test_an_error_of_one_rank_ends_both(two_ranks: TwoRanks) -> None:
     for failing in (0, 1):
-        for patient in (False, True):
-            messages = two_ranks.errors(_fail, failing, patient)
-            assert messages[failing] == "ValueError: no such folder"
-            other = f"opening the images failed on 1 of 2 processes; rank {failing}: no such folder"
-            assert messages[1 - failing] == f"PeerError: {other}"
-    assert two_ranks.errors(_fail, 2, True) == ["", ""]
+        messages = two_ranks.errors(_fail, failing)
+        assert messages[failing] == "ValueError: no such folder"
+        other = f"opening the images failed on 1 of 2 processes; rank {failing}: no such folder"
+        assert messages[1 - failing] == f"PeerError: {other}"
+    assert two_ranks.errors(_fail, 2) == ["", ""]
 
 
 def _write(path: str, fails: bool) -> str:
@@ -88,38 +82,3 @@ def test_values_that_differ_are_named_on_both_ranks(two_ranks: TwoRanks) -> None
     assert two_ranks.errors(_require, [5, 5]) == ["", ""]
     message = "ValueError: the processes disagree on the images: [5, 7], by rank; do they read the same folder?"
     assert two_ranks.errors(_require, [5, 7]) == [message] * 2
-
-
-def _share(folders: list[str]) -> tuple[int, int]:
-    return share_of(folders[rank()])
-
-
-def test_ranks_find_out_whether_they_see_the_same_folder(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    assert two_ranks(_share, [one, one]) == [(0, 2), (1, 2)]
-    assert two_ranks(_share, [one, other]) == [(0, 1), (0, 1)]
-    assert list(tmp_path.glob("*/*")) == []
-
-
-def _hang() -> None:
-    """Rank 1 beats, but does not move on; rank 0 waits for it no longer than the time-out."""
-    group = launch.peers()
-    assert group is not None
-    before, group.timeout_s = group.timeout_s, 0.4
-    try:
-        with beating():
-            if rank():
-                note_progress("shard 3 of 5")
-                time.sleep(1.2)
-            else:
-                gather_patiently(None, "indexing")
-    finally:
-        group.timeout_s = before
-        group.round = 1000  # the ranks are at different rounds now
-
-
-def test_a_rank_that_lives_and_does_not_move_on_counts_as_hung(two_ranks: TwoRanks) -> None:
-    message, other = two_ranks.errors(_hang)
-    assert message.startswith("FaultError: process 1 of 2 died or hangs: it has not moved on from 'shard 3 of 5' for")
-    assert message.endswith("run the same command to resume")
-    assert other == ""

@@ -8,17 +8,14 @@ import hashlib
 import logging
 import os
 import secrets
-import time
-from collections.abc import Callable
 
 import numpy as np
 
-from dino_sparo.data.sources.image_source import Arrays
-
 _logger = logging.getLogger(__name__)
 
+Arrays = dict[str, np.ndarray]
+
 _CACHE_VERSION = 5
-_SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing within its time stamp's resolution
 
 
 def cache_folder() -> str:
@@ -28,39 +25,14 @@ def cache_folder() -> str:
     )
 
 
-def cache_path(key: str, ending: str) -> str:
+def cache_path(key: str) -> str:
     """The path of `key` in the cache."""
-    return os.path.join(cache_folder(), hashlib.sha256(_versioned(key)).hexdigest()[:32] + ending)
-
-
-def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
-    """Whether the last of these times of change is old enough that a later change would have another time."""
-    return bool(stamps_ns.max() < (now_s - _SETTLE_S) * 1e9)
-
-
-def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> tuple[Arrays, str]:
-    """An index from the user's cache if it is current, else built and cached; also the log's words for its origin.
-
-    Args:
-        key: name of the indexed thing, with absolute paths.
-        build: returns the index; its `stamps` are times of change (ns). An index whose `num_others` is not 0 is not
-            cached: the missing entries may be there next time.
-        is_current: whether a stored index still describes the disk.
-    """
-    arrays = load_index(key)
-    if arrays is not None and is_current(arrays):
-        return arrays, f"index read from {cache_path(key, '.npz')}"
-    started = time.time()
-    arrays = build()
-    is_whole = not arrays.pop("num_others", np.array(0))
-    if is_whole and is_settled(arrays["stamps"][0], started) and (problem := save_index(key, arrays)):
-        _logger.info("the index is not cached: %s", problem)
-    return arrays, "indexed"
+    return os.path.join(cache_folder(), hashlib.sha256(_versioned(key)).hexdigest()[:32] + ".npz")
 
 
 def load_index(key: str) -> Arrays | None:
     """The index in the cache, current or not; None if it is missing or damaged."""
-    path = cache_path(key, ".npz")
+    path = cache_path(key)
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
@@ -74,7 +46,9 @@ def load_index(key: str) -> Arrays | None:
 
 def save_index(key: str, arrays: Arrays) -> str:
     """Write an index atomically; returns the error in words, empty if there is none."""
-    path, temporary = cache_path(key, ".npz"), temporary_path()
+    path = cache_path(key)
+    # A group may share a cache, which the rights of `tempfile`'s files would forbid.
+    temporary = f"{path}.{secrets.token_hex(8)}.part"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(temporary, "xb") as file:
@@ -85,11 +59,6 @@ def save_index(key: str, arrays: Arrays) -> str:
             os.remove(temporary)
         return str(error)
     return ""
-
-
-def temporary_path() -> str:
-    """A free path in the cache; a group may share a cache, which the rights of `tempfile`'s files would forbid."""
-    return os.path.join(cache_folder(), f"{secrets.token_hex(16)}.part")
 
 
 def _versioned(key: str) -> bytes:

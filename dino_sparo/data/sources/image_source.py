@@ -18,8 +18,6 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, read_image
 
 _MAX_CLASSES = 1 << 20
 
-Arrays = dict[str, np.ndarray]
-
 
 @runtime_checkable
 class ImageSource(Protocol):
@@ -65,19 +63,6 @@ class PackedStrings:
         """Pack file names, given as the file system's bytes."""
         lengths = np.fromiter(map(len, strings), np.int64, len(strings))
         return cls(np.frombuffer(b"".join(strings), np.uint8), lengths.cumsum())
-
-    @classmethod
-    def from_arrays(cls, arrays: Arrays, name: str) -> "PackedStrings":
-        """The inverse of `to_arrays`."""
-        return cls(arrays[f"{name}_blob"], arrays[f"{name}_ends"])
-
-    def to_arrays(self, name: str) -> Arrays:
-        """Both arrays, to be stored with others in an index."""
-        return {f"{name}_blob": self.blob, f"{name}_ends": self.ends}
-
-    def to_list(self) -> list[str]:
-        """All strings, for short lists."""
-        return [self[i] for i in range(len(self))]
 
     def __len__(self) -> int:
         """Number of strings."""

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -111,7 +111,7 @@ def open_shards(
     Raises:
         ValueError: too much is damaged or compressed, or there is no image.
     """
-    index, notes, how = open_index(images_kind(limits), shards)
+    index, notes = open_index(images_kind(limits), shards)
     lost = lost_samples(shards, notes, index.counts)
     num_lost = sum(lost.values())
     total = num_lost + len(index)
@@ -126,7 +126,7 @@ def open_shards(
         raise ValueError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {limits.extensions}"
         )
-    return TarSource(name, index, *_labels(index, notes), num_lost), f"{len(shards)} shard(s) {how}"
+    return TarSource(name, index, *_labels(index, notes), num_lost), f"{len(shards)} shard(s) indexed"
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
@@ -160,14 +160,13 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
     return {shard: written[shard] for shard in shards if shard in written}
 
 
-def _index_images(shard: str, count: Callable[[], None], extensions: tuple[str, ...]) -> Piece:
+def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
     endings = tuple(map(str.encode, extensions))
     keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
     last_key, group = b"", 0  # neighbours with one key are a group; the key may come again, with another label
     with open_regular(shard) as file:
         for member in tar_members(shard):
-            count()
             folder, slash, base = member.name.rpartition(b"/")
             if base.startswith(b"."):
                 continue

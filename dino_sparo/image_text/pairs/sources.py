@@ -28,7 +28,7 @@ from dino_sparo.data.sources import ImageLimits, TableColumns, open_source, refu
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import ALL, find_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource
-from dino_sparo.data.sources.shard_index import index_share
+from dino_sparo.data.sources.shard_index import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.classes import open_classes
@@ -109,7 +109,7 @@ class PairPath:
         """Index every `count`-th shard, beginning with shard `number`, into the cache; without shards do nothing."""
         kind = pairs_kind(self.caption_key) if self.caption_templates is None else IMAGES
         with contextlib.suppress(ValueError):  # `open` reports what is wrong with the shards
-            index_share(kind, self._resolve_split()[1], number, count)
+            index_shards(kind, self._resolve_split()[1][number::count])
 
     def _open(self) -> PairSource:
         if self.caption_templates is not None or names_scenes(self.data_path):

@@ -6,7 +6,7 @@ among ranks are exact for any number of shards.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     Raises:
         ValueError: all shards are damaged, or there is no pair; names the members and keys found.
     """
-    index, notes, how = open_index(pairs_kind(caption_key), shards)
+    index, notes = open_index(pairs_kind(caption_key), shards)
     left_out = _left_out(shards, notes)
     if not len(index):
         endings = list(dict.fromkeys(ending for note in notes for ending in note.get("endings", ())))
@@ -117,7 +117,7 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     captions = TarCaptions(index, caption_key)
     if caption_key is not None:
         _require_key(captions, name, caption_key)
-    return PairSource(TarSource(name, index), captions, left_out, how_opened=f"{len(shards)} shard(s) {how}")
+    return PairSource(TarSource(name, index), captions, left_out, how_opened=f"{len(shards)} shard(s) indexed")
 
 
 def pairs_kind(caption_key: str | None) -> Kind:
@@ -126,19 +126,14 @@ def pairs_kind(caption_key: str | None) -> Kind:
     return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
 
 
-def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
     """Groups of a shard's members: neighbours of one key, until an ending is repeated.
-
-    Args:
-        shard: path.
-        count: called per member.
 
     Yields:
         The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot).
     """
     last_key, members = b"", dict[bytes, Member]()
     for member in tar_members(shard):
-        count()
         folder, slash, base = member.name.rpartition(b"/")
         stem, dot, ending = base.partition(b".")
         key, ending = folder + slash + stem, (dot + ending).lower()
@@ -152,10 +147,10 @@ def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[tuple[bytes
         yield last_key, members
 
 
-def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
+def _index_pairs(shard: str, ending: bytes) -> Piece:
     """The pairs in one shard; its number of samples, endings, and samples that are no pairs."""
     records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
-    for key, members in shard_samples(shard, count):
+    for key, members in shard_samples(shard):
         samples += 1
         endings.update(dict.fromkeys(members))
         image = next((member for name, member in members.items() if name.endswith(IMAGE_ENDINGS)), None)
