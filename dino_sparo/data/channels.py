@@ -59,19 +59,11 @@ class ChannelImage(Image.Image):
 
 
 def parse_npy(data: bytes) -> Shaped[np.ndarray, "..."]:
-    """The array in the bytes of an `.npy` file; no memory is taken for what a damaged header promises.
-
-    Raises:
-        ValueError: the file is damaged, or holds Python objects.
-    """
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read_header(file)
-    if dtype.hasobject or dtype.fields:
-        raise ValueError(f"holds {dtype}; save numbers of one type")
-    values = np.frombuffer(data, dtype, offset=file.tell())
-    return values.reshape(shape, order="F" if is_fortran else "C")
+    """The array in the bytes of an `.npy` file; ValueError if it is damaged, or holds Python objects."""
+    values = np.load(io.BytesIO(data), allow_pickle=False)
+    if values.dtype.fields:
+        raise ValueError(f"holds {values.dtype}; save numbers of one type")
+    return values
 
 
 def planes_of_array(values: Shaped[np.ndarray, "..."], in_chans: int) -> Shaped[np.ndarray, "C H W"]:

@@ -48,18 +48,13 @@ DEVICE_SIGNS = (
 # Memory is full, in the words of CUDA's libraries and of torch's allocator on the CPU.
 MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
 
-# Option -> how it saves memory; of trainings and of evaluations.
-TRAINING_REMEDIES = {
-    "grad_accum_steps": "a smaller batch with as many more --grad_accum_steps takes the same steps",
-    "grad_checkpointing": "--grad_checkpointing keeps fewer activations",
-    "loss_chunk": "--loss_chunk computes the loss of a part of the prototypes at a time",
-    "memory_report": "--memory_report says what a step keeps, for a batch that fits",
-}
-EVALUATION_REMEDIES = {
-    "batch_size_per_gpu": "a smaller --batch_size_per_gpu",
-    "use_cuda": "--use_cuda false, which keeps features in the host's memory",
-    "image_size": "a smaller --image_size",
-}
+TRAINING_REMEDY = (
+    "a smaller batch with as many more --grad_accum_steps takes the same steps; --grad_checkpointing keeps fewer "
+    "activations; DINO's --loss_chunk computes the loss of a part of the prototypes at a time"
+)
+EVALUATION_REMEDY = (
+    "smaller batches or images; --use_cuda false, where there is one, keeps features in the host's memory"
+)
 
 
 class MendableError(RuntimeError):
@@ -151,7 +146,7 @@ def is_device_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn torch's errors about full memory into a `MemoryFullError` that names those `options` which help."""
+    """Turn torch's errors about full memory into a `MemoryFullError` that says what helps."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -159,11 +154,8 @@ def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
         if isinstance(error, MemoryFullError | FaultError) or not is_memory_full(error):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        remedies = TRAINING_REMEDIES if "grad_accum_steps" in options else EVALUATION_REMEDIES
-        is_on_gpu = any(name in text.upper() for name in ("CUDA", "CUBLAS", "CUDNN"))
-        useless = set() if is_on_gpu and options.get("use_cuda") else {"use_cuda"}
-        helps = "; ".join(text for name, text in remedies.items() if name in options.keys() - useless)
-        raise MemoryFullError(f"memory is full. {f'What helps: {helps} ' * bool(helps)}({text[:300]})") from error
+        remedy = TRAINING_REMEDY if "grad_accum_steps" in options else EVALUATION_REMEDY
+        raise MemoryFullError(f"memory is full. What helps: {remedy} ({text[:300]})") from error
 
 
 def is_memory_full(error: Exception) -> bool:

@@ -1,17 +1,13 @@
 """torch.compile of an objective's networks; they are compiled in the first step."""
 
 import contextlib
-import importlib
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.training.objective import Objective
 
@@ -19,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
-MAX_COMPILE_WORKERS = 32  # of one rank; Inductor's own limit
 
 
 class CompileError(MendableError):
@@ -36,7 +31,6 @@ def compile_networks(objective: Objective[Any]) -> None:
     # The names of torch 2.6, which later versions keep beside `recompile_limit` and `fail_on_recompile_limit_hit`.
     torch._dynamo.config.cache_size_limit = MAX_COMPILED_VARIANTS
     torch._dynamo.config.fail_on_cache_limit_hit = True
-    share_compile_workers()
     # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.
     torch._dynamo.config.optimize_ddp = not any(getattr(part, "grad_checkpointing", False) for part in parts)
     for module in modules:
@@ -58,20 +52,3 @@ def compile_failures_named() -> Iterator[None]:
         raise CompileError(
             f"torch.compile does not work here ({type(error).__name__}: {reason}); give --compile off"
         ) from error
-
-
-def share_compile_workers() -> None:
-    """Let Inductor start as many processes as this rank's share of its cores, unless the environment says how many.
-
-    By default every rank starts up to 32, and all ranks of a machine compile at once.
-    """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    ranks = all_gather_object((socket.gethostname(), cores))  # of all ranks, whatever their environments say
-    if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
-        return
-    sharing = sum(host == socket.gethostname() and bool(other & cores) for host, other in ranks)
-    workers = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
-    # Read by the thread of the backward pass too, which does not see what this one sets.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(workers)
-    config: Any = importlib.import_module("torch._inductor.config")
-    config.compile_threads = workers

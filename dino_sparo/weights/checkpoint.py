@@ -228,21 +228,23 @@ def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
     """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
-    wanted = module.state_dict()
-    missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    misshapen = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & weights.keys())
-        if weights[name].shape != wanted[name].shape
-    ]
-    problems = [
-        f"{len(names)} {kind}: {shortened(names)}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"the weights of {source} do not fit the model; " + "; ".join(problems))
+    if problems := misfits(module.state_dict(), weights):
+        raise CheckpointError(f"the weights of {source} do not fit the model; {problems}")
     module.load_state_dict(dict(weights))
+
+
+def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_have_more: bool = False) -> str:
+    """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
+    kinds = {
+        "missing": sorted(wanted.keys() - weights.keys()),
+        "unexpected": [] if may_have_more else sorted(weights.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
+            for name in sorted(wanted.keys() & weights.keys())
+            if weights[name].shape != wanted[name].shape
+        ],
+    }
+    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
 
 
 def shortened(names: list[str]) -> str:
@@ -320,18 +322,11 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: 
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
-    wanted = {f"backbone.{name}": value.shape for name, value in backbone.state_dict().items()}
-    missing = sorted(wanted.keys() - fitting.keys())
-    misshapen = [
-        f"{name} {tuple(fitting[name].shape)} instead of {tuple(shape)}"
-        for name, shape in wanted.items()
-        if name in fitting and fitting[name].shape != shape
-    ]
-    if missing or misshapen:
-        problems = f"of another shape: {shortened(misshapen)}" if misshapen else f"missing: {shortened(missing)}"
+    wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    if problems := misfits(wanted, fitting, may_have_more=True):
         raise CheckpointError(
-            f"{source} does not hold the weights of timm/{backbone.name}; {len(misshapen or missing)} are {problems}; "
-            "choose other weights, or the --arch that they were trained with"
+            f"{source} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
+            "--arch that they were trained with"
         )
     return fitting
 

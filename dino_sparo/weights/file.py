@@ -73,7 +73,10 @@ def verify_checkpoint(path: Path) -> None:
         _require_stored(archive, path)
         damaged = archive.testzip()
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of its part {damaged} is wrong; copy the file again, or take the "
+            "checkpoint before it"
+        )
 
 
 def contents_checksum(path: Path) -> int:
@@ -98,7 +101,7 @@ def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
 
     Args:
         path: the file.
-        verify: compare tensors with the file's checksums, if it has some.
+        verify: compare the parts with the file's checksums, if it has some.
         mmap: leave tensors in the file until they are used, if its format allows it.
 
     Raises:
@@ -110,40 +113,11 @@ def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
             f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
             f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
         )
+    is_archive = zipfile.is_zipfile(path)
+    if is_archive and verify:
+        verify_checkpoint(path)
     with _reading(path), torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
-        checksums = _checksums(path)
-        map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
-        is_mapped = mmap and zipfile.is_zipfile(path)
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
-
-
-def _checksums(path: Path) -> set[tuple[int, int]]:
-    """(Size in bytes, CRC-32) of the parts of a .pth file that hold tensors; the small other parts are verified here.
-
-    Empty for torch's format before 2020, which has no checksums.
-    """
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # as torch tells its formats apart
-            return set()
-    with zipfile.ZipFile(path) as archive:
-        _require_stored(archive, path)
-        for part in archive.infolist():
-            if "/data/" not in part.filename:
-                archive.read(part)  # raises if the checksum is wrong
-        return {(part.file_size, part.CRC) for part in archive.infolist()}
-
-
-def _require_checksum(
-    checksums: set[tuple[int, int]], path: Path, storage: torch.UntypedStorage, location: str
-) -> torch.UntypedStorage:
-    """torch's callback for the bytes of each tensor once they are in memory, so that no byte is read twice."""
-    data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    if (storage.nbytes(), zlib.crc32(data)) not in checksums:
-        raise CheckpointError(
-            f"{path} is damaged: a tensor of {storage.nbytes()} bytes is not what was saved; copy the file again, or "
-            f"take the checkpoint before it"
-        )
-    return storage
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_archive)
 
 
 def weights_checksum(weights: Mapping[str, Tensor], documents: str = "") -> str:

@@ -1,7 +1,6 @@
 """training/compile.py and memory.py: what the first step compiles, how a failure ends the run, memory by part."""
 
 import importlib
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.runtime.launch import Distributed
-from dino_sparo.training import compile as compile_file
 from dino_sparo.training import run
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.loop import memory_report
@@ -68,41 +66,6 @@ def test_a_compiled_step_neither_makes_a_tensor_on_the_host_nor_copies_one(
     moved = [node for node in nodes if any(isinstance(value, torch.device) for value in node.args)]
     assert made == []
     assert moved == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "workers"),
-    [
-        ([("here", {0, 1, 2, 3, 4, 5, 6})], 7),
-        ([("here", {0, 1, 2, 3, 4, 5, 6})] * 3, 2),
-        ([("here", {0, 1, 2, 3, 4, 5, 6})] * 8, 1),
-        ([("here", {0, 1, 2, 3, 4, 5, 6}), ("there", {0, 1, 2, 3, 4, 5, 6})], 7),
-        ([("here", {0, 1, 2, 3, 4, 5, 6}), ("here", {7, 8})], 7),  # Slurm gives every task cores of its own
-        ([("here", set(range(100)))], 32),
-    ],
-)
-def test_ranks_that_share_cores_share_them_when_they_compile(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[str, set[int]]], workers: int
-) -> None:
-    """The bug: eight ranks started 32 processes each."""
-    config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(compile_file.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(compile_file.os, "sched_getaffinity", lambda _: ranks[0][1], raising=False)
-    monkeypatch.setattr(compile_file, "all_gather_object", lambda _: ranks)
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "to be restored")
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    with config.patch(compile_threads=99):
-        compile_file.share_compile_workers()
-        assert config.compile_threads == workers
-    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(workers)  # for the thread of the backward pass
-
-
-def test_the_environment_says_how_many_processes_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    with config.patch(compile_threads=99):
-        compile_file.share_compile_workers()
-        assert config.compile_threads == 99
 
 
 def _trace_without_generating_code(rank: int) -> None:

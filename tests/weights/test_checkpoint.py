@@ -337,7 +337,7 @@ def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(contents(), tmp_path / "checkpoint.pth")
-    monkeypatch.setattr(checkpoint_file, "_require_checksum", lambda *_: pytest.fail("verified again"))
+    monkeypatch.setattr(checkpoint_file, "verify_checkpoint", lambda *_: pytest.fail("verified again"))
     load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
 
 
