@@ -8,13 +8,12 @@ import contextlib
 import json
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
@@ -71,19 +70,6 @@ class TrackedRun:
         return str(json.loads(path.read_text())["id"])
 
 
-class Tracker(Protocol):
-    """One tracker of one run."""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Named numbers of a step."""
-
-    def image(self, name: str, picture: np.ndarray, step: int) -> None:
-        """A picture (H, W, 3), 8 bit."""
-
-    def close(self) -> None:
-        """Finish writing."""
-
-
 class TensorBoard:
     """Files in tensorboard/; its page HPARAMS compares runs by their options."""
 
@@ -91,9 +77,6 @@ class TensorBoard:
         folder = str(run.folder / "tensorboard")
         if printable(folder) != folder:
             raise ValueError(f"TensorBoard cannot write to a folder of this name: {folder}")
-        global _excepthook
-        if threading.excepthook is not _tensorboards_threads_are_silent:
-            _excepthook, threading.excepthook = threading.excepthook, _tensorboards_threads_are_silent
         # A resumed run declares that the events from a step on did not happen: these steps are taken again.
         self.writer = SummaryWriter(folder, purge_step=None if run.step is None else run.step + 1)
         # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
@@ -113,15 +96,6 @@ class TensorBoard:
     def close(self) -> None:
         """Finish writing."""
         self.writer.close()
-
-
-def _tensorboards_threads_are_silent(failure: threading.ExceptHookArgs) -> None:
-    """The next call of TensorBoard's writer raises the error of its thread; see `Trackers`."""
-    if not type(failure.thread).__module__.startswith("tensorboard."):
-        _excepthook(failure)
-
-
-_excepthook = threading.excepthook
 
 
 class WandB:
@@ -147,18 +121,22 @@ class WandB:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Named numbers of a step."""
-        self.run.log({"step": step, **values})
+        self.log(values, step)
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """A picture (H, W, 3), 8 bit."""
-        self.run.log({"step": step, name: self.image_type(picture)})
+        self.log({name: self.image_type(picture)}, step)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Numbers or pictures of a step."""
+        self.run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Write, or upload, what is left."""
         self.run.finish()
 
 
-class Trackio:
+class Trackio(WandB):
     """Trackio, which keeps runs on this machine; TRACKIO_PROJECT and TRACKIO_SPACE_ID name another place."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -174,20 +152,13 @@ class Trackio:
             embed=False,
         )
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Named numbers of a step."""
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Numbers or pictures of a step."""
         self.run.log(dict(values), step=step)
 
-    def image(self, name: str, picture: np.ndarray, step: int) -> None:
-        """A picture (H, W, 3), 8 bit."""
-        self.run.log({name: self.image_type(picture)}, step=step)
 
-    def close(self) -> None:
-        """Write what is left."""
-        self.run.finish()
-
-
-TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+# A tracker has the methods of `TensorBoard`.
+TRACKERS: dict[str, Callable[[TrackedRun], Any]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 class Trackers:
@@ -199,12 +170,12 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        self.run, self.open = run, dict[str, Tracker]()
+        self.run, self.open = run, dict[str, Any]()
         for name in dict.fromkeys(names):
             with self._failures_named(name):
                 self.open[name] = TRACKERS[name](run)
 
-    def each(self, call: Callable[[Tracker], None]) -> None:
+    def each(self, call: Callable[[Any], None]) -> None:
         """Call every tracker that works."""
         for name, tracker in list(self.open.items()):
             with self._failures_named(name):

@@ -1,8 +1,7 @@
 """A list of paths or a table (.csv, .tsv, .jsonl) -> its rows -> the image files that it names, with their labels.
 
 A table is read line by line, so that memory is what the caller keeps. Columns are found by usual names or named by
-options. The log warns once of what is unusual but may be correct: rows that span several lines, texts that are not
-UTF-8, splits that are not recognised.
+options. Texts that are not UTF-8 are read as Latin-1.
 """
 
 import csv
@@ -75,7 +74,7 @@ PATHS = Column(
 LABELS = Column("labels", "label_column", ("label", "class", "class_name", "category", "target"))
 SPLITS = Column("splits", "split_column", ("split", "set", "subset", "partition"))
 
-Row = tuple[int, int, dict[Any, Any]]  # first and last line, cells by column
+Row = tuple[int, dict[Any, Any]]  # first line, cells by column
 
 
 class TableRows:
@@ -112,7 +111,6 @@ class TableRows:
         self.header, self.delimiter = self._read_header()
         self.names = [column.find(self.header) for column in self.columns]
         self.word: str | None = None
-        self.warned = set[str]()
         if self.names[-1] is not None and split != ALL:
             counts = Counter(cells[-1].strip().lower() for _, cells in self._rows())
             self.word = choose_rows(counts, split, default_split, f"column {self.names[-1]!r} of table {path}")
@@ -152,59 +150,43 @@ class TableRows:
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         """First line and cells of all rows, the split's last."""
         with open_text(self.path) as file:
-            for first, last, row in self._json_rows(file) if self.is_jsonl else self._csv_rows(file):
-                lines = f"line {first}" if first == last else f"lines {first} to {last}"
-                if first != last:
-                    self._warn_once("a row spans several lines (is a quote missing?)", lines)
+            for line, row in self._json_rows(file) if self.is_jsonl else self._csv_rows(file):
                 cells = zip(self.columns, map(row.get, self.names), strict=True)
-                yield first, [self._cell(column, value, lines) for column, value in cells]
+                yield line, [self._cell(column, value, line) for column, value in cells]
 
-    def _warn_once(self, problem: str, lines: str) -> None:
-        if problem not in self.warned:
-            self.warned.add(problem)
-            _logger.warning("table %s: %s; the first in %s", self.path, problem, lines)
-
-    def _cell(self, column: Column, value: Any, lines: str) -> str:
-        """A value as text.
-
-        Raises:
-            ValueError: it is a list or an object, or holds line ends that it should not hold.
-        """
-        where = f"table {self.path!r}: {lines}"
-        if isinstance(value, list | dict):
-            raise ValueError(f"{where}: {column.find(self.header)!r} holds no text but {str(value)[:60]}")
+    def _cell(self, column: Column, value: Any, line: int) -> str:
+        """A value as text; ValueError for a list, an object, or line ends that it should not hold."""
         cell = _as_text(value)
-        if not column.may_span and "\n" in cell.strip():
+        if isinstance(value, list | dict) or (not column.may_span and "\n" in cell.strip()):
             raise ValueError(
-                f"{where} are one row by their quotes, and its {column.find(self.header)!r} holds line ends; a quote "
-                "is missing or too many"
+                f"table {self.path!r}: line {line}: {column.find(self.header)!r} holds no text of one line but "
+                f"{cell[:60]!r}; is a quote missing?"
             )
         try:
             if not column.is_path:
                 cell.encode()
-        except UnicodeEncodeError:
-            self._warn_once("a text is not UTF-8 and is read as Latin-1", lines)
+        except UnicodeEncodeError:  # not UTF-8
             return _HALF_CHARACTER.sub("?", cell).encode("utf-8", "surrogateescape").decode("latin-1")
         return cell
 
     def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
         """The rows of a table with a delimiter; blank lines are skipped."""
         file.readline()
-        reader, last = csv.reader(file, delimiter=self.delimiter), 1
+        reader, line = csv.reader(file, delimiter=self.delimiter), 2
         try:
             for cells in reader:
-                first, last = last + 1, reader.line_num + 1
                 if cells and len(cells) != len(self.header):
-                    lines = f"line {first}" if first == last else f"lines {first} to {last}, one row by its quotes,"
                     raise ValueError(
-                        f"table {self.path!r}: {lines} has {len(cells)} columns, the header has {len(self.header)}: "
-                        f"{self.header}; put cells that hold {self.delimiter!r} or line ends in double quotes"
+                        f"table {self.path!r}: the row from line {line} has {len(cells)} columns, the header has "
+                        f"{len(self.header)}: {self.header}; put cells that hold {self.delimiter!r} or line ends in "
+                        "double quotes"
                     )
                 if cells:
-                    yield first, last, dict(zip(self.header, cells, strict=True))
+                    yield line, dict(zip(self.header, cells, strict=True))
+                line = reader.line_num + 2
         except csv.Error as error:
             raise ValueError(
-                f"table {self.path!r}: line {last + 1} cannot be read ({error}); is a quote missing?"
+                f"table {self.path!r}: line {line} cannot be read ({error}); is a quote missing?"
             ) from error
 
     def _json_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
@@ -213,13 +195,12 @@ class TableRows:
         for line, text in enumerate(file, 1):
             if text.strip():
                 row = parse_object(text, f"table {self.path!r}: line {line}")
-                late = sorted(row.keys() - set(self.header))
-                if any(column.find(late) is not None for column in absent):
+                if late := [name for column in absent if (name := column.find(list(row)))]:
                     raise ValueError(
                         f"table {self.path!r}: line {line} has {late}, which the first line lacks; give all lines the "
                         "same keys, null where there is no value"
                     )
-                yield line, line, row
+                yield line, row
 
 
 def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str, table: str) -> str | None:
