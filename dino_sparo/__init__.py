@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from dino_sparo._version import __version__
 from dino_sparo.runtime.lazy import lazy_names
 
+# ruff: noqa: F401
 if TYPE_CHECKING:
     from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip
     from dino_sparo.data.crops import MultiCropAugmentation
@@ -38,45 +39,18 @@ if TYPE_CHECKING:
     from dino_sparo.models.readout import ReadoutOutput, Sparo
     from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
 
-__all__ = [
-    "CheckpointError",
-    "DINOHead",
-    "DINOLoss",
-    "DINONetwork",
-    "Encoder",
-    "EncoderConfig",
-    "EvalTransform",
-    "MultiCropAugmentation",
-    "ReadoutOutput",
-    "Result",
-    "Sparo",
-    "__version__",
-    "attention",
-    "create_encoder",
-    "embed",
-    "knn",
-    "linear",
-    "load_checkpoint",
-    "load_embeddings",
-    "load_encoder",
-    "train",
-    "train_clip",
-    "train_oc_clip",
-]
-
 # The modules import torch, which takes seconds.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip"),
-        "evaluation.embed.store": ("load_embeddings",),
-        "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
-        "data.crops": ("MultiCropAugmentation",),
-        "data.views": ("EvalTransform",),
-        "dino.head": ("DINOHead",),
-        "dino.loss": ("DINOLoss",),
-        "distillation.network": ("DINONetwork",),
-        "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
-        "models.readout": ("ReadoutOutput", "Sparo"),
-    },
-)
+_NAMES = {
+    "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip"),
+    "evaluation.embed.store": ("load_embeddings",),
+    "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
+    "data.crops": ("MultiCropAugmentation",),
+    "data.views": ("EvalTransform",),
+    "dino.head": ("DINOHead",),
+    "dino.loss": ("DINOLoss",),
+    "distillation.network": ("DINONetwork",),
+    "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
+    "models.readout": ("ReadoutOutput", "Sparo"),
+}
+__all__ = ["__version__", *(name for names in _NAMES.values() for name in names)]
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -45,19 +45,11 @@ class Ties:
         texture: probability of the typical texture, in [0, 1].
         colour: probability of the typical colour, in [0, 1].
         background: probability that the large object stands on its typical background, in [0, 1].
-
-    Raises:
-        ValueError: a probability is outside [0, 1].
     """
 
     texture: float = 0.9
     colour: float = 0.85
     background: float = 0.6
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value <= 1:
-                raise ValueError(f"Ties.{name}={value} is not a probability; give a number from 0 to 1")
 
 
 # Attributes that go together would let a model guess one from the other instead of looking.

@@ -40,16 +40,11 @@ class CrossAttentionKind(NamedTuple):
 
 
 CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
-    "attpool": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=False),
-    "multihead_slotproj": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=True),
-    "multihead_slotnorm": CrossAttentionKind(separate_heads=False, slotwise_norm=True, slotwise_projection=False),
-    "multihead_slotnorm_slotproj": CrossAttentionKind(
-        separate_heads=False, slotwise_norm=True, slotwise_projection=True
-    ),
-    "separate": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=False),
-    "separate_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=True),
-    "separate_slotnorm": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=False),
-    "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
+    name: CrossAttentionKind(name.startswith("separate"), "slotnorm" in name, "slotproj" in name)
+    for name in (
+        *("attpool", "multihead_slotproj", "multihead_slotnorm", "multihead_slotnorm_slotproj"),
+        *("separate", "separate_slotproj", "separate_slotnorm", "separate_slotnorm_slotproj"),
+    )
 }
 
 

@@ -9,23 +9,14 @@ import os
 import stat
 from typing import Any
 
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
-
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a file to read its bytes; OSError at once for a pipe, a device, a folder or a socket."""
     # Without O_NONBLOCK opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(0, f"is {_KINDS.get(kind, 'something else')}, not a regular file", os.fspath(path))
+        raise OSError(0, "is a folder, a pipe or a device, not a regular file", os.fspath(path))
     return open(descriptor, "rb")
 
 

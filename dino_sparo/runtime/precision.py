@@ -1,14 +1,8 @@
 """Precision of training and evaluations: fp32, TF32, bf16 or fp16."""
 
-import logging
-import time
-
 import torch
 
-logger = logging.getLogger(__name__)
-
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BF16_TRIAL_SIDE = 384
 
 
 def set_tf32(allowed: bool) -> None:
@@ -39,12 +33,6 @@ def choose_precision(precision: str, use_fp16: bool | None, device: torch.device
         precision = wanted
     if precision == "auto":
         precision = "bf16" if _has_bf16(device) else "fp32"
-    elif precision == "bf16" and not _has_bf16(device) and (speed := bf16_speed(device)) < 1:
-        logger.warning(
-            "--precision bf16: this %s multiplies matrices at %.2g times its speed in fp32; --precision fp32 is faster",
-            device.type,
-            speed,
-        )
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
     return PRECISIONS[precision]
@@ -55,23 +43,6 @@ def _has_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return device.type == "cpu" and any(check() for check in checks if check is not None)
-
-
-def bf16_speed(device: torch.device) -> float:
-    """Speed of a small matrix product in bf16, as a multiple of its speed in fp32.
-
-    A CPU without bf16 instructions is a hundred times slower in bf16.
-    """
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix, times = torch.ones(BF16_TRIAL_SIDE, BF16_TRIAL_SIDE, device=device, dtype=dtype), []
-        for _ in range(4):  # the first is slower
-            begin = time.monotonic()
-            (matrix @ matrix).sum().item()
-            times.append(time.monotonic() - begin)
-        return min(times[1:])
-
-    return seconds(torch.float32) / max(seconds(torch.bfloat16), 1e-9)
 
 
 def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:

@@ -182,7 +182,7 @@ def test_a_pipe_a_device_and_a_folder_in_a_list_are_corrupt_images_at_once(tmp_p
     (tmp_path / "list.txt").write_text("a.png\n" * 8 + "pipe.png\n/dev/zero\n.\n" + "x" * 300 + ".png\n")
     source = open_source(str(tmp_path / "list.txt"))
     for index, reason in enumerate(
-        ("is a named pipe, not a regular", "is a device", "is a folder", "name too long"), 8
+        ("not a regular file", "not a regular file", "not a regular file", "name too long"), 8
     ):
         with pytest.raises(CorruptImageError, match=reason):
             source.read(index)
@@ -197,15 +197,17 @@ def test_a_pipe_first_in_a_list_or_as_the_list_itself_is_an_error_at_once(tmp_pa
     for path in (str(tmp_path / "images.csv"), "/dev/zero"):
         with pytest.raises(ValueError, match="is neither a folder nor a regular file, but a pipe or a device"):
             open_source(path)
-    with pytest.raises(OSError, match="is a named pipe, not a regular file"):
+    with pytest.raises(OSError, match="is a folder, a pipe or a device, not a regular file"):
         open_regular(tmp_path / "images.csv")
 
 
 def test_a_pipe_called_tar_is_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.tar")
-    with pytest.raises(ValueError, match=r"x\.tar' cannot be read \(is a named pipe, not a regular file\)"):
+    with pytest.raises(
+        ValueError, match=r"x\.tar' cannot be read \(is a folder, a pipe or a device, not a regular file\)"
+    ):
         open_source(str(tmp_path))
-    with pytest.raises(ValueError, match="is a named pipe, not a regular file"):
+    with pytest.raises(ValueError, match="is a folder, a pipe or a device, not a regular file"):
         open_pairs(str(tmp_path))
 
 

@@ -222,11 +222,6 @@ def test_bad_arguments_are_refused(arguments, message):
         Scenes(**{"num_images": 5, **arguments})
 
 
-def test_a_tie_that_is_no_probability_is_refused():
-    with pytest.raises(ValueError, match=r"Ties\.colour=1\.5 is not a probability; give a number from 0 to 1"):
-        Ties(colour=1.5)
-
-
 @pytest.mark.parametrize("index", [-1, 5])
 def test_a_scene_outside_the_list_is_refused(index):
     with pytest.raises(IndexError, match=rf"scene {index} does not exist; .* has 5 scenes, from 0"):

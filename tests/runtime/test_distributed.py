@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import agree, exits, faults, launch, precision
+from dino_sparo.runtime import agree, exits, faults, launch
 from dino_sparo.runtime.agree import all_gather_object, barrier, broadcast_object
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.exits import errors_in_one_line
@@ -370,16 +370,3 @@ def test_an_error_of_nccl_about_another_rank_is_a_fault_of_that_rank() -> None:
     message = "another process died, or did not answer for 10 minutes"
     with pytest.raises(FaultError, match=message), faults.faults_named(10.0):
         raise dist.DistBackendError(text)
-
-
-def test_bf16_where_it_is_slower_than_fp32_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cpu = torch.device("cpu")
-    assert 0 < precision.bf16_speed(cpu) < 100
-    monkeypatch.setattr(precision, "_has_bf16", lambda device: False)
-    monkeypatch.setattr(precision, "bf16_speed", lambda device: 0.012)
-    assert precision.choose_precision("auto", None, cpu) == torch.float32
-    assert not caplog.text
-    assert precision.choose_precision("bf16", None, cpu) == torch.bfloat16
-    assert "--precision bf16: this cpu multiplies matrices at 0.012 times its speed in fp32" in caplog.text
