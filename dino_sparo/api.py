@@ -129,54 +129,30 @@ def train(**options: Any) -> Result:
 
 
 def train_clip(**options: Any) -> Result:
-    """Train image and text encoders with CLIP on images with captions; see `train`.
-
-    Args:
-        options: of `dino-sparo train-clip`.
-    """
+    """Train image and text encoders with CLIP on images with captions, by options of `dino-sparo train-clip`."""
     return call("train-clip", **options)
 
 
 def train_oc_clip(**options: Any) -> Result:
-    """Train OC-CLIP on images with captions and their scene graphs; see `train`.
-
-    Args:
-        options: of `dino-sparo train-oc-clip`.
-    """
+    """Train OC-CLIP on images with captions and scene graphs, by options of `dino-sparo train-oc-clip`."""
     return call("train-oc-clip", **options)
 
 
 def embed(**options: Any) -> Result:
-    """Embed any images into files; `load_embeddings(output_dir)` opens them.
-
-    Args:
-        options: of `dino-sparo embed`: pretrained_weights, data_path, output_dir, what, dtype, ...
-    """
+    """Embed any images into files, by options of `dino-sparo embed`; `load_embeddings(output_dir)` opens them."""
     return call("embed", **options)
 
 
 def knn(**options: Any) -> Result:
-    """Weighted k-NN accuracy of a checkpoint on labelled images.
-
-    Args:
-        options: of `dino-sparo knn`: pretrained_weights, data_path, nb_knn, ...
-    """
+    """Weighted k-NN accuracy of a checkpoint on labelled images, by options of `dino-sparo knn`."""
     return call("knn", **options)
 
 
 def linear(**options: Any) -> Result:
-    """Accuracy of linear probes of a checkpoint on labelled images.
-
-    Args:
-        options: of `dino-sparo linear`: pretrained_weights, data_path, fast, epochs, lr, ...
-    """
+    """Accuracy of linear probes of a checkpoint on labelled images, by options of `dino-sparo linear`."""
     return call("linear", **options)
 
 
 def attention(**options: Any) -> Result:
-    """Draw the attention map of every slot, or head, of a checkpoint for some images.
-
-    Args:
-        options: of `dino-sparo attention`: pretrained_weights, data_path, output_dir, ...
-    """
+    """Draw the attention map of every slot, or head, for some images, by options of `dino-sparo attention`."""
     return call("attention", **options)

@@ -23,7 +23,7 @@ from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
 from studies.report import draw, report
-from studies.runs import RESULTS, add_scores, make_runs
+from studies.runs import RESULTS, make_runs
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,6 @@ OPTIONS = {
         "jobs": Option(1, "Runs at the same time, with one thread each.", positive_int),
         "epochs": Option(None, "Epochs of a try; by default those of the recipe.", positive_int),
         "seeds": Option(None, "Seeds to run; by default all. Several machines can share a study.", int, nargs="+"),
-        "add_scores": Option(
-            False, "Train nothing: measure missing scores of finished runs whose checkpoints are in --output_dir."
-        ),
         "report": Option(False, "Train nothing: tables and plot of the results so far."),
     }
 }
@@ -80,9 +77,7 @@ def run_study(args: argparse.Namespace) -> str:
     if args.epochs is not None:
         STUDIES[args.name] = STUDIES[args.name].with_epochs(args.epochs)
     with errors_in_one_line(logger):
-        if args.add_scores:
-            add_scores(args.name, args.data_path, args.output_dir, args.results)
-        elif not args.report:
+        if not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
             make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
         tables = report(args.name, args.results)

@@ -46,7 +46,7 @@ class Study:
         learning_rates: candidates, of which each variant takes the best.
         choose: last line of log.txt -> quality of a learning rate; larger is better.
         prepare: (--data_path, folder, run of a command) -> (training data, evaluation data).
-        evaluate: (run, run of a command, known scores) -> all scores.
+        evaluate: (run, run of a command) -> all scores.
     """
 
     question: str
@@ -58,7 +58,7 @@ class Study:
     learning_rates: Sequence[float]
     choose: Callable[[Mapping[str, Any]], float]
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
-    evaluate: Callable[[Trained, RunCommand, Mapping[str, Mapping[str, float]] | None], Scores]
+    evaluate: Callable[[Trained, RunCommand], Scores]
     commands: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
@@ -131,10 +131,6 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
         )
     rows = ["path,label,split"]
     for split, number in (("train", 2500), ("val", 500)):
-        if not Path(data_path, split).is_dir():
-            raise ValueError(
-                f"{Path(data_path, split)} is no folder; --data_path needs class folders in train/ and val/"
-            )
         for label in sorted(path for path in Path(data_path, split).iterdir() if path.is_dir()):
             paths = sorted(label.iterdir())
             if len(paths) != number:

@@ -134,24 +134,6 @@ def is_finished(folder: Path, run: Run) -> bool:
     return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
 
 
-def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path) -> None:
-    """Measure missing scores of finished runs whose checkpoints are in `output_dir`, such as a new control."""
-    from dino_sparo.__main__ import run
-
-    study, folder = STUDIES[name], output_dir / name
-    _, evaluated = study.prepare(data_path, folder, run)
-    for one in reported_runs(name, results):
-        result = one.result(results)
-        if result is None or "diverged" in result or not is_finished(folder / one.name, one):
-            continue
-        trained = Trained(folder / one.name, one.variant, one.seed, evaluated)
-        scores = study.evaluate(trained, run, result["scores"])
-        if scores != result["scores"]:
-            earlier = result.get("scores_added_with", [])
-            added = {**result, "scores": scores, "scores_added_with": [*earlier, git_hash()]}
-            write_json(added, results / name / f"{one.name}.json")
-
-
 def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: str, results: Path, jobs: int) -> None:
     """Make runs, each in its own process: two small runs side by side are faster than two threads.
 
@@ -233,7 +215,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         return {**result, "diverged": diverged}
     if not one.only_chooses:
         before = _processor_seconds()
-        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run, None)
+        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
         result["evaluation_processor_s"] = round(_processor_seconds() - before)
     optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {

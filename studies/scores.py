@@ -1,6 +1,5 @@
 """A finished run -> its scores, and controls for the width of the encoding and for random weights."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
     return path
 
 
-def dino_scores(
-    trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None, img_size: int = 32
-) -> Scores:
+def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
     """20-NN and linear probes of the trained and of the untrained encoder.
 
     The paper's probe reads four layers, whose width differs between encoders; `ENCODING_PROBE` reads the encoding
@@ -78,35 +75,31 @@ def dino_scores(
 
     path, alone, four = trained.folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
 
-    def measures(*state: str) -> dict[str, Callable[[], float]]:
+    def measures(*state: str) -> dict[str, float]:
         found = {
-            "20-NN": lambda: knn(path, "encoding", *state),
-            "linear probe": lambda: probe(path, "blocks", *state),
-            ENCODING_PROBE: lambda: probe(path, "encoding", *state, *alone),
+            "20-NN": knn(path, "encoding", *state),
+            "linear probe": probe(path, "blocks", *state),
+            ENCODING_PROBE: probe(path, "encoding", *state, *alone),
         }
-        return found | ({WIDTH_CONTROL: lambda: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
+        return found | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
 
-    wanted = {"untrained": measures("--untrained"), "trained": measures()}
+    found = {"untrained": measures("--untrained"), "trained": measures()}
     if trained.variant in RANDOM_READERS:
-        wanted["trained"] |= {
-            RANDOM_SLOTS: lambda: knn(with_random_slots(trained), "random_slots"),
-            RANDOM_SLOTS_PROBE: lambda: probe(with_random_slots(trained), "random_slots", *alone),
+        random = with_random_slots(trained)
+        found["trained"] |= {
+            RANDOM_SLOTS: knn(random, "random_slots"),
+            RANDOM_SLOTS_PROBE: probe(random, "random_slots", *alone),
         }
     if trained.variant in RANDOM_READERS and trained.variant != "sparo":
-        wanted["trained"] |= {
-            SHALLOW_SLOTS: lambda: knn(with_random_slots(trained, True), "shallow_slots"),
-            SHALLOW_SLOTS_PROBE: lambda: probe(with_random_slots(trained, True), "shallow_slots", *alone),
+        shallow = with_random_slots(trained, True)
+        found["trained"] |= {
+            SHALLOW_SLOTS: knn(shallow, "shallow_slots"),
+            SHALLOW_SLOTS_PROBE: probe(shallow, "shallow_slots", *alone),
         }
-    found: Scores = {}
-    for state, own in wanted.items():
-        before = (known or {}).get(state, {})
-        found[state] = {name: before[name] if name in before else measure() for name, measure in own.items()}
     return found
 
 
-def clip_scores(trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None) -> Scores:
-    """Zero-shot accuracy, and accuracy on true against swapped captions; `known` scores are kept."""
-    if known:
-        return {state: dict(own) for state, own in known.items()}
+def clip_scores(trained: Trained, run: RunCommand) -> Scores:
+    """Zero-shot accuracy, and accuracy on true against swapped captions."""
     data_path, pairs = trained.data.split()
     return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}

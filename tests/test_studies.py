@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -214,7 +213,6 @@ def test_several_machines_share_a_study(tmp_path: Path, monkeypatch: pytest.Monk
     ("words", "done", "given"),
     [
         (["--jobs", "2", "--seeds", "0", "3"], "make_runs", (2, [0, 3])),
-        (["--add_scores"], "add_scores", ()),
         (["--report"], None, ()),
     ],
 )
@@ -222,7 +220,7 @@ def test_the_command_does_what_its_options_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], done: str | None, given: tuple[object, ...]
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    commands = {name: mock.Mock() for name in ("make_runs", "add_scores", "draw")}
+    commands = {name: mock.Mock() for name in ("make_runs", "draw")}
     for name, function in commands.items():
         monkeypatch.setattr(script, name, function)
     out, results = tmp_path / "out", tmp_path / "results"
@@ -303,7 +301,7 @@ def test_photographs_are_trained_on_whole_and_evaluated_in_equal_numbers(tmp_pat
 def test_photographs_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --data_path with the class folders"):
         plans._photographs(None, tmp_path, no_command)
-    with pytest.raises(ValueError, match=r"train is no folder; --data_path needs class folders in train/ and val/"):
+    with pytest.raises(FileNotFoundError, match="nowhere/train"):
         plans._photographs(str(tmp_path / "nowhere"), tmp_path, no_command)
 
 
@@ -359,58 +357,6 @@ def test_every_column_is_measured_by_its_own_command(tmp_path: Path, monkeypatch
         "linear probe, random slots, one block less": ("linear", "shallow", "trained", "1"),
     }
     assert commands == of_both | {"trained": of_both["trained"] | random_slots}
-
-
-def test_known_scores_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "with_random_slots", lambda trained, less=False: Path(f"less-{less}"))
-    asked: list[tuple[str, str, bool]] = []
-
-    def run(name: str, words: list[str]) -> dict:
-        path = words[words.index("--pretrained_weights") + 1]
-        asked.append((name, path, "--untrained" in words))
-        return {"results": [{"top1": 7.0}], "best": {"top1": 8.0}}
-
-    trained = plans.Trained(tmp_path, "gap", 0, "scenes")
-    everything = scores.dino_scores(trained, run)
-    assert len(asked) == 3 + 3 + 4
-    assert everything["trained"]["20-NN, random slots, one block less"] == 7.0
-    known = {state: dict.fromkeys(own, 1.0) for state, own in everything.items()}
-    for name in ("20-NN", "linear probe, random slots, one block less"):
-        del known["trained"][name]
-    del asked[:]
-    added = scores.dino_scores(trained, run, known)
-    assert asked == [("knn", str(tmp_path / "checkpoint.pth"), False), ("linear", "less-True", False)]
-    assert added["trained"] == {**everything["trained"], **known["trained"]}
-    assert added["untrained"] == known["untrained"]
-
-
-def test_scores_that_finished_runs_lack_are_added_where_their_checkpoints_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results, output_dir = tmp_path / "results", tmp_path / "out"
-    write_all(results, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
-    monkeypatch.setattr(runs, "load_checkpoint", lambda path: {"epoch": int(path.read_text())})
-    monkeypatch.setattr(runs, "git_hash", lambda: "fedcba9876")
-    first, second, under_way = runs.reported_runs("scenes", results)[:3]
-    for run, epoch in ((first, 4), (second, 4), (under_way, 3)):
-        (output_dir / "scenes" / run.name).mkdir(parents=True)
-        (output_dir / "scenes" / run.name / "checkpoint.pth").write_text(str(epoch))
-
-    def evaluate(trained: plans.Trained, command: object, known: Scores | None) -> dict[str, dict[str, float]]:
-        assert known is not None
-        new = {"new": 1.0} if trained.variant == first.variant else {}
-        return {"untrained": dict(known["untrained"]), "trained": {**known["trained"], **new}}
-
-    monkeypatch.setitem(STUDIES, "scenes", replace(STUDIES["scenes"], evaluate=evaluate))
-    before = {run.name: run.result(results) for run in runs.reported_runs("scenes", results)}
-    runs.add_scores("scenes", None, output_dir, results)
-    after = {run.name: run.result(results) for run in runs.reported_runs("scenes", results)}
-    changed = after.pop(first.name)
-    assert changed is not None
-    assert changed["scores"]["trained"]["new"] == 1.0
-    assert changed["scores_added_with"] == ["fedcba9876"]
-    assert after == {name: result for name, result in before.items() if name != first.name}
-    assert "with commit 0123456, fedcba9 and torch" in report.report("scenes", results)
 
 
 @pytest.mark.slow

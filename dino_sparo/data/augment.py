@@ -59,13 +59,7 @@ def pack_parameters(
     """One draw -> the `NUM_PARAMETERS` numbers of the distortions; all but the factors are exact in fp32.
 
     The arguments are the attributes of `crops.CropParameters`.
-
-    Raises:
-        ValueError: an unknown or repeated operation, or a blur that is too wide.
     """
-    names = [name for name, _ in jitter]
-    if len(set(names)) < len(names) or not KINDS.keys() >= set(names):
-        raise ValueError(f"jitter {names}: give each of {sorted(KINDS)} at most once")
     factors, of_gray, stage = [UNUSED[kind] for kind in STAGES], [0.0] * len(STAGES), 0
     for name, factor in jitter:
         stage = STAGES.index(KINDS[name], stage)

@@ -39,14 +39,6 @@ class TrainingBatch(Protocol):
 AnyBatch = TypeVar("AnyBatch", bound=TrainingBatch)
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A collection of images or pairs as the trainer sees it."""
-
-    def location(self, index: int) -> str:
-        """Path or name of an item, for messages."""
-
-
 @dataclass(frozen=True)
 class StepReport:
     """The numbers of a step; tensors stay on the device, unread.
@@ -86,7 +78,7 @@ class Objective(ABC, Generic[AnyBatch]):
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
         fixed_options: options that the optimizer's state depends on; resuming refuses other values.
         harmless_options: options that may change without a warning, beside `resume.HARMLESS_OPTIONS`.
-        source: the data.
+        source: the data; its `location(index)` is the path or name of an item.
         sampler: the order of the items.
         loader: batches of items.
         updater: gradients -> weights.
@@ -101,7 +93,7 @@ class Objective(ABC, Generic[AnyBatch]):
     fixed_options: ClassVar[Sequence[str]] = ()
     harmless_options: ClassVar[Sequence[str]] = ()
 
-    source: Source
+    source: Any
     sampler: EpochSampler
     loader: DataLoader
     updater: Updater

@@ -183,12 +183,6 @@ def test_a_hue_of_no_steps_still_goes_through_8_bits_and_no_hue_does_not() -> No
     assert np.array_equal(distort_crop(pixels, pack_parameters(**NOTHING)), pixels)
 
 
-@pytest.mark.parametrize("jitter", [(("hue", 0.1), ("hue", 0.1)), (("gamma", 1.1),)])
-def test_a_jitter_that_cannot_be_packed_is_refused(jitter: tuple[tuple[str, float], ...]) -> None:
-    with pytest.raises(ValueError, match=r"jitter \['\w+'.*\]: give each of .*'hue', 'saturation'\] at most once"):
-        pack_parameters(**{**NOTHING, "jitter": jitter})
-
-
 # All of them.
 
 

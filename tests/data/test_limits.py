@@ -90,22 +90,6 @@ def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
         decode_image(small, "here", ImageLimits(max_mpix=34e-6))
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_mb": 0.0}, "--max_image_mb 0.0: give a positive number"),
-        ({"max_mb": float("nan")}, "--max_image_mb nan"),
-        ({"max_mpix": 0.0}, "--max_image_mpix 0.0: give a positive number, at most Pillow's own 178.9"),
-        ({"max_mpix": 500.0}, "--max_image_mpix 500.0"),
-        ({"max_value": 0}, "--max_value 0: give a number from 1 to 65535"),
-        ({"max_value": 65536}, "--max_value 65536"),
-    ],
-)
-def test_limits_that_cannot_be_are_named(limits: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ImageLimits(**limits)
-
-
 @pytest.fixture
 def no_warning_yet() -> Iterator[None]:
     decode._HAS_WARNED[0] = 0

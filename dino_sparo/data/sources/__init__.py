@@ -24,6 +24,7 @@ The files of this folder, in the order of the data flow:
     decode.py            bytes -> pixels, or a CorruptImageError; limits of what is read
 """
 
+# ruff: noqa: F401
 import contextlib
 import logging
 import os
@@ -53,21 +54,6 @@ from dino_sparo.data.sources.tars import (
     refuse_compressed,
 )
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
-
-__all__ = [
-    "IMAGE_EXTENSIONS",
-    "OPENERS",
-    "TORCHVISION_SETS",
-    "CorruptImageError",
-    "ImageLimits",
-    "ImageSource",
-    "TableColumns",
-    "decode_image",
-    "expand_shards",
-    "index_images",
-    "open_source",
-    "refuse_remote",
-]
 
 _logger = logging.getLogger(__name__)
 

@@ -48,9 +48,6 @@ class ImageLimits:
         max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
         max_value: of images with more than 8 bit, which is white; larger values are white, too.
         in_chans: channels that the model takes. 3: 8-bit RGB; else the depth of the file is kept.
-
-    Raises:
-        ValueError: a limit is out of range.
     """
 
     max_mb: float = MAX_IMAGE_MB
@@ -62,16 +59,6 @@ class ImageLimits:
     def extensions(self) -> tuple[str, ...]:
         """Endings of the files that are images in folders and shards."""
         return IMAGE_EXTENSIONS if self.in_chans == 3 else (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
-
-    def __post_init__(self) -> None:
-        if not self.max_mb > 0:
-            raise ValueError(f"--max_image_mb {self.max_mb}: give a positive number")
-        if not 0 < self.max_mpix <= PILLOW_MAX_MPIX:
-            raise ValueError(
-                f"--max_image_mpix {self.max_mpix}: give a positive number, at most Pillow's own {PILLOW_MAX_MPIX}"
-            )
-        if not 0 < self.max_value <= MAX_VALUE:
-            raise ValueError(f"--max_value {self.max_value}: give a number from 1 to {MAX_VALUE}")
 
 
 DEFAULT_LIMITS = ImageLimits()

@@ -69,8 +69,6 @@ class PackedStrings:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
-        if not 0 <= index < len(self.ends):
-            raise IndexError(f"index {index} of {len(self.ends)}")
         start = self.ends[index - 1] if index else 0
         return os.fsdecode(self.blob[start : self.ends[index]].tobytes())
 

@@ -73,8 +73,6 @@ class ShardIndex:
 
     def shard_of(self, index: int) -> str:
         """Path of the shard that holds record `index`."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} of {len(self)}")
         return self.shards[int(np.searchsorted(self.ends, index, side="right"))]
 
 
