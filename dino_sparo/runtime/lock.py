@@ -95,7 +95,7 @@ class RunLock:
 
 
 def this_process() -> dict[str, Any]:
-    """What the file says of the run that holds the lock; `attempt` counts requeues of the Slurm job."""
+    """The content of the lock file; `attempt` counts requeues of the Slurm job."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
