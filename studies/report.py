@@ -109,13 +109,13 @@ def report(name: str, results: Path) -> str:
         added = {row: own.values() for row, own in gains.items()}
         parts += [summary_table(found), interval_table("difference", _titles(columns), between(scores))]
         parts += [interval_table("trained - untrained", untrained, added)]
-        parts += [interval_table("difference of what training adds", untrained, between(gains)), seed_table(found)]
+        parts += [interval_table("difference of the gains", untrained, between(gains)), seed_table(found)]
         parts.append(origin(name, results))
     return "\n\n".join(part for part in parts if part)
 
 
 def origin(name: str, results: Path) -> str:
-    """Commit and torch version of the runs, processor time of all trainings, and diverged runs."""
+    """Commit and torch version of the runs, CPU time of all trainings, and diverged runs."""
     study, choosing = STUDIES[name], choosing_runs(name)
     rows = reported_rows(name, results)
     num_rows = len(set(rows.values())) + len(study.variants.keys() - rows)  # those whose rate is not chosen yet
@@ -127,12 +127,11 @@ def origin(name: str, results: Path) -> str:
     commits = ", ".join(sorted(str(commit)[:7] for commit in hashes if commit is not None))
     versions = ", ".join(sorted({result["torch"] for result in made}))
     diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
-    no_scores = f" These diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
-    with_choosing = ", those that choose a rate among them" if choosing else ""
+    no_scores = f" These runs diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
+    with_choosing = ", including the runs that choose a learning rate" if choosing else ""
     return (
-        f"{len(made)} of {planned} runs are made{with_choosing}, with commit {commits} and torch {versions}. "
-        f"The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} processor hours "
-        f"together.{no_scores}"
+        f"{len(made)} of {planned} runs are finished{with_choosing}. Commits: {commits}; torch {versions}. "
+        f"Training time was recorded for {len(seconds)} runs: {sum(seconds) / 3600:.1f} CPU hours in total.{no_scores}"
     )
 
 
@@ -162,11 +161,11 @@ def choice_note(name: str, results: Path) -> str:
             if run.variant == variant and (result := run.result(results)) is not None
         ]
         if values.count(max(values)) > 1:
-            notes.append(f"{variant}: a tie, the smaller rate is taken")
+            notes.append(f"`{variant}`: a tie; the smaller rate was chosen.")
         if lr in (min(study.learning_rates), max(study.learning_rates)):
-            end = "smallest" if lr == min(study.learning_rates) else "largest"
-            notes.append(f"{variant}: the {end} rate is chosen, a better one may lie beyond")
-    return "Of the choice: " + "; ".join(notes) + "." if notes else ""
+            end, beyond = ("smallest", "smaller") if lr == min(study.learning_rates) else ("largest", "larger")
+            notes.append(f"`{variant}`: the {end} rate was chosen; a {beyond} one may be better.")
+    return " ".join(notes)
 
 
 def _columns(found: Results) -> list[Column]:
@@ -196,7 +195,7 @@ def _titles(columns: Sequence[Column]) -> list[str]:
 
 
 def summary_table(found: Results) -> str:
-    """Mean ± standard deviation of every score; parameters; processor minutes of the training."""
+    """Mean ± standard deviation of every score; parameters; CPU minutes of the training."""
     columns = _columns(found)
     rows = []
     for variant, by_seed in found.items():
@@ -210,7 +209,7 @@ def summary_table(found: Results) -> str:
             rows.append([variant, str(len(runs)), *scores])
             rows[-1] += [f"{runs[0][key]:,}" if runs[0][key] else "" for key in SIZES]
             rows[-1].append(mean_and_deviation(minutes) + of if minutes else "")
-    sizes = ["parameters of the encoder", "of all that is trained", "training, processor minutes"]
+    sizes = ["encoder parameters", "trained parameters", "training, CPU minutes"]
     return markdown(["", "seeds", *_titles(columns), *sizes], rows)
 
 

@@ -97,7 +97,7 @@ def test_a_row_at_another_rate_than_the_chosen_one_has_its_own_runs(tmp_path: Pa
     tables = report.report("scenes", tmp_path)
     assert "| cls | 4 | 50.00 | 55.00 |" in tables
     assert "| cls, rate 0.008 | 4 | 50.00 | 64.00 |" in tables
-    assert "29 of 29 runs are made" in tables
+    assert "29 of 29 runs are finished" in tables
 
 
 def test_slots_that_learned_nothing_are_a_row_too(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_training_adds_is_paired_with_the_same_untrained_encoder(tmp_path: 
     write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
     tables = report.report("scenes", tmp_path)
     assert "| sparo | +18.0 [+12.1, +23.9] |" in tables  # trained - untrained: 12, 15, 18, 21, 24
-    gains = tables[tables.index("difference of what training adds") :]
+    gains = tables[tables.index("difference of the gains") :]
     assert "| sparo - cls | +6.0 [+2.1, +9.9] |" in gains  # 2, 4, 6, 8, 10
 
 
@@ -123,9 +123,10 @@ def test_a_rate_at_an_end_of_the_grid_and_a_tie_are_named(tmp_path: Path) -> Non
     for run in runs.choosing_runs("scenes"):
         write(tmp_path, run, quality={"cls": 1.0, "gap": run.lr, "sparo": run.lr == 0.004}[run.variant])
     note = report.choice_note("scenes", tmp_path)
-    beyond = "rate is chosen, a better one may lie beyond"
     assert note == (
-        f"Of the choice: cls: a tie, the smaller rate is taken; cls: the smallest {beyond}; gap: the largest {beyond}."
+        "`cls`: a tie; the smaller rate was chosen. "
+        "`cls`: the smallest rate was chosen; a smaller one may be better. "
+        "`gap`: the largest rate was chosen; a larger one may be better."
     )
 
 
@@ -156,9 +157,9 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path, monkeypatch: pyte
 def test_the_report_names_code_and_processor_hours(tmp_path: Path) -> None:
     write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
     last = report.report("scenes", tmp_path).split("\n\n")[-1]
-    assert last.startswith("24 of 24 runs are made, ")
-    assert "with commit 0123456 and torch 2.15.0." in last
-    assert last.endswith(" 0.4 processor hours together.")
+    assert last.startswith("24 of 24 runs are finished, ")
+    assert "Commits: 0123456; torch 2.15.0." in last
+    assert last.endswith(" 0.4 CPU hours in total.")
 
 
 def test_one_seed_has_no_interval() -> None:
@@ -178,7 +179,7 @@ def test_a_study_that_has_begun_shows_its_scores(tmp_path: Path) -> None:
             path.unlink()
     tables = report.report("scenes", tmp_path)
     assert "| sparo | 1 | 50.00 | 65.00 |" in tables
-    assert "10 of 24 runs are made" in tables
+    assert "10 of 24 runs are finished" in tables
     report.draw("scenes", tmp_path, tmp_path / "scenes.png")
 
 
