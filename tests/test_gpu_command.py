@@ -119,15 +119,15 @@ def test_the_page_names_device_versions_commits_failed_checks_and_tables() -> No
 
 
 def test_a_run_replaces_all_that_the_page_says_of_runs(tmp_path: Path) -> None:
-    """The bugs: "has not run on one yet" stayed at the top; without a missed bar the page had no step times."""
+    """The bugs: "has not run on a GPU yet" stayed at the top; without a missed bar the page had no step times."""
     met = report(result="done", seconds=71, commit="f00d")
     for bar in met["sections"][0]["bars"]:
         bar["verdict"] = "met"
     reports = {"train_step": met, "search": report(passed=False, result="checks failed", seconds=7)}
     assert "its parts, ms\n\n| form | backward |" in page.page({"train_step": met}, ["train_step"])
-    assert "It ran on one, H100: 1 of 2 parts of one command passed" in page.status(reports)
+    assert "ran on a GPU (H100): 1 of 2 parts passed" in page.status(reports)
     assert page.not_shown(reports, ["train_step", "search", "clip"]).startswith(
-        "- What these parts show: `search`, `clip`."
+        "- These parts did not pass or did not run: `search`, `clip`."
     )
     assert page.not_shown(reports, ["train_step"]) == ""
     path, docs = tmp_path / "gpu.md", (ROOT / "docs" / "gpu.md").read_text()

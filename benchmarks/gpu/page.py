@@ -49,15 +49,15 @@ def status(reports: dict[str, dict[str, Any]]) -> str:
     gpu = next((report["hardware"]["gpu"] for report in reports.values() if "gpu" in report.get("hardware", {})), None)
     passed = sum(report["result"] == "done" for report in reports.values())
     return (
-        f"This code was written for GPUs. It ran on one, {gpu or 'of an unknown name'}: {passed} of {len(reports)} "
-        "parts of one command passed, and the [last section](#measured-on-a-gpu) has their results."
+        f"`make gpu` ran on a GPU ({gpu or 'unknown name'}): {passed} of {len(reports)} parts passed. "
+        "The [last section](#measured-on-a-gpu) has the results."
     )
 
 
 def not_shown(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """What one GPU could show and has not shown yet: the parts that did not pass."""
+    """The parts that did not pass or did not run."""
     left = [f"`{name}`" for name in names if reports.get(name, {}).get("result") != "done"]
-    return f"- What these parts show: {', '.join(left)}. They did not pass, or did not run." if left else ""
+    return f"- These parts did not pass or did not run: {', '.join(left)}." if left else ""
 
 
 def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
