@@ -10,7 +10,7 @@
 # # Slots in a notebook
 #
 # This notebook loads the demo encoder, draws where its slots attend, and compares images slot by slot. It needs no GPU
-# and no download. `jupytext --to notebook docs/slots_notebook.py` turns it into a notebook of your own.
+# and no download. `jupytext --to notebook docs/slots_notebook.py` writes it as a Jupyter notebook.
 
 # %%
 import matplotlib.pyplot as plt
@@ -23,8 +23,8 @@ encoder = dino_sparo.load_encoder("demo")
 print(encoder.summary)
 
 # %% [markdown]
-# The demo encoder was trained on built-in images. These are some held-out ones. Use `PIL.Image.open("photo.jpg")` for
-# your own images. The demo encoder has never seen a photograph, so expect little there.
+# The demo encoder was trained on built-in images. Here are six held-out images. Use `PIL.Image.open("photo.jpg")` for
+# your own images. The demo encoder has never seen a photograph, so do not expect good slots there.
 
 # %%
 scenes = Scenes(num_images=200, image_size=96, split="val")
@@ -39,7 +39,7 @@ plt.show()
 # %% [markdown]
 # ## From an image to slots
 #
-# `readout_output` returns the slots and their attention. The first token is the class token; the others are patches.
+# `readout_output` returns the slots and their attention over the tokens: the class token, then the patches.
 
 # %%
 images = encoder.transform(pictures)
@@ -52,7 +52,8 @@ print("attention", tuple(output.attention.shape), "(images, slots, tokens)")
 # %% [markdown]
 # ## Where slots attend
 #
-# Attention sums to one over the tokens. We show the image and the four slots with the most concentrated attention.
+# A slot's attention sums to one over the tokens. Beside each image are the four slots with the most concentrated
+# attention.
 
 # %%
 patches = output.attention[..., encoder.backbone.num_prefix_tokens :]
@@ -73,13 +74,13 @@ plt.show()
 # %% [markdown]
 # ## Compare images slot by slot
 #
-# An encoding gives one similarity for two images. Each slot gives one of its own. Here are the nearest images of the
-# first scene, by the whole encoding and by single slots.
+# The encoding gives one similarity of two images, and so does each slot. Here are the first scene and its nearest
+# scenes, by the encoding and by two slots.
 
 
 # %%
 def nearest(features: torch.Tensor, index: int, number: int = 5) -> list[int]:
-    """The images whose features have the highest cosine with those of one image."""
+    """The image itself, then the images whose features are most similar to its features by cosine."""
     unit = torch.nn.functional.normalize(features, dim=-1)
     return (unit @ unit[index]).argsort(descending=True)[: number + 1].tolist()
 
