@@ -189,7 +189,7 @@ def train(args: argparse.Namespace) -> Any:
 
 @command(TRAIN, simdino_options.get_args_parser)
 def train_simdino(args: argparse.Namespace) -> Any:
-    """Images -> an encoder, trained with SimDINO: no prototypes, no center, no temperatures.
+    """Images -> an encoder, trained with SimDINO: DINO without prototypes, center and temperatures.
 
     dino-sparo train-simdino --data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5
     dino-sparo train-simdino --data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128
@@ -201,7 +201,7 @@ def train_simdino(args: argparse.Namespace) -> Any:
 
 @command(TRAIN, clip_options.get_args_parser)
 def train_clip(args: argparse.Namespace) -> Any:
-    """Images with captions -> an encoder of both, trained with CLIP.
+    """Images with captions -> an image encoder and a text encoder, trained with CLIP.
 
     dino-sparo train-clip --data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m
     dino-sparo train-clip --data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5
@@ -251,7 +251,7 @@ def embed(args: argparse.Namespace) -> Any:
 
 @command(EVALUATE, evaluation_options.cluster_parser)
 def cluster(args: argparse.Namespace) -> Any:
-    """Embeddings -> clusters of similar images, examples of each, a map.
+    """Embeddings -> clusters of similar images, with examples, and a map.
 
     dino-sparo cluster embeddings
     dino-sparo cluster embeddings --clusters 50 --map pca
@@ -263,7 +263,7 @@ def cluster(args: argparse.Namespace) -> Any:
 
 @command(EVALUATE, evaluation_options.predict_parser)
 def predict(args: argparse.Namespace) -> Any:
-    """Labelled embeddings and new ones -> a classifier, its accuracy, and a table of predictions.
+    """Labelled and new embeddings -> a classifier, its accuracy, and a table of predictions.
 
     dino-sparo predict embeddings --images new_embeddings
     dino-sparo predict embeddings --images new_embeddings --val other_embeddings --top 5
@@ -299,7 +299,7 @@ def linear(args: argparse.Namespace) -> Any:
 
 @command(EVALUATE, evaluation_options.attention_parser)
 def attention(args: argparse.Namespace) -> Any:
-    """A checkpoint and images -> one attention map per slot or head; the slot atlas.
+    """A checkpoint and images -> one attention map per slot or head, and the slot atlas.
 
     dino-sparo attention --pretrained_weights checkpoint.pth --data_path photos --output_dir maps
     dino-sparo attention --pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps
@@ -311,7 +311,7 @@ def attention(args: argparse.Namespace) -> Any:
 
 @command(EVALUATE, evaluation_options.export_parser)
 def export(args: argparse.Namespace) -> Any:
-    """A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.
+    """A checkpoint -> an export as safetensors, timm, Hugging Face, ONNX or OpenCLIP.
 
     dino-sparo export checkpoint.pth vits16
     dino-sparo export checkpoint.pth vits16-hf --format huggingface
@@ -323,7 +323,7 @@ def export(args: argparse.Namespace) -> Any:
 
 @command(EVALUATE, evaluation_options.info_parser)
 def info(args: argparse.Namespace) -> Any:
-    """A checkpoint, export, embeddings, cached features or result -> what it is, and whether it is damaged.
+    """A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.
 
     dino-sparo info checkpoint.pth
     dino-sparo info embeddings
@@ -347,7 +347,7 @@ def push(args: argparse.Namespace) -> Any:
 
 @command(SLOTS, evaluation_options.slot_study_parser, "slots study")
 def slot_study(args: argparse.Namespace) -> Any:
-    """A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots.
+    """A checkpoint and labelled images -> accuracy of each slot alone, and accuracy against the number of slots.
 
     dino-sparo slots study --pretrained_weights checkpoint.pth --data_path cifar10:data
     dino-sparo slots study --pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe
@@ -359,7 +359,7 @@ def slot_study(args: argparse.Namespace) -> Any:
 
 @command(SLOTS, evaluation_options.slot_score_parser, "slots score")
 def slot_score(args: argparse.Namespace) -> Any:
-    """A checkpoint and images with masks -> how well its slots or heads find objects, beside controls.
+    """A checkpoint and images with masks -> how well its slots or heads find objects, compared with controls.
 
     dino-sparo slots score --pretrained_weights checkpoint.pth
     dino-sparo slots score --pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000
@@ -371,7 +371,7 @@ def slot_score(args: argparse.Namespace) -> Any:
 
 @command(SLOTS, clip_options.select_parser, "slots select")
 def select(args: argparse.Namespace) -> Any:
-    """Labelled images -> the slots of a CLIP that tell their classes apart.
+    """Labelled images -> the slots of a CLIP that distinguish the classes.
 
     dino-sparo slots select --pretrained_weights clip.pth --data_path cifar10:data
     dino-sparo slots select --pretrained_weights clip.pth --data_path imagenet/val --keep 32
@@ -383,7 +383,7 @@ def select(args: argparse.Namespace) -> Any:
 
 @command(SLOTS, clip_options.mask_parser, "slots mask")
 def mask(args: argparse.Namespace) -> Any:
-    """True and false captions -> weights of the slots of a CLIP that tell them apart.
+    """True and false captions -> weights for a CLIP's slots that distinguish the captions.
 
     dino-sparo slots mask --pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017
     dino-sparo slots mask --pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data
@@ -395,7 +395,7 @@ def mask(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, image_text_options.zero_shot_parser)
 def zero_shot(args: argparse.Namespace) -> Any:
-    """Images and the names of their classes -> accuracy of classification by captions.
+    """Labelled images and class names -> accuracy of zero-shot classification.
 
     dino-sparo zero-shot --pretrained_weights clip.pth --data_path imagenet
     dino-sparo zero-shot --pretrained_weights clip.pth --data_path scenes:1000:48
@@ -407,7 +407,7 @@ def zero_shot(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, image_text_options.retrieval_parser)
 def retrieval(args: argparse.Namespace) -> Any:
-    """Images with captions -> recall of captions by image and of images by caption.
+    """Images with captions -> recall of image-to-text and text-to-image retrieval.
 
     dino-sparo retrieval --pretrained_weights clip.pth --data_path coco/val2014 --captions dataset_coco.json
     dino-sparo retrieval --pretrained_weights clip.pth --data_path pairs.csv --split all
@@ -419,7 +419,7 @@ def retrieval(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, image_text_options.compositional_parser)
 def compositional(args: argparse.Namespace) -> Any:
-    """All benchmarks of true and false captions in a folder -> accuracies, models side by side.
+    """A folder of benchmarks of true and false captions -> a table of the models' accuracies.
 
     dino-sparo compositional --pretrained_weights clip.pth oc.pth --data_root benchmarks
     dino-sparo compositional --pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind
@@ -431,7 +431,7 @@ def compositional(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, image_text_options.sugarcrepe_parser)
 def sugarcrepe(args: argparse.Namespace) -> Any:
-    """Images with a true and a false caption -> how often the true one is nearer.
+    """Images with a true and a false caption -> how often the true caption scores higher.
 
     dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017
     dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root pairs
@@ -455,7 +455,7 @@ def winoground(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, image_text_options.probe_parser)
 def clip_probe(args: argparse.Namespace) -> Any:
-    """Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.
+    """Frozen image features -> accuracy of a linear probe, whose weight decay a sweep chooses.
 
     dino-sparo linear --pretrained_weights clip.pth --data_path imagenet
     dino-sparo linear --pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001
@@ -467,7 +467,7 @@ def clip_probe(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, clip_options.pictures_parser)
 def pictures(args: argparse.Namespace) -> Any:
-    """Images with captions -> what the slots of a CLIP look at in both.
+    """Images with captions -> where the slots of a CLIP attend in both.
 
     dino-sparo attention --pretrained_weights clip.pth
     dino-sparo attention --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
@@ -479,7 +479,7 @@ def pictures(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, oc_clip_options.pictures_parser)
 def oc_pictures(args: argparse.Namespace) -> Any:
-    """Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.
+    """Images with captions -> where the entities of the captions' scene graphs attend, in an OC-CLIP.
 
     dino-sparo attention --pretrained_weights oc.pth
     dino-sparo attention --pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5
@@ -491,7 +491,7 @@ def oc_pictures(args: argparse.Namespace) -> Any:
 
 @command(IMAGE_TEXT, None)
 def clip_benchmark(words: Sequence[str] | None) -> Any:
-    """A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow."""
+    """A CLIP -> the results of LAION's CLIP benchmark; the options are those of the benchmark."""
     from dino_sparo.clip.adapter import main
 
     return main(words)
@@ -523,7 +523,7 @@ def parse(args: argparse.Namespace) -> Any:
 
 @command(DATA, image_text_options.order_captions_parser)
 def order_captions(args: argparse.Namespace) -> Any:
-    """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.
+    """Images with captions -> ARO's order benchmarks (captions with shuffled words), for compositional.
 
     dino-sparo order-captions --captions coco_karpathy_test.json --output benchmarks/coco_order.json
     dino-sparo order-captions --captions dataset_flickr30k.json --output benchmarks/flickr30k_order.json --seed 1
@@ -547,7 +547,7 @@ def scene_pairs(args: argparse.Namespace) -> Any:
 
 @command(DEMOS, demo_parser)
 def demo(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> a model trained, evaluated and drawn, in minutes and without a GPU.
+    """Built-in scenes -> a trained model, its evaluation and its pictures, in minutes, without a GPU.
 
     dino-sparo demo
     dino-sparo demo --method clip --models sparo cls --seeds 0 1 2

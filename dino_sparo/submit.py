@@ -90,12 +90,12 @@ class Trainer:
 MODULE = Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS))
 JOB: Group = {
     "module": MODULE,
-    "ngpus": Option(8, "GPUs, and tasks, per node.", positive_int),
+    "ngpus": Option(8, "GPUs per node, with one task each.", positive_int),
     "nodes": Option(1, "Nodes.", positive_int),
     "gres": Option(
         None,
-        "Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. The "
-        "number is that of --ngpus.",
+        "Request GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters without --gpus-per-node. --ngpus "
+        "gives the number.",
         metavar="gpu[:TYPE]",
     ),
     "timeout_min": Option(2800, "Time limit of the job in minutes.", positive_int),
@@ -108,13 +108,13 @@ JOB: Group = {
     "comment": Option(None, "Message to the scheduler."),
     "name": Option("dino_sparo", "Name of the job."),
     "slurm_additional": Option(
-        [], "Any other options of sbatch, as exclude=node17 reservation=tuesday.", metavar="KEY=VALUE"
+        [], "Any other options of sbatch, such as exclude=node17 reservation=tuesday.", metavar="KEY=VALUE"
     ),
     "job_dir": Option(None, "Folder of the job's own files; default: OUTPUT_DIR/%%j."),
     "max_requeues": Option(
         10,
-        "How often the job may be started again after a fault (a process that died, a hung network), and how often at "
-        "its time limit. Preemptions are not counted.",
+        "Largest number of requeues after faults (a process died, or the network hangs), and of requeues at the "
+        "time limit. Preemptions do not count.",
     ),
     "dry_run": Option(False, "Print the batch script and submit nothing."),
     "local": Option(False, "Run the job's tasks on this machine, without Slurm."),

@@ -142,20 +142,21 @@ PRESETS = {
 
 NEGATIVE_KEY = Option(
     None,
-    "Column of a table with a false caption of each image, which its image is compared with beside all captions of the "
-    "batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
+    "Column of a table with one false caption per image. The image is compared with this caption and all "
+    "captions of the batch, as in NegCLIP. An empty cell is an empty caption.",
 )
 FREEZE = Option(
     None,
-    "Keep these parts as they start. image: the whole image tower, so that captions learn to fit it (LiT); "
-    "image_backbone: all but its read-out and projection, to put a read-out on a trained model.",
+    "Freeze these parts. image: the whole image tower, so that only the text tower learns (LiT). "
+    "image_backbone: the image tower without read-out and projection, to train a read-out on a trained "
+    "model.",
     choices=tuple(FREEZABLE),
     nargs="+",
 )
 LOGITS = Option(
     "fp32",
-    "Precision of the products of all images with all captions; sums are fp32. On GPUs tf32 and bf16 take a fraction "
-    "of the time at large batches; a cosine then has four or three correct digits.",
+    "Precision of the products of all images with all captions; sums are fp32. On GPUs, tf32 and bf16 take "
+    "a fraction of the time for large batches, and a cosine has four or three correct digits.",
     choices=PRODUCTS,
 )
 READOUT: Group = {
@@ -169,8 +170,8 @@ READOUT: Group = {
     "replace_block": Option(None, "Remove the last block of both encoders; by default only sparo does.", bool_flag),
     "norm_first": Option(
         False,
-        "Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; a run that began "
-        "with one is resumed with this. By default gap normalises the average and fdt nothing, as in the SPARO "
+        "Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; needed to "
+        "resume a run of such a version. By default gap normalises the average and fdt nothing, as in the SPARO "
         "authors' code.",
     ),
     "bottleneck_dim": Option(512, "Width of the linear bottleneck.", positive_int),
@@ -217,7 +218,7 @@ def select_parser() -> Parser:
             | {
                 "num_images": Option(
                     None,
-                    "Most images to take, a random subset; by default all.",
+                    "Largest number of images to use, a random subset; by default all.",
                     positive_int,
                     old_names=("max_images",),
                 )
@@ -226,7 +227,7 @@ def select_parser() -> Parser:
             "selection": {
                 "keep": Option(
                     None,
-                    "Slots to keep (the paper: 32 of 64 or 128); by default as many as classify best.",
+                    "Number of slots to keep (32 of 64 or 128 in the paper); by default the most accurate number.",
                     positive_int,
                 )
             },
@@ -237,7 +238,8 @@ def select_parser() -> Parser:
 
 MASK: Group = {
     "parts": Option(
-        PER_SLOT, "What has a weight: slot, dimension, or a number of contiguous equal parts for models without slots."
+        PER_SLOT,
+        "Unit that has a weight: slot, dimension, or for models without slots a number of equal contiguous parts.",
     ),
     "epochs": Option(FitSettings().epochs, "Passes over the pairs.", positive_int),
     "lr": Option(FitSettings().lr, "Learning rate of SGD.", positive_number),
@@ -278,9 +280,11 @@ CHOICE: Group = {
     "slots": Option(
         None, "Slots to show: numbers, or a file of dino-sparo slots select; by default chosen.", nargs="+"
     ),
-    "max_slots": Option(3, "Rows, if they are chosen.", positive_int),
-    "max_columns": Option(4, "Pairs to show; of no more pairs all, as they come.", positive_int),
-    "min_cosine": Option(Criteria().min_cosine, "Choose slots alike in image and caption.", float),
+    "max_slots": Option(3, "Number of slots to show, if --slots is not given.", positive_int),
+    "max_columns": Option(4, "Number of pairs to show.", positive_int),
+    "min_cosine": Option(
+        Criteria().min_cosine, "Choose slots whose cosine between image and caption is at least this.", float
+    ),
     "min_sharpness": Option(
         Criteria().min_sharpness, "Choose slots that give at least this share of their attention to one word."
     ),
@@ -291,10 +295,10 @@ def pictures_parser() -> Parser:
     """The options of `pictures.py`, in data-flow order."""
     groups = picture_groups("Checkpoint of CLIP training, of a model with slots.")
     size: Group = {
-        "max_pairs": Option(400, "Most pairs to search, evenly spread over the data.", positive_int),
+        "max_pairs": Option(400, "Largest number of pairs to search, evenly spread over the data.", positive_int),
         "img_size": Option(
             None,
-            "Side of the central square in pixels; by default that of training. Larger sizes show finer maps.",
+            "Side of the central square in pixels; by default the training size. Larger sizes show finer maps.",
             positive_int,
             old_names=("image_size",),
         ),

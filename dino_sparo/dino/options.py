@@ -17,17 +17,17 @@ FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; 
 HEAD: Group = {
     "out_dim": Option(
         65536,
-        "Number of prototypes K. Large for large and varied data; a few thousand for tens of thousands of images.",
+        "Number of prototypes K: many for large and varied data, a few thousand for tens of thousands of images.",
     ),
     "norm_last_layer": Option(
-        True, "Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable."
+        True, "Keep the prototypes at unit length. False can be more accurate for a ViT-S, but is less stable."
     ),
 }
 LOSS: Group = {
     "koleo_weight": Option(
         0.0,
-        "Weight of KoLeo, which spreads the student's encodings of the images apart; 0 for none. DINOv2 takes 0.1. "
-        "Try this option if encodings collapse.",
+        "Weight of the KoLeo loss, which spreads the student's encodings apart; 0: none. DINOv2 uses 0.1. Try "
+        "this option if encodings collapse.",
     ),
     "warmup_teacher_temp": Option(
         0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."
@@ -38,12 +38,12 @@ LOSS: Group = {
 OPTIMIZATION: Group = {
     "freeze_last_layer": Option(
         None,
-        "Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
+        "Epochs at the start during which the prototypes are frozen; more if the loss does not fall. (default: "
         f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
         whole_number,
     ),
     "loss_chunk": Option(
-        0, "Prototypes that the loss computes together; 0 for all. Fewer take less memory and more time."
+        0, "Number of prototypes that the loss computes at a time; 0: all. Fewer take less memory and more time."
     ),
 }
 

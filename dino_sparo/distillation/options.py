@@ -51,14 +51,14 @@ CROPS: Group = {
     "local_crops_size": Option(96, "Side of the local crops in pixels."),
     "global_crops_scale": Option(
         (0.4, 1.0),
-        "Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
+        "Range of a global crop's share of the image's area. Without local crops, 0.14 1 works better.",
     ),
     "local_crops_number": Option(8, "Local crops per image; 0 for none."),
-    "local_crops_scale": Option((0.05, 0.4), "Share of the area in a local crop."),
+    "local_crops_scale": Option((0.05, 0.4), "Range of a local crop's share of the image's area."),
     "distort_on": Option(
         "auto",
-        "Where crops get colour jitter, blur and solarisation: cpu, in the processes that load images; device, in "
-        "batches, so that these processes only decode and cut; auto: device on GPUs, else cpu.",
+        "Where colour jitter, blur and solarisation run. cpu: in the processes that load images. device: in "
+        "batches, so that these processes only decode and crop. auto: device on GPUs, else cpu.",
         choices=("auto", "cpu", "device"),
     ),
 }
@@ -70,7 +70,7 @@ ENCODER: Group = {
     ),
     "patch_size": Option(
         None,
-        "Side of a patch in pixels. Smaller is more accurate and costs more; 4 suits 32 px images. (default: "
+        "Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits 32 px images. (default: "
         f"{PATCH_SIZE}; for timm/NAME the model's own)",
         positive_int,
     ),
@@ -82,34 +82,37 @@ ENCODER: Group = {
     ),
     **SLOT_SIZES,
     "pre_norm": Option(
-        False, "CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs; not for timm/NAME."
+        False, "Use CLIP's vision transformer instead of DINO's, as --init_from with a CLIP needs; not for timm/NAME."
     ),
-    "quick_gelu": Option(False, "OpenAI's activation, which --init_from OpenAI's CLIP needs."),
-    "drop_path_rate": Option(0.1, "Stochastic depth of the student; 0 for short runs."),
+    "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
+    "drop_path_rate": Option(0.1, "Rate of stochastic depth in the student; 0 suits short runs."),
     "pretrained": PRETRAINED,
     "init_from": Option(
         None,
-        "Start from the weights in this file, of the same width and patch size. A checkpoint, ours or the reference's "
-        "full one, gives student, teacher, both heads and the center; a DINO or timm ViT, or the image tower of a CLIP "
-        "(ours, OpenCLIP's or sparo-clip's), gives the encoder; for timm/NAME a file has weights "
-        "of that model. Parts of other sizes start at random. A resumed run "
-        "takes its own weights.",
+        "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
+        "package or of facebookresearch/dino has student, teacher, both heads and the center. A DINO or timm "
+        "ViT, or the image tower of a CLIP (of this package, OpenCLIP or sparo-clip), has the encoder. For "
+        "timm/NAME, give weights of that model. Parts of other sizes start at random. A resumed run uses its "
+        "own weights.",
     ),
 }
 HEAD: Group = {
-    "head_hidden_dim": Option(2048, "Width of the head's MLP; less saves time with tiny encoders."),
+    "head_hidden_dim": Option(2048, "Width of the head's MLP; a smaller width saves time with tiny encoders."),
     "use_bn_in_head": Option(
-        False, "Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step."
+        False,
+        "Use batch norm in the head's MLP. On several GPUs, the statistics are synchronised, which slows every step.",
     ),
     "init_head": Option(
         None,
-        "new: --init_from gives the teacher's encoder alone, to student and teacher; the heads start at random.",
+        "new: --init_from loads only the teacher's encoder, into student and teacher; the heads start at random.",
         choices=("new",),
     ),
 }
 TEACHER: Group = {
     "momentum_teacher": Option(
-        0.996, "Momentum of the moving average, rising to 1; 0.9995 suits a batch of 256, less short runs.", share
+        0.996,
+        "Momentum of the teacher at the start; it rises to 1. 0.9995 suits a batch of 256, a smaller value short runs.",
+        share,
     ),
 }
 OPTIMIZATION: Group = {
@@ -117,7 +120,7 @@ OPTIMIZATION: Group = {
     "max_steps": MAX_STEPS,
     "optimizer": Option("adamw", "adamw suits transformers.", choices=sorted(OPTIMIZERS)),
     "lr": Option(
-        0.0005, f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch."
+        0.0005, f"Learning rate after the warm-up for a batch of {REFERENCE_BATCH} images; it is scaled with the batch."
     ),
     "warmup_epochs": Option(
         None,
@@ -128,17 +131,17 @@ OPTIMIZATION: Group = {
     "min_lr": Option(1e-6, "Learning rate at the end."),
     "layer_decay": LAYER_DECAY,
     "freeze_backbone_epochs": Option(
-        0, "Epochs during which the backbones of student and teacher stay as --init_from gave them."
+        0, "Epochs at the start during which the backbones of student and teacher are frozen."
     ),
     "init_optimizer": Option(
-        False, "The optimizer, too, starts from the checkpoint of --init_from: the moments of all weights that fit."
+        False, "Also load the optimizer's moments from the checkpoint of --init_from, for all weights that fit."
     ),
     "weight_decay": Option(0.04, "Weight decay in the first step."),
     "weight_decay_end": Option(0.4, "Weight decay in the last step."),
-    "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
+    "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0: no limit."),
 }
-USE_FP16 = Option(None, "The reference's option: true for fp16, false for fp32.", bool_flag)
-KNN_FREQ = Option(0, "Epochs between 20-NN probes of the teacher, which keep the best checkpoint; 0: never.")
+USE_FP16 = Option(None, "facebookresearch/dino's option: true is --precision fp16, false is fp32.", bool_flag)
+KNN_FREQ = Option(0, "Measure the teacher's 20-NN accuracy every N epochs and keep the best checkpoint; 0: never.")
 
 
 def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:

@@ -38,28 +38,28 @@ IMAGES: Group = {
     "data_path": Option("", "Folder with train/ and val/, table with a column of splits, cifar10:DIR, or scenes."),
     "download": DOWNLOAD,
     "img_size": Option(
-        None, "Side of the view in pixels; by default the size of the encoder's position grid.", positive_int
+        None, "Side of the images in pixels; by default the size of the encoder's position grid.", positive_int
     ),
     "fast_views": Option(
         False,
-        "Resize with torch instead of Pillow, about twice as fast; most pixels are equal or a level apart, those of "
-        "hard edges in tall images by more, so do not use it for numbers that you report.",
+        "Resize with torch instead of Pillow, about twice as fast. Most pixels differ by at most one level, "
+        "pixels at hard edges of tall images by more, so do not use this option for numbers that you report.",
     ),
     "batch_size_per_gpu": Option(128, "Images per process and step.", positive_int),
 }
 RESULT: Group = {
     "precision": Option(
         "fp32",
-        "Precision of the encoder; take fp32 for numbers that you report. tf32 is fp32 with rounded factors of matrix "
-        "products on GPUs, also of k-NN's and the probes'.",
+        "Precision of the encoder; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
+        "products on GPUs, including those of k-NN and probes.",
         choices=PRECISIONS,
     ),
     "output_dir": Option(None, "Where the result is written; by default beside the checkpoint."),
 }
 SLOTS = Option(
     None,
-    "Evaluate some of the encoder's slots: their numbers, as in 0,3,7, or a file of dino-sparo slots study or select. "
-    "The result file gets the ending _slots.",
+    "Evaluate only these slots: numbers such as 0,3,7, or a file of dino-sparo slots study or slots select. "
+    "The name of the result file gets the suffix _slots.",
 )
 
 
@@ -80,14 +80,15 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
 
 IMAGE_ENCODER = Option(
     False,
-    "Treat a CLIP or an OC-CLIP as an encoder of images alone. Otherwise their own protocol and options are used.",
+    "Use only the image encoder of a CLIP or an OC-CLIP. By default these models have a protocol and "
+    "options of their own.",
 )
 
 KNN: Group = {
     "slots": SLOTS,
     "n_last_blocks": Option(
         KNN_BLOCKS,
-        "Layers whose class tokens are concatenated, as by eval_linear.py; 1: the encoding alone.",
+        "Number of last layers whose class tokens are concatenated, as in eval_linear.py; 1: only the encoding.",
         positive_int,
     ),
     "nb_knn": Option([10, 20, 100, 200], "Numbers of neighbours; 20 is usually best.", positive_int),
@@ -106,7 +107,9 @@ def knn_parser() -> Parser:
 PROBE_FEATURES: Group = {
     "image_encoder": IMAGE_ENCODER,
     "slots": SLOTS,
-    "n_last_blocks": Option(4, "Layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B.", positive_int),
+    "n_last_blocks": Option(
+        4, "Number of last layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B.", positive_int
+    ),
     "avgpool_patchtokens": Option(
         False, "Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B."
     ),
@@ -114,41 +117,46 @@ PROBE_FEATURES: Group = {
 ATTENTIVE_PROBES: Group = {
     "probe": Option(
         None,
-        "Train read-outs on the frozen tokens, each with a linear classifier, and compare their accuracy and "
-        "parameters. linear: the encoder's own read-out, frozen. sparo: --sparo_slots and its relatives. ep: efficient "
-        "probing. attention: one query with several heads. Writes probes.json, and an encoder probe_NAME.pth of each.",
+        "Train read-outs on the frozen tokens, each with a linear classifier, and compare accuracy and number "
+        "of parameters. linear: the encoder's own read-out, frozen. sparo: slots. ep: efficient probing. "
+        "attention: one query with several heads. Writes probes.json, and probe_NAME.pth, an encoder with the "
+        "trained read-out.",
         choices=PROBES,
         nargs="+",
     ),
     **SLOT_SIZES,
-    "ep_queries": Option(32, "Queries of ep.", positive_int),
+    "ep_queries": Option(32, "Number of queries of ep.", positive_int),
     "ep_reduction": Option(1, "Width of a token divided by the width of ep's encoding.", positive_int),
-    "attention_heads": Option(16, "Heads of attention; they divide the width of a token.", positive_int),
-    "warmup_epochs": Option(None, "Epochs of warm-up with --probe; by default a ninth of all.", number_from_0),
+    "attention_heads": Option(16, "Number of heads of attention; it divides the width of a token.", positive_int),
+    "warmup_epochs": Option(
+        None, "Epochs of warm-up of the learning rate, with --probe; by default a ninth of --epochs.", number_from_0
+    ),
 }
 PROBE_TRAINING: Group = {
     "epochs": Option(
-        None, "Epochs, over which the learning rate falls to 0; by default 100, with --probe 90.", positive_int
+        None, "Number of epochs; the learning rate falls to 0. By default 100, with --probe 90.", positive_int
     ),
     "lr": Option(
         None,
-        "Learning rates for a batch of 256 images, scaled with the batch; one probe each. By default 0.001 0.003 0.01 "
-        "0.03 0.1 0.3, with --probe 0.1 0.2 0.5 1.",
+        "Learning rates for a batch of 256 images, scaled with the batch; each trains one probe. By default "
+        "0.001 0.003 0.01 0.03 0.1 0.3, with --probe 0.1 0.2 0.5 1.",
         positive_number,
         nargs="+",
     ),
     "fast": Option(
         False,
-        "Encode every image once, without crops and flips, and train on that: minutes instead of hours, usually a "
-        "little less accurate. Every process keeps the features of all images, on its GPU or with --use_cuda false in "
-        "the host's memory: 27 GB for ImageNet with the defaults of ViT-S and SPARO.",
+        "Encode every image once, without crops and flips, and train on these features: minutes instead of "
+        "hours, usually a little less accurate. Every process keeps the features of all images on its GPU, or "
+        "with --use_cuda false in main memory: 27 GB for ImageNet with the defaults of ViT-S and SPARO.",
     ),
     "val_freq": Option(1, "Epochs between two validations.", positive_int),
-    "num_labels": Option(None, "Expected number of classes; the command ends if the data have another.", positive_int),
+    "num_labels": Option(
+        None, "Expected number of classes; the command ends if the data have a different number.", positive_int
+    ),
     "evaluate": Option(
         False,
-        "Only test the probes of linear.pth in --output_dir on the validation images; a linear head of "
-        "facebookresearch/dino under that name is read, too.",
+        "Train nothing, and test the probes in linear.pth of --output_dir. A linear head of "
+        "facebookresearch/dino with this file name is read too.",
     ),
     "use_cuda": USE_CUDA,
 }
@@ -166,21 +174,22 @@ def linear_parser() -> Parser:
 
 
 EMBEDDINGS: Group = {
-    "split": Option(None, "Split to embed, by its name, or all; by default the training's."),
+    "split": Option(None, "Name of the split to embed, or all; by default the split that training uses."),
     "what": Option(
         ["encoding"],
-        "Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, slot by "
-        "slot. cls, patches: the class token and the patch tokens of the last block, through its LayerNorm. mean: the "
-        "mean of the patch tokens. captions: of a CLIP or an OC-CLIP, the features of captions; alone.",
+        "Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, "
+        "slot by slot. cls, patches: the class token and the patch tokens of the last block, after its "
+        "LayerNorm. mean: the mean of the patch tokens. captions: the features of captions from a CLIP or an "
+        "OC-CLIP, without other features.",
         choices=FEATURES,
     ),
     "captions": Option(
         None,
-        "For --what captions: file with the captions of the images in --data_path, as retrieval takes it. By default "
-        "--data_path is a table, shards or scenes with captions.",
+        "For --what captions: file with the captions of the images in --data_path, in a format of dino-sparo "
+        "retrieval. Not needed if --data_path is a table, shards or scenes with captions.",
     ),
     "dtype": Option("float32", "Type of the arrays on disk.", choices=("float32", "float16")),
-    "overwrite": Option(False, "Replace other embeddings in --output_dir."),
+    "overwrite": Option(False, "Overwrite embeddings in --output_dir."),
 }
 
 
@@ -192,23 +201,21 @@ def embed_parser() -> Parser:
 
 
 VECTOR_FEATURES: Group = {
-    "what": Option(
-        "encoding", "Features to use, one vector of length one per image; slots are concatenated.", choices=VECTORS
-    ),
+    "what": Option("encoding", "Features to use, normalised to length one; slots are concatenated.", choices=VECTORS),
     "seed": Option(0, "Random seed."),
 }
 CLUSTERS: Group = {
     "clusters": Option(20, "Number of clusters of k-means.", positive_int),
-    "slot": Option(None, "Cluster by one slot alone, by its number; --what slots.", whole_number),
-    "examples": Option(12, "Images of each cluster on the page.", positive_int),
+    "slot": Option(None, "Number of the only slot to cluster by; needs --what slots.", whole_number),
+    "examples": Option(12, "Number of images per cluster on the page.", positive_int),
     "map": Option(
-        "tsne", "Method of the map. t-SNE keeps neighbours together, PCA large distances.", choices=("tsne", "pca")
+        "tsne", "Method of the map. t-SNE preserves neighbourhoods, PCA large distances.", choices=("tsne", "pca")
     ),
     "figure_format": FIGURE_FORMAT,
     **SHOW_CHANNELS,
-    "data_path": Option(None, "The images, if they have moved since they were embedded; for the page."),
-    "output_dir": Option(None, "Folder of the result; by default that of the embeddings."),
-    "overwrite": Option(False, "Replace older clusters in --output_dir."),
+    "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
+    "output_dir": Option(None, "Folder of the result; by default the folder of the embeddings."),
+    "overwrite": Option(False, "Overwrite clusters in --output_dir."),
 }
 
 
@@ -220,9 +227,9 @@ def cluster_parser() -> Parser:
 
 MEASURED_IMAGES: Group = {
     "data_path": Option(None, "The images: any data that training takes."),
-    "split": Option(None, "Split to measure, by its name, or all; by default the training's."),
+    "split": Option(None, "Name of the split to measure, or all; by default the split that training uses."),
     "download": DOWNLOAD,
-    "batch_size_per_gpu": Option(64, "Images that are read together.", positive_int),
+    "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),
 }
 
 
@@ -237,21 +244,21 @@ def statistics_parser() -> Parser:
 CLASSIFIED: Group = {
     "folder": Option(None, "Embeddings of labelled images, written by dino-sparo embed.", is_positional=True),
     "images": Option(
-        None, "Embeddings of new images, by the same encoder; without them only the accuracy is measured."
+        None, "Embeddings of new images, from the same encoder. Without this option, only the accuracy is measured."
     ),
     "val": Option(None, "Embeddings of other labelled images, to measure the accuracy on."),
 }
 CLASSIFIER: Group = {
     "C": Option(
         (1.0, 10.0, 100.0),
-        "Inverse strength of the penalty on weights; cross-validation chooses one.",
+        "Inverse strengths of regularisation; cross-validation chooses one.",
         positive_number,
         nargs="+",
     ),
-    "folds": Option(5, "Parts of the labelled images, at least 2.", positive_int),
-    "top": Option(3, "Most probable classes in the table.", positive_int),
-    "output": Option(None, "Table of predictions, a .csv; by default predictions.csv in the folder of --images."),
-    "overwrite": Option(False, "Replace an older table."),
+    "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
+    "top": Option(3, "Number of most probable classes in the table.", positive_int),
+    "output": Option(None, "Table of predictions (.csv); by default predictions.csv in the folder of --images."),
+    "overwrite": Option(False, "Overwrite the table."),
 }
 
 
@@ -262,23 +269,27 @@ def predict_parser() -> Parser:
 
 SLOT_RANKING: Group = {
     "choosing_images": Option(
-        10_000, "Training images that rank the slots, classified by the others; at most a fifth of them.", positive_int
+        10_000, "Number of training images held out to rank the slots, at most a fifth of all.", positive_int
     ),
-    "numbers": Option(None, "Numbers of slots to keep; by default powers of two, and all.", positive_int, nargs="+"),
+    "numbers": Option(
+        None, "Numbers of slots to evaluate; by default powers of two and all slots.", positive_int, nargs="+"
+    ),
     "keep": Option(
-        None, "Slots in the result file; by default as many as classify the choosing images best.", positive_int
+        None,
+        "Number of slots in the result file; by default the most accurate number on the --choosing_images.",
+        positive_int,
     ),
-    "draws": Option(5, "Random orders of the slots, for comparison.", positive_int),
+    "draws": Option(5, "Number of random orders of the slots, as a control.", positive_int),
 }
 SLOT_KNN: Group = {
     "nb_knn": Option(20, "Number of neighbours.", positive_int),
     "temperature": Option(0.07, "Temperature of the vote.", positive_number),
 }
 SLOT_PROBES: Group = {
-    "probe": Option(False, "Also train linear probes on the slots kept: (1 + draws) x numbers of them."),
+    "probe": Option(False, "Also train linear probes on the chosen slots: 1 + --draws probes for each of --numbers."),
     "epochs": Option(30, "Epochs of the probes.", positive_int),
     "lr": Option(
-        [0.01, 0.1, 1.0], "Learning rates for a batch of 256 images; the choosing images pick one.", positive_number
+        [0.01, 0.1, 1.0], "Learning rates for a batch of 256 images; the --choosing_images select one.", positive_number
     ),
     "use_cuda": USE_CUDA,
 }
@@ -298,8 +309,8 @@ DRAWN_IMAGES: Group = {
     **IMAGE_LIMITS,
     "img_size": Option(
         None,
-        "Size that the encoder sees, pixels: one number for the short side (of several images the central square is "
-        "seen), or height and width. By default twice the size of training: more patches show finer maps.",
+        "Size of the image in pixels: one number for the short side (several images are cropped to the central "
+        "square), or height and width. By default twice the training size, for finer maps.",
         positive_int,
         nargs="+",
         spellings=("image_size",),
@@ -311,22 +322,22 @@ DRAWN_IMAGES: Group = {
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
     "threshold": Option(
-        None, "Also draw masks.png: the fewest patches that hold this share of a map's mass, e.g. 0.6.", share
+        None, "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.", share
     ),
     "save_each": Option(False, "Also write one PNG per map."),
     "figure_format": FIGURE_FORMAT,
     **SHOW_CHANNELS,
-    "max_maps": Option(None, "Maps in a grid, most peaked first; by default all of an image.", positive_int),
+    "max_maps": Option(None, "Number of maps in a grid, most concentrated first; by default all maps.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
 }
 ATLAS: Group = {
     "atlas": Option(
         None,
-        "Images in which to search for each slot's strongest responses: a folder, or what --data_path takes, e.g. "
-        "scenes. Writes atlas.png, atlas.html and atlas.json.",
+        "Images to search for those that activate each slot most: a folder, or any data that --data_path takes, "
+        "such as scenes. Writes atlas.png, atlas.html and atlas.json.",
     ),
     "atlas_images": Option(8, "Images per slot.", positive_int),
-    "atlas_max_images": Option(2000, "Most images to search; of more, a random subset.", positive_int),
+    "atlas_max_images": Option(2000, "Largest number of images to search, a random subset.", positive_int),
 }
 
 
@@ -352,14 +363,14 @@ MASKED_IMAGES: Group = {
     ),
     "masks": Option(
         None,
-        "For a folder of images: the folder of masks, PNGs of the images' stems (0 background, every other number an "
-        "object), or COCO's annotations (.json).",
+        "For a folder of images: a folder of PNG masks with the images' stems (0: background, every other "
+        "value: an object), or COCO's annotations (.json).",
     ),
-    "num_images": Option(500, "Number of images, a random subset that is always the same.", positive_int),
+    "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
     **IMAGE_LIMITS,
     "img_size": Option(
         None,
-        "Side of the central square in pixels; by default twice that of training, for finer maps.",
+        "Side of the central square in pixels; by default twice the training size, for finer maps.",
         positive_int,
         old_names=("image_size",),
     ),
@@ -368,11 +379,13 @@ MEASURES: Group = {
     "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO."),
     "maps": Option(
         None,
-        "Number of maps scored together, as a mean over 5 random subsets of each image. To compare encoders with "
-        "different numbers of maps, give the smallest of these numbers to all. By default all maps.",
+        "Number of maps to score, as a mean over 5 random subsets per image; by default all maps. To compare "
+        "encoders with different numbers of maps, give the smallest number for all of them.",
         positive_int,
     ),
-    "match": Option("", "Another checkpoint, of another seed for example, whose slots are matched to these."),
+    "match": Option(
+        "", "Another checkpoint, for example with another seed, whose slots are matched to the slots of this one."
+    ),
     "seed": Option(0, "Random seed of controls, subsets and intervals."),
     "output_dir": Option(None, "Where result and plots are written; by default beside the checkpoint."),
 }
@@ -393,24 +406,30 @@ def slot_score_parser() -> Parser:
 
 
 EXPORTED: Group = {
-    "checkpoint": Option(None, "Ours, the reference's, or raw ViT weights.", is_positional=True),
-    "out": Option(None, "Where to: a path without suffix; for huggingface a folder.", is_positional=True),
+    "checkpoint": Option(
+        None, "A checkpoint of this package or of facebookresearch/dino, or raw ViT weights.", is_positional=True
+    ),
+    "out": Option(None, "Path of the result without suffix; for huggingface a folder.", is_positional=True),
     "checkpoint_key": CHECKPOINT["checkpoint_key"],
     "format": Option(
         "safetensors",
-        "safetensors, huggingface and onnx hold any read-out; timm holds vanilla encoders (cls). Of a CLIP safetensors "
-        "holds both towers, so do open_clip (cls) and sparo_clip (sparo, linear, cls).",
+        "safetensors, huggingface and onnx take any read-out, timm takes cls. safetensors, open_clip (cls) and "
+        "sparo_clip (sparo, linear, cls) write both towers of a CLIP.",
         choices=EXPORT_FORMATS,
     ),
     "img_size": Option(
-        None, "Side of the images in pixels, if not that of training; onnx files take no other.", positive_int
+        None,
+        "Side of the images in pixels, by default the training size; an ONNX file takes only this size.",
+        positive_int,
     ),
 }
 
 
 def info_parser() -> Parser:
     """The options of `dino_sparo.evaluation.info`."""
-    path = Option(None, "A file or folder that dino-sparo wrote, or a checkpoint of others.", is_positional=True)
+    path = Option(
+        None, "A file or folder that dino-sparo wrote, or a checkpoint of another package.", is_positional=True
+    )
     return Parser({"file": {"path": path}})
 
 
@@ -420,7 +439,9 @@ def export_parser() -> Parser:
 
 
 PUSHED: Group = {
-    "checkpoint": Option(None, "Ours, the reference's, or an export.", is_positional=True),
+    "checkpoint": Option(
+        None, "A checkpoint of this package or of facebookresearch/dino, or an export.", is_positional=True
+    ),
     "repository": Option(None, "USER/NAME on the Hugging Face hub; created if it does not exist.", is_positional=True),
     "checkpoint_key": CHECKPOINT["checkpoint_key"],
     "private": Option(False, "Create a private repository."),

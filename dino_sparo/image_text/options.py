@@ -44,14 +44,14 @@ CLIP_READOUTS = {"sparo_slots": "16", "sparo_slot_dim": "16", "sparo_key_dim": "
 OPTIMISATION = {"batch_size": "256", "lr": "0.0015", "weight_decay": "0.1", "clip_grad": "1"}
 
 PAIR_KEYS: Group = {
-    "image_key": Option(None, "Column of the images' paths in a table; else found by name."),
+    "image_key": Option(None, "Column of the images' paths in a table, if its name is not recognised."),
     "caption_key": Option(
         None,
-        "Column of the captions in a table, else found by name; for shards the key of the .json members that holds the "
-        "caption, else the .txt members are the captions.",
+        "Column of the captions in a table, if its name is not recognised. For shards: the key of the caption "
+        "in the .json members; by default the .txt members are the captions.",
     ),
     "image_folder": Option(
-        None, "Folder of the paths in a table or in annotations; by default the folder of that file."
+        None, "Folder to which the paths in a table or in annotations are relative; by default the folder of that file."
     ),
 }
 PAIRS: Group = {
@@ -63,15 +63,15 @@ PAIRS: Group = {
     ),
     "shards": Option(
         "indexed",
-        "How tar shards are read. indexed: any pair by its number, so that an epoch sees each pair once and a resumed "
-        "run is exact. streamed: from end to end by webdataset, shards drawn at random with replacement; for remote "
-        "shards (https://..., 'pipe:COMMAND') and hundreds of millions of pairs; needs --epoch_pairs.",
+        "How tar shards are read. indexed: pair by pair, so that an epoch has each pair once and a resumed run "
+        "is exact. streamed: webdataset reads whole shards, drawn at random with replacement. streamed suits "
+        "remote shards (https://..., 'pipe:COMMAND') and hundreds of millions of pairs; it needs --epoch_pairs.",
         choices=("indexed", "streamed"),
     ),
-    "epoch_pairs": Option(None, "Pairs that make an epoch of --shards streamed, over all ranks.", positive_int),
+    "epoch_pairs": Option(None, "Number of pairs in an epoch of --shards streamed, over all ranks.", positive_int),
     "shard_weights": Option(
         None,
-        "Weight of each source of --data_path (joined by ::) in a stream; by default equal shards.",
+        "Sampling weight of each source of --data_path (separated by ::) in a stream; by default its number of shards.",
         float,
         nargs="+",
     ),
@@ -83,17 +83,23 @@ PAIRS: Group = {
         nargs="+",
     ),
     "val_path": Option(
-        None, "Pairs of any of these kinds to validate on after every epoch: loss and retrieval both ways, in log.txt."
+        None,
+        "Pairs for validation after every epoch, in any format of --data_path. log.txt has their loss and "
+        "recall in both directions.",
     ),
     "val_share": Option(
-        0.0, "Share of the pairs to hold out for that instead, at most 5000 pairs; 0: none.", share_below_1
+        0.0,
+        "Share of the pairs to hold out for validation, instead of --val_path; at most 5000 pairs. 0: none.",
+        share_below_1,
     ),
     **TRAINING_DATA,
-    "crop_scale": Option(CROP_SCALE, "Share of the image's area in a crop; a caption is about all of the image."),
+    "crop_scale": Option(
+        CROP_SCALE, "Range of a crop's share of the image's area; large, because a caption describes the whole image."
+    ),
     "exact_crops": Option(
         False,
-        "Resize crops by Pillow, whose pixels are those of OpenCLIP's pipeline. By default torch resizes them, which "
-        "takes less of a loading process' time; at most one pixel in fifty is then off, by one level of 255.",
+        "Resize crops with Pillow, as OpenCLIP does. By default torch resizes crops, which is faster; at most "
+        "one pixel in fifty then differs, by one level of 255.",
     ),
 }
 IMAGE_ENCODER: Group = {
@@ -109,43 +115,46 @@ IMAGE_ENCODER: Group = {
     "img_size": Option(224, "Side of a crop in pixels.", positive_int),
     "pre_norm": Option(
         True,
-        "CLIP's vision transformer; false takes DINO's, which --init_from a DINO or timm ViT needs. "
-        "timm/NAME has a form of its own.",
+        "Use CLIP's vision transformer. Give false for DINO's, as --init_from with a DINO or timm ViT needs. "
+        "timm/NAME has its own form.",
     ),
     "quick_gelu": Option(
-        False, "OpenAI's activation in both encoders, for starting from OpenAI's weights or -quickgelu models."
+        False,
+        "Use OpenAI's activation in both encoders, to start from OpenAI's weights or from models named -quickgelu.",
     ),
     "pretrained": PRETRAINED,
     "init_from": Option(
         None,
-        "Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or the image "
-        "tower of a CLIP, of the same width and patch size. A read-out of the same sizes is taken, too; all else "
-        "starts at random. A resumed run takes its own weights.",
+        "Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or "
+        "the image tower of a CLIP, with the same width and patch size. A read-out of the same sizes is loaded "
+        "too; all other parts start at random. A resumed run uses its own weights.",
     ),
     "init_clip": Option(
         None,
-        "Start both encoders from the CLIP in this file, ours, OpenCLIP's or sparo-clip's, as far as it has the same "
-        "parts; --init_from beside it gives the image encoder.",
+        "Start both encoders from a CLIP of this package, OpenCLIP or sparo-clip; parts that it lacks start at "
+        "random. If --init_from is given too, its file provides the image encoder.",
     ),
 }
 TEXT_ENCODER: Group = {
     "text_width": Option(512, "Width of the tokens.", positive_int),
-    "text_heads": Option(8, "Attention heads of a block; they are usually 64 wide.", positive_int),
-    "text_layers": Option(12, "Blocks, the one that sparo replaces included.", positive_int),
+    "text_heads": Option(8, "Attention heads per block; a head is usually 64 wide.", positive_int),
+    "text_layers": Option(12, "Number of blocks, including the block that sparo replaces.", positive_int),
     "context_length": Option(
-        77, "Longest caption in tokens, start and end included; longer ones are cut off and counted.", positive_int
+        77,
+        "Longest caption in tokens, including start and end; longer captions are truncated and counted.",
+        positive_int,
     ),
 }
 OPTIMIZATION: Group = {
     "epochs": Option(32, "Epochs of the run, which the schedule spans.", positive_int),
     "max_steps": MAX_STEPS,
     "batch_size": Option(
-        256, "Pairs per step, over all processes; every image is compared with all captions.", positive_int
+        256, "Pairs per step, over all processes; every image is compared with all captions of the batch.", positive_int
     ),
     "grad_accum_steps": Option(
         1,
-        "Parts in which a process computes its share of the batch, one after the other; gradients are the same, memory "
-        "is that of one part, and everything is encoded twice.",
+        "Number of parts into which a process splits its share of the batch. The gradients are the same, the "
+        "memory is that of one part, and every pair is encoded twice.",
         positive_int,
     ),
     "lr": Option(5e-4, "Learning rate after the warm-up."),
@@ -153,17 +162,17 @@ OPTIMIZATION: Group = {
     "weight_decay": Option(0.2, "Weight decay of matrices."),
     "beta1": Option(0.9, "AdamW's decay of the mean gradient.", share_below_1),
     "beta2": Option(0.98, "AdamW's decay of the mean squared gradient.", share_below_1),
-    "eps": Option(1e-6, "AdamW's guard against division by zero.", positive_number),
+    "eps": Option(1e-6, "AdamW's epsilon.", positive_number),
     "min_lr": Option(0.0, "Learning rate at the end."),
     "warmup_steps": Option(
-        500, "Steps of linear warm-up of the learning rate; if the run is shorter than that, a tenth of it."
+        500, "Steps of linear warm-up of the learning rate; a tenth of the run, if the run is shorter."
     ),
-    "clip_grad": Option(0.0, "Largest norm of all gradients together; 0 for no limit."),
+    "clip_grad": Option(0.0, "Largest norm of all gradients together; 0: no limit."),
     **COMPUTE,
 }
 PAIR_RUN: Group = {
     **RUN,
-    "zero_shot_freq": Option(0, "Epochs between zero-shot evaluations, which keep the best checkpoint; 0: never."),
+    "zero_shot_freq": Option(0, "Evaluate zero-shot every N epochs and keep the best checkpoint; 0: never."),
     "zero_shot_path": Option(
         None, "Labelled images for --zero_shot_freq; by default the validation split of --data_path."
     ),
@@ -174,7 +183,7 @@ PAIR_DEFAULTS = {"saveckp_freq": 0, "norm_mean": OPENAI_CLIP_MEAN, "norm_std": O
 
 def preset_option(*names: str) -> dict[str, Group]:
     """The group of `--preset`."""
-    text = "Values for the options below, from a paper's recipe; options that are given win."
+    text = "A paper's recipe: values of the options below, which options on the command line override."
     return {"recipe": {"preset": Option(None, text, choices=names)}}
 
 

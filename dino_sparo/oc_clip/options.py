@@ -86,41 +86,47 @@ PRESETS = {
 }
 
 GRAPH_SIZES: Group = {
-    "max_nodes": Option(MAX_NODES, "Most entities of a graph that training uses: the first ones.", positive_int),
-    "max_relations": Option(MAX_RELATIONS, "Most relations of a graph that training uses: the first ones."),
+    "max_nodes": Option(
+        MAX_NODES, "Largest number of entities per graph in training; later entities are left out.", positive_int
+    ),
+    "max_relations": Option(
+        MAX_RELATIONS, "Largest number of relations per graph in training; later relations are left out."
+    ),
 }
 CAPTION_GRAPHS: Group = {
     "graphs": Option(
         DEFAULT_GRAPHS,
-        "The captions' graphs: a .jsonl file of dino-sparo parse, or a parser that needs no file: templates, for the "
-        "built-in scenes and captions made by a template; spacy, where it is installed.",
+        "Scene graphs of the captions: a .jsonl file of dino-sparo parse, or a parser. templates parses the "
+        "built-in scenes and captions made from templates; spacy must be installed.",
     ),
-    "val_graphs": Option(None, "The same for --val_path; by default as --graphs."),
-    "graph_key": Option(None, "For shards: the key of the .json members that holds the graph, instead of --graphs."),
+    "val_graphs": Option(None, "Scene graphs of the captions in --val_path; by default the value of --graphs."),
+    "graph_key": Option(None, "For shards, instead of --graphs: the key of the graph in the .json members."),
     **GRAPH_SIZES,
 }
 BINDING: Group = {
     "bind_dim": Option(256, "Width of entities, keys, values and slots.", positive_int),
     "rel_dim": Option(128, "Width of relations.", positive_int),
-    "bind_layers": Option(2, "Self-attention blocks on the patches."),
-    "bind_heads": Option(4, "Heads of these blocks.", positive_int),
-    "position_std": Option(1.0, "Standard deviation of the patches' positions at the start."),
-    "num_default": Option(4, "Default tokens, which take the patches that no entity names."),
+    "bind_layers": Option(2, "Number of self-attention blocks on the patches."),
+    "bind_heads": Option(4, "Attention heads of the blocks of --bind_layers.", positive_int),
+    "position_std": Option(1.0, "Standard deviation of the patches' initial position embeddings."),
+    "num_default": Option(4, "Number of default tokens, which compete for the patches that belong to no entity."),
     "competition": Option(
         "queries",
-        "What the softmax runs over: queries, entities compete for each patch; keys, an ordinary attention (the "
+        "Dimension of the softmax. queries: entities compete for each patch. keys: ordinary attention (the "
         "paper's ablation, with --num_default 0).",
         choices=COMPETITIONS,
     ),
     "relation": Option(
-        "additive", "Score of a relation: one MLP each for subject and object, or one of both.", choices=RELATION_SCORES
+        "additive",
+        "Score of a relation. additive: an MLP for the subject and an MLP for the object. mlp: one MLP for both.",
+        choices=RELATION_SCORES,
     ),
-    "ent_coef": Option(1.5, "Weight of entities in a score, at the start.", positive_number),
-    "rel_coef": Option(0.5, "Weight of relations in a score, at the start.", positive_number),
+    "ent_coef": Option(1.5, "Initial weight of entities in a score.", positive_number),
+    "rel_coef": Option(0.5, "Initial weight of relations in a score.", positive_number),
     "score_chunk_mb": Option(
         256.0,
-        "Largest tensor while images are scored with graphs, megabytes. Smaller takes less memory; larger is faster "
-        "where a batch's scores fit 32 times, since the backward pass then computes nothing again.",
+        "Largest tensor while images are scored with graphs, in megabytes. Smaller tensors take less memory. If "
+        "a batch's scores fit into 32 tensors, the backward pass recomputes nothing and is faster.",
         positive_number,
     ),
 }
@@ -129,26 +135,21 @@ LOSSES: Group = {
         "learned", "Inverse temperature of both losses; the paper has none.", choices=("learned", "none")
     ),
     "rel_loss_weight": Option(
-        1.0, "Weight of the local loss, which tells a graph from its own with other relations; 0 leaves it out."
+        1.0,
+        "Weight of the local loss, which compares a graph with copies whose relations are altered; 0: no local loss.",
     ),
     "rel_negatives": Option(
-        "all", "Which relations of a graph are altered in its two false graphs.", choices=RELATION_NEGATIVES
+        "all", "Relations that are altered in the two false graphs of a graph.", choices=RELATION_NEGATIVES
     ),
-    "symmetric": Option(
-        None, "File of predicates that hold both ways, one per line, which are not altered.", metavar="FILE"
-    ),
+    "symmetric": Option(None, "File of symmetric predicates, one per line, which are not altered.", metavar="FILE"),
 }
 PART_RATES: Group = {
     "lr_image": Option(
         None, "Learning rate of the image encoder, by default --lr; the paper's is 1e-6.", number_from_0
     ),
     "lr_text": Option(None, "Learning rate of the text encoder, by default --lr; the paper's is 2e-5.", number_from_0),
-    "warmup_image": Option(
-        None, "Steps of warm-up of the image encoder, by default those of --warmup_steps.", whole_number
-    ),
-    "warmup_text": Option(
-        None, "Steps of warm-up of the text encoder, by default those of --warmup_steps.", whole_number
-    ),
+    "warmup_image": Option(None, "Steps of warm-up of the image encoder, by default --warmup_steps.", whole_number),
+    "warmup_text": Option(None, "Steps of warm-up of the text encoder, by default --warmup_steps.", whole_number),
 }
 
 
@@ -209,16 +210,17 @@ def _check_graph_key(args: argparse.Namespace) -> None:
 CAPTIONS: Group = {
     "captions": Option(
         None,
-        "Text file with a caption per line; table (.csv, .tsv, .jsonl); JSON of COCO or of a benchmark; or any pairs "
-        "that training reads: shards, scenes, class folders. With vg region_graphs.json, with gqa scene graphs.",
+        "A text file with one caption per line, a table (.csv, .tsv, .jsonl), JSON of COCO or of a benchmark, "
+        "or any pairs that training reads: shards, scenes, class folders. For --parser vg: region_graphs.json; "
+        "for gqa: GQA's scene graphs.",
     ),
     "caption": Option(None, "Show the graph of this one caption, and write nothing.", metavar="TEXT"),
-    "caption_key": Option(None, "Column or key of the captions, if it has no usual name."),
-    "image_key": Option(None, "Column of the images in a table, if it has no usual name."),
+    "caption_key": Option(None, "Column or key of the captions, if its name is not recognised."),
+    "image_key": Option(None, "Column of the images in a table, if its name is not recognised."),
     "image_folder": Option(
         None,
-        "Folder that the paths of images start from; by default the table's. With COCO's annotations, vg and gqa the "
-        "output names images only with this option.",
+        "Folder to which the images' paths are relative; by default the table's folder. With COCO's "
+        "annotations, vg and gqa, the output names images only if this option is given.",
     ),
     "split": Option("all", "Part of the pairs: a split's name, or all."),
 }
@@ -234,7 +236,7 @@ CAPTION_PARSER: Group = {
         "For llm: address of a server with OpenAI's protocol, such as http://localhost:8000/v1. All captions are sent "
         "there. The key comes from the environment variable OPENAI_API_KEY.",
     ),
-    "model": Option(None, "For llm: name of the model on the server; with --local its folder."),
+    "model": Option(None, "For llm: name of the model on the server, or with --local the model's folder."),
     "local": Option(False, "For llm: run the model here, with transformers."),
     "concurrency": Option(16, "For llm: number of requests at the same time.", positive_int),
     "timeout_s": Option(120.0, "For llm: seconds that a request may take.", positive_number),
@@ -266,14 +268,14 @@ def pictures_parser() -> Parser:
                     whole_number,
                     nargs="+",
                 ),
-                "max_rows": Option(4, "Pairs to show, if they are not named.", positive_int),
+                "max_rows": Option(4, "Number of pairs to show, if --pairs is not given.", positive_int),
                 "max_pairs": Option(
-                    400, "Look for relations in so many captions, evenly spread over the data.", positive_int
+                    400, "Number of captions to search for relations, evenly spread over the data.", positive_int
                 ),
             },
             "maps": {
                 "default_tokens": Option(
-                    False, "Draw the map of every default token; without it one panel shows them together."
+                    False, "Draw one map per default token; by default one panel shows all default tokens together."
                 )
             },
             "result": PICTURE_RESULT,

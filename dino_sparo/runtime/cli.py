@@ -207,7 +207,9 @@ class Parser(argparse.ArgumentParser):
         no_default: Any = {"default": argparse.SUPPRESS}
         self.add_argument("--help_all", "--help-all", action=_HelpAll, nargs=0, help="Show all options.", **no_default)
         self.add_argument("--config", metavar="FILE", help="YAML file of lines `option: value`.", **no_default)
-        self.add_argument("--print_config", action="store_true", help="Print such a file and end.", **no_default)
+        self.add_argument(
+            "--print_config", action="store_true", help="Print all options as such a file and end.", **no_default
+        )
         for title, options in (groups or {}).items():
             self.add_options(title, options)
         self.set_defaults(**(defaults or {}))
@@ -384,19 +386,19 @@ def config_text(options: Mapping[str, Any], command: str | None = None) -> str:
 
 
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
-USE_CUDA = Option(True, "Keep features on the GPU, where there is one; false if they do not fit.")
-FIGURE_FORMAT = Option("png", "File format of figures with words.", choices=("png", "pdf", "svg"))
+USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
+FIGURE_FORMAT = Option("png", "File format of figures with text.", choices=("png", "pdf", "svg"))
 PRETRAINED = Option(
     False,
-    "Start a timm/NAME from timm's own weights, downloaded once; without network give --init_from FILE instead.",
+    "Start a model timm/NAME from timm's weights, which are downloaded once. Without a network, give --init_from FILE.",
 )
-WEIGHTS = Option("", "Checkpoint, ours or the reference's; demo: the small encoder in this package.")
-DEVICE_OPTION = Option("auto", "auto (cuda where there is one, else cpu), cpu, cuda or cuda:N.")
+WEIGHTS = Option("", "A checkpoint, an export or released weights; demo: the small encoder of this package.")
+DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.")
 
 DEVICE: Group = {
     "device": DEVICE_OPTION,
     "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
-    "dist_url": Option("env://", "Where several processes meet; not needed under torchrun and Slurm."),
+    "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm."),
     "dist_timeout_min": Option(
         10.0, "Minutes that a process waits for others, or for images, before the run ends.", positive_number
     ),
@@ -415,46 +417,48 @@ CHECKPOINT: Group = {
     "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student."),
     "untrained": Option(
         False,
-        "Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, or "
-        "without a checkpoint as options like --arch and --patch_size say.",
+        "Evaluate random weights, as a control. The architecture is the checkpoint's, or without a checkpoint "
+        "that of options such as --arch and --patch_size.",
     ),
 }
 FOREIGN_WEIGHTS: Group = {
     "arch": Option(
         None,
-        f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the shapes of foreign weights do not "
-        "show it.",
+        f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
+        "it.",
     ),
     "patch_size": Option(
-        None, "Side of a patch in pixels; weights show it, so it is only for --untrained without weights.", positive_int
+        None,
+        "Side of a patch in pixels; only for --untrained without weights, because weights determine it.",
+        positive_int,
     ),
     "quick_gelu": Option(
-        False, "true for a CLIP's image tower with OpenAI's activation, if no open_clip_config.json says it."
+        False, "Give true for a CLIP's image tower with OpenAI's activation, unless an open_clip_config.json says so."
     ),
 }
 FEATURE_FILES: Group = {
     "dump_features": Option(None, "Folder to write features and labels to."),
-    "load_features": Option(None, "Folder to read them from; then neither weights nor images are needed."),
+    "load_features": Option(None, "Folder to read features and labels from; weights and images are then not needed."),
     "use_cuda": USE_CUDA,
 }
 IMAGE_LIMITS: Group = {
     "max_image_mb": Option(
-        MAX_IMAGE_MB, "Largest image file, 10^6 bytes; larger ones count as unreadable.", positive_number
+        MAX_IMAGE_MB, "Largest image file, in 10^6 bytes; larger files count as unreadable.", positive_number
     ),
     "max_image_mpix": Option(
         MAX_IMAGE_MPIX,
-        "Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in each "
-        "process that loads images.",
+        "Largest image, in 10^6 pixels; larger images count as unreadable. Decoding takes up to 8 bytes per "
+        "pixel in each process that loads images.",
         positive_number,
     ),
     "max_value": Option(
-        MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for images of 12 bits.", positive_int
+        MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for 12-bit images.", positive_int
     ),
 }
-SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if it has no usual name.")}
+SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if its name is not recognised.")}
 COLUMNS: Group = {
-    "path_column": Option(None, "Column of the paths in a table, if it has no usual name."),
-    "label_column": Option(None, "Column of the labels in a table, if it has no usual name."),
+    "path_column": Option(None, "Column of the paths in a table, if its name is not recognised."),
+    "label_column": Option(None, "Column of the labels in a table, if its name is not recognised."),
     **SPLIT_COLUMN,
 }
 NORMALIZATION: Group = {
@@ -464,30 +468,31 @@ NORMALIZATION: Group = {
 CHANNELS: Group = {
     "in_chans": Option(
         3,
-        "Channels of the images and of the model. 3: RGB of 8 bit, where grey images become RGB. 1: grey images in "
-        "their depth. Others: .npy arrays, TIFFs with a page per channel.",
+        "Number of channels. 3: 8-bit RGB; grey images are converted. 1: grey images in their bit depth. Other "
+        "numbers: .npy arrays, or TIFFs with one page per channel.",
         positive_int,
     ),
 }
 SHOW_CHANNELS: Group = {
     "show_channels": Option(
         [],
-        "Channels that pictures show, from 0: one as grey, or three as red, green and blue, each stretched from its "
-        "2nd to its 98th percentile. By default RGB as it is; of other images the first three, or the first.",
+        "Channels that pictures show, counted from 0: one as grey, or three as red, green and blue, each "
+        "stretched from its 2nd to its 98th percentile. By default RGB is unchanged, and other images show "
+        "their first three channels, or the first.",
         whole_number,
     ),
 }
 TRAINING_DATA: Group = {
     "split": Option(
         None,
-        "Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a table's "
-        "column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
+        "Split to train on: the name of a subfolder, list, table or shards in --data_path, or a word in a "
+        "table's column of splits. all: all images. By default train, if there is such a split, else all.",
     ),
     "download": DOWNLOAD,
     "max_corrupt": Option(
         0.01,
-        "Share of the items that may be without readable image, or without caption; above it the run stops. "
-        f"{MIN_CORRUPT} are always allowed, except with 0.",
+        "Largest share of unreadable images, or of pairs without image or caption; above it the run ends. "
+        f"{MIN_CORRUPT} of them are always allowed, except with 0.",
         share,
     ),
 }

@@ -8,18 +8,18 @@ from dino_sparo.runtime.cli import Group, Option, positive_int, share
 COMPUTE: Group = {
     "precision": Option(
         "auto",
-        "Precision of the forward passes; auto is bf16 where the device supports it, else fp32. The loss is fp32 in "
-        "any case. tf32 is fp32 with rounded factors of matrix products on GPUs: faster, with three digits instead of "
-        "seven.",
+        "Precision of the forward passes; the loss is always fp32. auto: bf16 if the device supports bf16, else "
+        "fp32. tf32: fp32 with faster matrix products on GPUs, of three correct digits instead of seven.",
         choices=("auto", *PRECISIONS),
     ),
     "compile": Option(
         "auto",
-        "torch.compile of networks and loss, a minute or two in the first step; auto: on GPUs.",
+        "Compile networks and loss with torch.compile, which takes a minute or two in the first step; auto: on "
+        "GPUs only.",
         choices=("auto", "on", "off"),
     ),
     "grad_checkpointing": Option(
-        False, "Compute activations of the trained encoders again for the backward pass: less memory, a third slower."
+        False, "Recompute the trained encoders' activations in the backward pass: less memory, a third slower."
     ),
     "memory_report": Option(
         False, "Log how much memory weights, gradients, optimizer and activations take in the first step."
@@ -27,36 +27,38 @@ COMPUTE: Group = {
 }
 LAYER_DECAY = Option(
     None,
-    "Factor of the learning rate between two layers of the image backbone: deeper layers learn faster. 0.65 to 0.9 "
-    "protects released weights; by default all layers have one rate.",
+    "Factor between the learning rates of neighbouring layers of the image backbone: deeper layers learn "
+    "faster. 0.65 to 0.9 preserves released weights. By default all layers have the same rate.",
     share,
 )
 MAX_STEPS = Option(
-    None, "Stop after this many steps in all, for trials; the schedules are those of --epochs.", positive_int
+    None, "Stop after this number of steps in total, for trials; the schedules still follow --epochs.", positive_int
 )
 RUN: Group = {
-    "output_dir": Option(None, "Folder of checkpoints and logs; a run that lies there is resumed."),
+    "output_dir": Option(None, "Folder of checkpoints and logs. A run in this folder is resumed."),
     "saveckp_freq": Option(20, "Keep a checkpoint every N epochs; 0: never."),
     "saveckp_minutes": Option(
-        30.0, "Also save every N minutes within an epoch; a crash costs at most that time. 0: only after epochs."
+        30.0, "Also save every N minutes within an epoch; a crash loses at most N minutes. 0: save only after epochs."
     ),
     "keep_checkpoints": Option(
-        3, "Number of last checkpoints to keep; if the newest is damaged, the one before is used.", positive_int
+        3,
+        "Number of checkpoints to keep. If the newest is damaged, the run resumes from the previous one.",
+        positive_int,
     ),
     "allow_rescale": Option(
         False,
-        "Resume with another batch (of all processes together): schedules and the position in the epoch follow from "
-        "the items seen. Without this option another batch is refused.",
+        "Resume with another total batch: schedules and the position in the epoch are computed from the number "
+        "of images seen. Without this option, another total batch is refused.",
     ),
     "report_to": Option(
         ("tensorboard",),
-        "Trackers that get losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights & Biases. "
-        "trackio: Trackio, on this machine. Several may be named; without a name none gets anything.",
+        "Trackers that receive losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights "
+        "& Biases. trackio: Trackio, on this machine. Give several trackers, or none.",
         choices=TRACKERS,
         nargs="*",
     ),
-    "run_name": Option(None, "Name of the run on the trackers' pages; by default that of --output_dir."),
-    "seed": Option(0, "Random seed of the weights, the order of the data, the crops and all else that is random."),
+    "run_name": Option(None, "Name of the run in the trackers; by default the name of --output_dir."),
+    "seed": Option(0, "Random seed of weights, order of the data, crops and all other random choices."),
 }
 
 

@@ -23,36 +23,40 @@ PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
 
 PRECISION = Option(
     "fp32",
-    "Precision of the model; take fp32 for numbers that you report. tf32 is fp32 with rounded factors of matrix "
+    "Precision of the model; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
     "products on GPUs.",
     choices=PRECISIONS,
 )
-GRAPHS = Option(None, "Scene graphs of the captions, for an OC-CLIP: parse's .jsonl file, templates or spacy.")
+GRAPHS = Option(
+    None, "For an OC-CLIP: scene graphs of the captions, a .jsonl file of dino-sparo parse, templates or spacy."
+)
 CLIP_MODEL: Group = {
-    "pretrained_weights": Option("", "Checkpoint of CLIP training, or open_clip's weights."),
+    "pretrained_weights": Option("", "A checkpoint of CLIP training, or OpenCLIP's weights."),
     "quick_gelu": Option(
-        False, "Activation of open_clip's weights, which do not name it: true for OpenAI's and models named -quickgelu."
+        False, "Give true for OpenCLIP's weights with OpenAI's activation: OpenAI's models and models named -quickgelu."
     ),
-    "text_heads": Option(None, "Heads of open_clip's text encoder; by default they are 64 wide.", positive_int),
+    "text_heads": Option(
+        None, "Attention heads of the text encoder of OpenCLIP's weights; by default a head is 64 wide.", positive_int
+    ),
     "slots": Option(
-        None, "Evaluate some slots, or masked slots: numbers (0,3,7) or a file of dino-sparo slots select or mask."
+        None,
+        "Evaluate only these slots, or masked slots: numbers such as 0,3,7, or a file of dino-sparo slots "
+        "select or slots mask.",
     ),
 }
 MODEL: Group = {
     **CLIP_MODEL,
-    "pretrained_weights": Option("", "Checkpoint of CLIP or OC-CLIP training, or open_clip's weights."),
+    "pretrained_weights": Option("", "A checkpoint of CLIP or OC-CLIP training, or OpenCLIP's weights."),
     "graphs": GRAPHS,
     "max_missing_graphs": Option(
-        0.01, "Share of the captions that may be without a graph in --graphs; above it the evaluation ends.", share
+        0.01, "Largest share of captions without a graph in --graphs; above it the evaluation ends.", share
     ),
 }
 SEVERAL_MODELS: Group = {
     **MODEL,
-    "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or open_clip's weights."),
+    "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or OpenCLIP's weights."),
 }
-SPLIT = Option(
-    None, "Name of a split of the images; all takes everything. By default val where there is one, else everything."
-)
+SPLIT = Option(None, "Name of a split of the images, or all. By default val, if there is such a split, else all.")
 LABELLED_IMAGES: Group = {
     "data_path": Option("", "Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes."),
     "split": SPLIT,
@@ -62,25 +66,27 @@ LABELLED_IMAGES: Group = {
 CLASSES: Group = {
     "classnames": Option(
         AUTO,
-        "auto: the set's own names, or ImageNet's where folders are WordNet ids; imagenet: all 1000, for V2; "
-        "objectnet:DIR/mappings; folders; or a file: one name per line, or JSON (FILE.json:KEY for one list of many).",
+        "Names of the classes. auto: the data set's, or ImageNet's if folders are WordNet ids. imagenet: all "
+        "1000, for ImageNet-V2. objectnet:DIR/mappings. folders: the folders' names. Or a file with one name "
+        "per line, or JSON (FILE.json:KEY for one of several lists).",
     ),
     "templates": Option(
         AUTO,
-        "auto: the set's own, or openai, ImageNet's 80 (of an OC-CLIP the bare name); the name of a list (a wrong name "
-        "shows all); or a file with one sentence per line, {} or {c} where the name belongs.",
+        "Sentences for the class names. auto: the data set's, or openai, ImageNet's 80 (for an OC-CLIP the bare "
+        "name). Or the name of a list (a wrong name prints all), or a file with one sentence per line, with {} "
+        "or {c} in the name's place.",
     ),
 }
 ANNOTATED_IMAGES: Group = {
     **IMAGE_LIMITS,
     "allow_outside": Option(
         False,
-        "Read images outside of the folder of the images, which annotations name by absolute paths or ../; only for "
+        "Read images outside the images' folder, which annotations name by absolute paths or ../. Only for "
         "annotations that you trust.",
     ),
 }
 IMAGE_RULES: Group = {
-    "max_missing": Option(0.01, "Share of a benchmark's images that may be missing.", share),
+    "max_missing": Option(0.01, "Largest share of a benchmark's images that may be missing.", share),
     **ANNOTATED_IMAGES,
 }
 QUESTIONS: Group = {
@@ -89,7 +95,7 @@ QUESTIONS: Group = {
     **IMAGE_RULES,
 }
 PICTURE_RESULT: Group = {
-    "output_dir": Option(None, "Where to write; by default beside the checkpoint."),
+    "output_dir": Option(None, "Folder of the result; by default beside the checkpoint."),
     "figure_format": FIGURE_FORMAT,
     "device": DEVICE_OPTION,
 }
@@ -98,8 +104,8 @@ PICTURE_RESULT: Group = {
 def computation(result: str, where: str = "beside the checkpoint") -> dict[str, Group]:
     """Groups of computation and device; the result is called `result` and lies by default `where`, in words."""
     group: Group = {
-        "img_size": Option(None, "Side of the view in pixels; by default as in training.", positive_int),
-        "batch_size_per_gpu": Option(128, "Images, or captions, per process and step.", positive_int),
+        "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
+        "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
         "precision": PRECISION,
         "output": Option(None, f"Result file; by default {result} {where}."),
     }
@@ -135,8 +141,8 @@ def zero_shot_parser() -> Parser:
 CAPTIONED_IMAGES: Group = {
     "data_path": Option("", "Folder of the images, or pairs without --captions: tables, shards, scenes."),
     "captions": Option("", "Karpathy's or COCO's JSON, or Flickr's lines of image and caption."),
-    "split": Option(None, "Part to evaluate; by default test of Karpathy's JSON, else val."),
-    "image_list": Option(None, "File with names of images, to use these alone."),
+    "split": Option(None, "Split to evaluate; by default test for Karpathy's JSON, else val."),
+    "image_list": Option(None, "File with the names of the images to use; by default all images are used."),
     **ANNOTATED_IMAGES,
 }
 
@@ -147,7 +153,7 @@ def retrieval_parser() -> Parser:
         {
             "model: what is evaluated": MODEL,
             "images and captions": CAPTIONED_IMAGES,
-            "recall": {"k": Option([1, 5, 10], "Numbers of candidates to look at.", positive_int)},
+            "recall": {"k": Option([1, 5, 10], "Values of k in recall at k.", positive_int)},
             **computation("retrieval.json"),
         }
     )
@@ -166,22 +172,24 @@ def winoground_parser() -> Parser:
 
 
 BENCHMARKS: Group = {
-    "data_root": Option("", "Folder; every benchmark in it or below is evaluated."),
-    "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name lists them.", nargs="+"),
-    "images": Option(None, "Folder of the images; by default those that docs/compositional.md lists."),
+    "data_root": Option("", "Folder of the benchmarks; every benchmark in it or in its subfolders is evaluated."),
+    "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", nargs="+"),
+    "images": Option(None, "Folder of the images; docs/compositional.md lists the default folders."),
     **IMAGE_RULES,
     "write_captions": Option(
-        None, "Only write all captions to this .txt file, for dino-sparo parse; the images must be there."
+        None, "Write all captions to this .txt file, for dino-sparo parse, and end. The images must exist."
     ),
 }
 COMPARISON: Group = {
-    "chunk_images": Option(2048, "Images encoded at a time; an OC-CLIP keeps up to 0.4 MB of each.", positive_int),
-    "blind": Option(False, "Repeat with the images of other questions: accuracy without seeing."),
+    "chunk_images": Option(
+        2048, "Number of images encoded at a time; an OC-CLIP keeps up to 0.4 MB per image.", positive_int
+    ),
+    "blind": Option(False, "Also measure the accuracy with the images of other questions, as a control."),
     "seed": Option(0, "Random seed of bootstrap and shuffled images."),
     "failures": Option(
         0,
-        "Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside the "
-        "result. Typical are 5 to 20.",
+        "Draw the N clearest errors of each benchmark, and where the model attended, on a page and on sheets "
+        "beside the result. Typical values are 5 to 20.",
         metavar="N",
     ),
 }
@@ -206,7 +214,7 @@ def order_captions_parser() -> Parser:
             "Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's lines.",
             is_required=True,
         ),
-        "split": Option(None, "Part of Karpathy's JSON, by default test."),
+        "split": Option(None, "Split of Karpathy's JSON, by default test."),
     }
     result: Group = {
         "output": Option(None, "File to write; dino-sparo compositional looks for coco_order.json.", is_required=True),
@@ -221,9 +229,9 @@ PROBE: Group = {
     "probe_batch_size": Option(
         PROBE_BATCH_SIZE, "Images per step, over all processes; CLIP benchmark's protocol has 64.", positive_int
     ),
-    "weight_decay": Option(None, "Weight decay of the probe; by default the sweep finds the best.", type=float),
-    "val_share": Option(0.2, "Share of the training images on which the sweep compares.", share_below_1),
-    "seed": Option(0, "Random seed of the weights, the order and the images that compare."),
+    "weight_decay": Option(None, "Weight decay of the probe; by default a sweep chooses it.", type=float),
+    "val_share": Option(0.2, "Share of the training images on which the sweep compares weight decays.", share_below_1),
+    "seed": Option(0, "Random seed of the weights, the order of the images, and the choice of the --val_share."),
 }
 
 
