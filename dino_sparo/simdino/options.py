@@ -8,13 +8,13 @@ from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
 
 HEAD: Group = {"z_dim": Option(256, "Width of the features that the loss compares.", positive_int)}
 LOSS: Group = {
-    "coeff": Option(1.0, "Weight of the cosine between student and teacher against the coding rate."),
+    "coeff": Option(1.0, "Weight of the cosine between student and teacher, relative to the coding rate."),
     "eps": Option(
         0.05, "Square of the coding rate's precision; the authors' code has 0.5, their published runs have 0.05."
     ),
     "expa_type": Option(
         1,
-        "Features whose coding rate grows: 1, the mean of student and teacher, which is smoother; 0, the student's.",
+        "Features whose coding rate is maximised: 1, the mean of student and teacher, which is smoother; 0, the student's.",
         choices=(0, 1),
     ),
 }
