@@ -14,7 +14,7 @@ LOSS: Group = {
     ),
     "expa_type": Option(
         1,
-        "Features whose coding rate is maximised: 1, the mean of student and teacher, which is smoother; 0, the student's.",
+        "Features whose coding rate is maximised: 1, the mean of student and teacher (smoother); 0, the student's.",
         choices=(0, 1),
     ),
 }
