@@ -140,16 +140,14 @@ def job_folder(args: argparse.Namespace) -> Path:
 
 
 def additional_parameters(pairs: list[str]) -> dict[str, str]:
-    """`KEY=VALUE` words as a dict.
-
-    Raises:
-        ValueError: a word without a key or a value.
-    """
+    """`KEY=VALUE` words as a dict; ValueError for a word without a key or a value."""
+    parameters = {}
     for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not (key and separator and value):
+        key, _, value = pair.lstrip("-").partition("=")
+        if not (key and value):
             raise ValueError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
-    return {pair.partition("=")[0].lstrip("-"): pair.partition("=")[2] for pair in pairs}
+        parameters[key] = value
+    return parameters
 
 
 def check_submission(args: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ Rank 0 logs everything; the other ranks log warnings and errors alone, with thei
 
 import json
 import logging
-import math
 import resource
 import shutil
 import sys
@@ -25,7 +24,7 @@ from tqdm.auto import tqdm
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.launch import is_main, rank
-from dino_sparo.runtime.records import writing
+from dino_sparo.runtime.records import plain, writing
 from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.runtime.watchdog import sign_of_life
 
@@ -259,7 +258,7 @@ class RunLog:
         """Append one JSON line to log.txt."""
         if is_main():
             with writing(self.path), self.path.open("a") as file:
-                file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
+                file.write(json.dumps(plain(values)) + "\n")
 
     def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Send named numbers to the trackers."""
@@ -274,11 +273,6 @@ class RunLog:
     def close(self) -> None:
         """Finish writing."""
         self.trackers.each(lambda tracker: tracker.close())
-
-
-def _finite(value: Any) -> Any:
-    """The value, or None for a number that JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _epoch_of(line: str) -> int:

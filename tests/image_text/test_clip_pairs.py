@@ -174,18 +174,18 @@ def test_shards_without_captions_tell_what_they_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    "damage",
     [
-        (lambda data: data[:540], "truncated"),
-        (lambda data: data[:2048] + b"x" * 512 + data[2560:], "damaged: no valid header at byte 2,048"),
-        (lambda data: b"\x1f\x8b" + data[2:], "no plain tar file"),
-        (lambda data: b"", "no plain tar file"),
+        lambda data: data[:540],
+        lambda data: data[:2048] + b"x" * 512 + data[2560:],
+        lambda data: b"\x1f\x8b" + data[2:],
+        lambda data: b"",
     ],
 )
-def test_damaged_shards_are_errors(tmp_path: Path, damage: object, message: str) -> None:
+def test_damaged_shards_are_errors(tmp_path: Path, damage: object) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.png", picture(1)), ("1.txt", b"x"), ("2.png", picture(1) * 9)])
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"a\.tar' is damaged"):
         open_pairs(str(path))
 
 
@@ -194,7 +194,7 @@ def test_a_sparse_member_is_an_error(tmp_path: Path) -> None:
     content = path.read_bytes()
     checksum = int(content[148:154], 8) + ord("S") - content[156]
     path.write_bytes(content[:148] + b"%06o\0 S" % checksum + content[157:])
-    with pytest.raises(ValueError, match=r"sparse member '000.png'; write it without --sparse"):
+    with pytest.raises(ValueError, match=r"'000.png' is sparse; write it without --sparse"):
         open_pairs(str(path))
 
 

@@ -64,11 +64,6 @@ class TarSource:
         self.num_left_out = num_left_out
         self.limits = DEFAULT_LIMITS
 
-    @property
-    def shards(self) -> list[str]:
-        """Paths of the tar files."""
-        return self.index.shards
-
     def __len__(self) -> int:
         """Number of images."""
         return len(self.index)
@@ -83,7 +78,7 @@ class TarSource:
 
     def fingerprint(self) -> str:
         """A hash of the shards' names and of where some of their images lie; no shard is read."""
-        names = [os.fsencode(os.path.basename(shard)) for shard in self.shards]
+        names = [os.fsencode(os.path.basename(shard)) for shard in self.index.shards]
         step = max(len(self) // MAX_HASHED, 1)
         return hash_of(np.array(names), self.index.counts, self.index.records[::step])
 
