@@ -105,8 +105,8 @@ class WandB:
         require("wandb", "runs on Weights & Biases")
         import wandb
 
-        self.image_type = wandb.Image
-        self.run = wandb.init(
+        self.image_type: Any = wandb.Image
+        self.run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=run.run_id,
             name=run.title,
