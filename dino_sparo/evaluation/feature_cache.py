@@ -33,7 +33,7 @@ def save_features(folder: Path, train: Features, val: Features, record: dict[str
     The reference writes features of length one and does not normalise them when it reads them. Give `normalize_`d
     features, so that its script reads the folder too.
     """
-    with all_or_none("writing the features", patient=True):  # writing may take longer than a collective waits
+    with all_or_none("writing the features"):
         if is_main():
             try:
                 _write(folder, {"train": train, "val": val}, record)
