@@ -3,8 +3,8 @@
 Entities are phrases with their attributes ("large brown box"); relations are directed and join two entities.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,12 +12,6 @@ from dino_sparo.data.scene_graphs import Relation as Relation
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 
 ARTICLES = ("a", "an", "the")
-# Bounds the search for a canonical form: trials times the size of the graph. 16 entities with 16 relations never reach
-# the bound.
-MAX_WORK = 100_000
-
-# The colour of an entity is a number that does not depend on the order of the entities.
-Colours = dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,6 @@ class LookupCounts(NamedTuple):
         dangling: dropped relations of dropped entities.
         loops: dropped relations of an entity with itself.
         relations: dropped relations, beyond the cap.
-        not_canonical: graphs too symmetric for a canonical form, whose ties may go unnoticed.
     """
 
     captions: int = 0
@@ -93,21 +86,15 @@ class LookupCounts(NamedTuple):
     dangling: int = 0
     loops: int = 0
     relations: int = 0
-    not_canonical: int = 0
 
     def plus(self, other: "LookupCounts") -> "LookupCounts":
         """The sum."""
         return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def to_json(self) -> dict[str, int]:
-        """For result files; `not_canonical` is there only if it is not 0."""
-        return {name: number for name, number in self._asdict().items() if number or name != "not_canonical"}
-
     def __str__(self) -> str:
         names = (
             *("captions", "missing", "as one entity", "entities beyond the cap", "relations of such entities"),
             *("relations of an entity with itself", "relations beyond the cap"),
-            "graphs too symmetric for a canonical form",
         )
         shown = [(number, name) for number, name in zip(self, names, strict=True) if number or name == "captions"]
         return ", ".join(f"{number:,} {name}" for number, name in shown)
@@ -154,91 +141,39 @@ def _without_article(phrase: str) -> str:
 # and an exact tie.
 
 
-def canonical_form(graph: SceneGraph) -> tuple[SceneGraph, bool]:
-    """Entities sorted by (phrase, incident relations), relations renumbered and sorted.
+def canonical_form(graph: SceneGraph) -> SceneGraph:
+    """Entities sorted by phrase and surroundings, relations renumbered and sorted; isomorphic graphs have one form.
 
-    Two graphs have one canonical form if and only if they are isomorphic: phrases, predicates and directions agree
-    under some matching of the entities.
-
-    Entities begin with the rank of their phrase as colour. Colours are refined by the colours of the entities around
-    them until no colour is split further. An entity with a colour of its own has its position. The remaining entities
-    fall apart into connected parts, which are ordered one by one. Where all colours of a part are shared, each entity
-    of one colour is tried as the first of the part, and the smallest encoding is taken.
-
-    Returns:
-        The form, and whether the search was complete. A graph of extreme symmetry (ten entities that are all related
-        to one another) exceeds `MAX_WORK`; its form then still depends on the order of the entities.
+    Entities begin with the rank of their phrase as colour, which `_refined` splits by the colours around them, then by
+    the number of entities that relations connect them to. As long as entities share a colour, the first of them gets a
+    colour of its own. It may be any of them if they are symmetric, as dogs without relations or in a ring are. Graphs
+    of equal entities that look alike without being symmetric may have several forms.
     """
-    phrases = sorted(set(graph.entities))
-    colours = {entity: phrases.index(phrase) for entity, phrase in enumerate(graph.entities)}
-    refined = _refined(colours, graph.relations)
-    budget = iter(range(1 + MAX_WORK // (1 + len(graph.entities) + len(graph.relations))))
-    order = sorted(_ordered(refined, graph.relations, budget), key=refined.__getitem__)
-    form = SceneGraph(tuple(graph.entities[entity] for entity in order), tuple(_renumbered(order, graph.relations)))
-    return form, next(budget, None) is not None
+    relations, entities = graph.relations, range(len(graph.entities))
+    part = list(entities)
+    for _ in entities:
+        for r in relations:
+            part[r.subject] = part[r.object] = min(part[r.subject], part[r.object])
+    colours = _refined(graph.entities, relations)
+    colours = _refined([(colours[entity], part.count(part[entity])) for entity in entities], relations)
+    while shared := [colour for colour in colours if colours.count(colour) > 1]:
+        first = colours.index(min(shared))
+        colours = _refined([(colours[entity], entity != first) for entity in entities], relations)
+    order = sorted(entities, key=colours.__getitem__)
+    renumbered = sorted(Relation(colours[r.subject], r.predicate, colours[r.object]) for r in relations)
+    return SceneGraph(tuple(graph.entities[entity] for entity in order), tuple(renumbered))
 
 
-def _renumbered(order: Sequence[int], relations: Iterable[Relation]) -> list[Relation]:
-    """The relations among these entities, by their positions in the order, sorted."""
-    position = {entity: number for number, entity in enumerate(order)}
-    inside = (r for r in relations if r.subject in position and r.object in position)
-    return sorted(Relation(position[r.subject], r.predicate, position[r.object]) for r in inside)
-
-
-def _encoding(order: Sequence[int], colours: Colours, relations: Iterable[Relation]) -> Any:
-    """Equal for two parts if and only if one can take the other's place, entity by entity."""
-    return [colours[entity] for entity in order], _renumbered(order, relations)
-
-
-def _refined(colours: Colours, relations: Sequence[Relation]) -> Colours:
-    """Colours split by the colours around them until nothing changes; the order of the colours stays."""
+def _refined(colours: Sequence[Any], relations: Sequence[Relation]) -> list[int]:
+    """Ranks of colours, split by the colours around them until nothing changes; the order of the colours stays."""
     while True:
-        around: dict[int, list[tuple[bool, str, int]]] = {entity: [] for entity in colours}
+        around: list[list[tuple[bool, str, int]]] = [[] for _ in colours]
         for relation in relations:
-            if relation.subject in colours and relation.object in colours:
-                around[relation.subject].append((True, relation.predicate, colours[relation.object]))
-                around[relation.object].append((False, relation.predicate, colours[relation.subject]))
-        signatures = {entity: (colour, tuple(sorted(around[entity]))) for entity, colour in colours.items()}
-        ranks = sorted(set(signatures.values()))
-        if len(ranks) == len(set(colours.values())):
-            return colours
-        colours = {entity: ranks.index(signature) for entity, signature in signatures.items()}
-
-
-def _ordered(colours: Colours, relations: Sequence[Relation], budget: Iterator[int]) -> list[int]:
-    """The entities that have a colour, in an order that depends on the colours and relations among them alone.
-
-    `budget` has an item per trial; without items the first entity is taken untried.
-    """
-    colours = _refined(colours, relations)
-    sizes = Counter(colours.values())
-    order = sorted((entity for entity, colour in colours.items() if sizes[colour] == 1), key=colours.__getitem__)
-    rest = [entity for entity in colours if sizes[colours[entity]] > 1]
-    parts = []
-    for part in _connected(rest, relations):
-        inside = {entity: colours[entity] for entity in part}
-        if len(part) < len(colours):
-            parts.append(_ordered(inside, relations, budget))
-            continue
-        shared = min((sizes[colour], colour) for colour in set(inside.values()))[1]
-        first = [entity for entity in part if inside[entity] == shared]
-        trials = [
-            _ordered({**inside, entity: -1}, relations, budget)
-            for entity in first
-            if entity == first[0] or next(budget, None) is not None
-        ]
-        parts.append(min(trials, key=lambda trial: _encoding(trial, inside, relations)))
-    # Parts of one encoding can be exchanged without a difference.
-    parts.sort(key=lambda entities: _encoding(entities, colours, relations))
-    return order + [entity for entities in parts for entity in entities]
-
-
-def _connected(entities: Sequence[int], relations: Iterable[Relation]) -> list[list[int]]:
-    """The entities in groups that relations among them connect."""
-    group = {entity: [entity] for entity in entities}
-    for relation in relations:
-        ends = [group.get(relation.subject), group.get(relation.object)]
-        if None not in ends and ends[0] is not ends[1]:
-            joined = [*group[relation.subject], *group[relation.object]]
-            group.update(dict.fromkeys(joined, joined))
-    return list({id(members): members for members in group.values()}.values())
+            around[relation.subject].append((True, relation.predicate, colours[relation.object]))
+            around[relation.object].append((False, relation.predicate, colours[relation.subject]))
+        signatures = [(colour, sorted(near)) for colour, near in zip(colours, around, strict=True)]
+        ordered = sorted(signatures)
+        ranks = [bisect_left(ordered, own) for own in signatures]
+        if len(set(ranks)) == len(set(colours)):
+            return ranks
+        colours = ranks

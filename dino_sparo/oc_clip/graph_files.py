@@ -231,7 +231,7 @@ def _index(path: Path, max_nodes: int, max_relations: int) -> Arrays:
     is_first = np.diff(file.hashes, prepend=file.hashes[:1] + np.uint64(1)) != 0
     for number in np.flatnonzero(~is_first).tolist():
         lines = [file.read(at) for at in (number - 1, number)]
-        one, other = (canonical_form(normalize(g, c, max_nodes, max_relations)[0])[0] for c, g in lines)
+        one, other = (canonical_form(normalize(g, c, max_nodes, max_relations)[0]) for c, g in lines)
         if one != other:
             content = path.read_bytes()
             places = [1 + content.count(b"\n", 0, int(file.offsets[at])) for at in (number - 1, number)]

@@ -23,7 +23,7 @@ from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows, require_both
+from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up
 from dino_sparo.oc_clip.config import OCCLIPConfig
@@ -90,7 +90,7 @@ class GraphScorer(ImageRows):
     @property
     def record(self) -> dict[str, Any]:
         """Description of the model and of the graphs, with the changes in them so far."""
-        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts.to_json()}}
+        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts._asdict()}}
 
     @property
     def storage(self) -> torch.device:
@@ -129,11 +129,10 @@ class GraphScorer(ImageRows):
                     graph, changes = self.graphs.lookup(caption)
                 except ValueError as error:
                     raise ValueError(f"{desc}, number {number}: {error}") from error
-                form, is_exact = canonical_form(graph)
-                self.lookups[caption] = form, changes._replace(not_canonical=int(not is_exact))
+                self.lookups[caption] = canonical_form(graph), changes
                 counts = counts.plus(self.lookups[caption][1])
         self.graphs.counts = self.graphs.counts.plus(counts)
-        if counts.whole_caption or counts.nodes or counts.relations or counts.not_canonical:
+        if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
         self.graphs.check()
         graphs, all_changes = zip(*(self.lookups[caption] for caption in captions), strict=True)
@@ -257,7 +256,8 @@ class LoadedOCCLIP(LoadedModel):
         Returns:
             (images, captions), fp32, on the model's device.
         """
-        require_both(images, captions)
+        if isinstance(captions, str):
+            raise ValueError(f"captions={captions!r} is one caption; give a list of captions")
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
         return scorer_of(self, parser, batch_size=batch_size).similarity(images, captions)
 

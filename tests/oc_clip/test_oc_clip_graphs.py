@@ -119,7 +119,7 @@ def test_the_caps_are_sixteen() -> None:
 
 
 def canonical(graph: SceneGraph) -> SceneGraph:
-    return canonical_form(graph)[0]
+    return canonical_form(graph)
 
 
 def renumbered(graph: SceneGraph, order: list[int], rng: random.Random) -> SceneGraph:
@@ -192,14 +192,13 @@ def test_the_most_symmetric_graphs_have_one_form_too_and_soon(name: str) -> None
     assert time.process_time() - start < 5
 
 
-@pytest.mark.parametrize(("entities", "is_exact"), [(5, True), (10, False), (40, False)])
-def test_the_search_for_a_form_is_bounded_and_says_so(entities: int, is_exact: bool) -> None:
+@pytest.mark.parametrize("entities", [5, 10, 40])
+def test_a_form_is_found_soon_where_all_entities_are_related(entities: int) -> None:
     """The bug: 20 seconds and more for ten entities that are all next to one another."""
     ends = itertools.permutations(range(entities), 2)
     graph, start = graph_of(" ".join(["dog"] * entities), *((s, "on", o) for s, o in ends)), time.process_time()
-    form, was_complete = canonical_form(graph)
+    form = canonical_form(graph)
     assert time.process_time() - start < 5
-    assert was_complete is is_exact
     assert sorted(form.relations) == sorted(graph.relations)
 
 

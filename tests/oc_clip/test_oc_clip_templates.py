@@ -21,7 +21,7 @@ def parsed(caption: str) -> SceneGraph:
 
 
 def canonical(graph: SceneGraph) -> SceneGraph:
-    return canonical_form(graph)[0]
+    return canonical_form(graph)
 
 
 def words_of(caption: str) -> str:

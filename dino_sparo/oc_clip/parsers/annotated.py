@@ -233,7 +233,7 @@ def _plain(phrase: str) -> str:
 
 
 def _form(caption: str, graph: SceneGraph) -> SceneGraph:
-    return canonical_form(normalize(graph, caption, len(graph.entities), len(graph.relations))[0])[0]
+    return canonical_form(normalize(graph, caption, len(graph.entities), len(graph.relations))[0])
 
 
 def _stems(path: str | None) -> set[str]:

@@ -82,7 +82,7 @@ class Report:
 
     def to_json(self) -> dict[str, int]:
         """Captions can be missing in a lookup only."""
-        counts = {name: number for name, number in self.counts.to_json().items() if name != "missing"}
+        counts = {name: number for name, number in self.counts._asdict().items() if name != "missing"}
         return {**counts, "without_relation": self.without_relation}
 
 
