@@ -89,13 +89,6 @@ def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
         assert found[k].share == pytest.approx(100 * sum(n / k for n in numbers) / 13)
 
 
-def test_scores_of_matches_are_put_in_rows_by_query():
-    own, queries = torch.tensor([0.5, 0.4, 0.7, 0.1, 0.3, 0.6]), torch.tensor([0, 2, 0, 0, 1, 2])
-    gap = -torch.inf
-    expected = torch.tensor([[0.5, 0.7, 0.1], [0.3, gap, gap], [0.4, 0.6, gap], [gap, gap, gap]])
-    assert torch.equal(retrieval._by_query(own, queries, 4), expected)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_images_tie_in_whichever_block_they_are(monkeypatch, seed):
     """The first and the last of nine pairs are the same. The last would be alone in its block of four, and a product of

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dino_sparo.evaluation.task import start_evaluation
@@ -77,87 +77,46 @@ def recall(
     """Recall of captions by image, and of images by caption.
 
     Ties count as wrong: a match ranks behind every other candidate with an equal score, so that the order of candidates
-    never helps a model.
-
-    Each score is computed once and serves both directions. The captions of an image are ranked at once. A caption keeps
-    the scores of its matches and its max(k) highest other scores, which decide whether a match is among the k nearest.
-    Every process scores its share of the images and gets the result.
+    never helps a model. Every process scores its share of the images and gets all scores, 4 bytes each.
 
     Args:
         scorer: the model.
         images: payload of images.
         texts: payload of captions.
-        matches: (matches, 2), index of an image and of its caption, without repetition, sorted by image.
+        matches: (matches, 2), index of an image and of its caption, without repetition.
         k: numbers of candidates.
     """
     for candidates in (len(texts), len(images)):
         if max(k) > candidates:
             raise ValueError(f"k={list(k)} of {candidates} candidates; give numbers from 1 to {candidates} with --k")
-    device, most = scorer.device, max(k)
-    own = [torch.empty(0, device=device)]
-    by_image = [torch.empty(0, len(k), dtype=torch.int64, device=device)]
-    rivals = torch.full((len(texts), most), -torch.inf, device=device)
+    blocks = [torch.empty(0, len(texts), device=scorer.device)]
     starts = range(0, len(images), IMAGE_CHUNK)
     share = starts[len(starts) * rank() // world_size() : len(starts) * (rank() + 1) // world_size()]
     for start in progress(share, total=len(share), desc="recall"):
         # The last block reaches back, so that all have one size and equal images have equal scores in any of them.
         first = max(0, min(start, len(images) - IMAGE_CHUNK))
-        scores = scorer.score_block(images[first : start + IMAGE_CHUNK], texts)[start - first :]
-        if not scores.isfinite().all():
-            raise ValueError("the scores are not finite; the model is broken or overflowed")
-        is_here = (matches[:, 0] >= start) & (matches[:, 0] < start + IMAGE_CHUNK)
-        rows, columns = (matches[is_here] - torch.tensor([start, 0])).to(device).t()
-        own.append(scores[rows, columns])
-        others = scores.index_put((rows, columns), scores.new_tensor(-torch.inf))
-        by_image.append(_count_hits(_by_query(own[-1], rows, len(scores)), _greatest(others, most), k))
-        rivals = _greatest(torch.cat((rivals, others.t()), dim=1), most)
-    # From all processes: (processes, captions, most) -> (captions, processes * most) -> (captions, most).
-    rivals = all_gather_ragged(rivals).unflatten(0, (-1, len(texts))).transpose(0, 1).flatten(1)
-    by_text = _by_query(all_gather_ragged(torch.cat(own)), matches[:, 1].to(device), len(texts))
-    hits = all_gather_ragged(torch.cat(by_image)), _count_hits(by_text, _greatest(rivals, most), k)
-    return _mean_recall(hits[0], k), _mean_recall(hits[1], k)
+        blocks.append(scorer.score_block(images[first : start + IMAGE_CHUNK], texts)[start - first :])
+    scores = all_gather_ragged(torch.cat(blocks))
+    if not scores.isfinite().all():
+        raise ValueError("the scores are not finite; the model is broken or overflowed")
+    is_match = torch.zeros_like(scores, dtype=torch.bool)
+    is_match[matches[:, 0], matches[:, 1]] = True
+    return _mean_recall(scores, is_match, k), _mean_recall(scores.t(), is_match.t(), k)
 
 
-def _greatest(scores: Float[Tensor, "queries candidates"], number: int) -> Float[Tensor, "queries _"]:
-    """The highest scores of each row, at most `number`."""
-    return scores.topk(min(number, scores.shape[1]), dim=1).values
-
-
-def _by_query(
-    own: Float[Tensor, " matches"], queries: Int64[Tensor, " matches"], num_queries: int
-) -> Float[Tensor, "queries most_matches"]:
-    """The scores of the matches of each query, one row per query, padded with -inf."""
-    order = queries.argsort(stable=True)
-    counts = torch.bincount(queries, minlength=num_queries)
-    starts = counts.cumsum(0) - counts
-    offsets = torch.arange(len(own), device=own.device) - starts[queries[order]]
-    rows = torch.full((num_queries, max(1, int(counts.max()))), -torch.inf, device=own.device)
-    rows[queries[order], offsets] = own[order]
-    return rows
-
-
-def _count_hits(
-    own: Float[Tensor, "queries most_matches"], rivals: Float[Tensor, "queries rivals"], k: Sequence[int]
-) -> Int64[Tensor, "queries k"]:
-    """Number of matches among the k nearest candidates of each query, for each k.
-
-    Args:
-        own: scores of the matches, padded with -inf.
-        rivals: the highest scores of other candidates: all of them, or at least max(k).
-        k: numbers of candidates.
-    """
-    own = own.sort(dim=1, descending=True).values[:, : max(k)]  # a later match is behind these
-    # One match at a time, so that no more than the rivals themselves exist at once.
-    ahead = torch.stack([(rivals >= own[:, i : i + 1]).sum(dim=1) for i in range(own.shape[1])], dim=1)
-    ranks = ahead + torch.arange(own.shape[1], device=own.device)
-    is_match = own > -torch.inf
-    return torch.stack([((ranks < number) & is_match).sum(dim=1) for number in k], dim=1)
-
-
-def _mean_recall(hits: Int64[Tensor, "queries k"], k: Sequence[int]) -> dict[int, Recall]:
+def _mean_recall(
+    scores: Float[Tensor, "queries candidates"], is_match: Bool[Tensor, "queries candidates"], k: Sequence[int]
+) -> dict[int, Recall]:
     """Both definitions of recall, for each k."""
-    shares = hits.cpu().double() / torch.tensor(list(k))
-    means = 100 * torch.stack((shares > 0, shares), dim=2).sum(dim=0) / len(hits)
+    shares, numbers = [], torch.tensor(list(k), device=scores.device)
+    for some, is_own in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
+        # Those behind the max(k) highest are no hits.
+        own, others = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_own, is_own))
+        ahead = (others[:, None] >= own[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
+        is_hit = (ahead[:, :, None] < numbers) & (own > -torch.inf)[:, :, None]
+        shares.append(is_hit.sum(dim=1).double() / numbers)
+    share = torch.cat(shares)
+    means = 100 * torch.stack((share > 0, share), dim=2).sum(dim=0) / len(share)
     return {number: Recall(*row) for number, row in zip(k, means.tolist(), strict=True)}
 
 
