@@ -58,9 +58,6 @@ class CLIPConfig:
             raise ValueError(
                 f"readout {self.readout!r} is {asked[:2]} in image and text tower; these are built with {towers}"
             )
-        for name in ("embed_dim", "bottleneck_dim", "num_codes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a size; give a positive integer")
         if self.text.layers - self.replace_block < 1:
             raise ValueError(
                 f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"

@@ -212,9 +212,6 @@ class LoadedClip(LoadedModel):
 
         Returns:
             (images, captions), fp32, in [-1, 1], where the model is.
-
-        Raises:
-            ValueError: there are no images, or no captions.
         """
         config = self.model.config
         return DotProductScorer(

@@ -17,7 +17,7 @@ import dino_sparo
 from dino_sparo.clip import CLIP, CLIPConfig, clip_description, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.image_text.text import TextConfig, check_token_ids, end_token_mask, simple_tokenizer
+from dino_sparo.image_text.text import TextConfig, end_token_mask, simple_tokenizer
 from dino_sparo.models.readouts import READOUTS, readout_kind
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.folder import save_checkpoint
@@ -337,7 +337,6 @@ def towers(**text: object) -> CLIPConfig:
         ({"width": 25}, "width=25.*heads=2"),
         ({"heads": 0}, "heads=0"),
         ({"layers": 0}, "layers=0"),
-        ({"vocab_size": 2}, "vocab_size=2"),
         ({"context_length": 2}, "context_length=2.*at least 3"),
     ],
 )
@@ -355,8 +354,6 @@ def test_key_width_and_groups_may_differ_between_the_towers() -> None:
 def test_the_encodings_width_follows_from_the_slots() -> None:
     with pytest.raises(ValueError, match=r"embed_dim is 11.*embed_dim = L \* V"):
         replace(small_clip().config, embed_dim=11)
-    with pytest.raises(ValueError, match="bottleneck_dim=0"):
-        replace(small_clip().config, bottleneck_dim=0)
 
 
 def test_an_unknown_read_out_is_refused_with_the_known_ones() -> None:
@@ -378,31 +375,14 @@ def test_captions_become_open_clips_ids_and_losses_are_counted() -> None:
     assert tokenize([]).ids.shape == (0, 77)
 
 
-def test_ids_of_the_tokenizer_pass_and_give_the_end_tokens_place() -> None:
+def test_ids_of_the_tokenizer_give_the_end_tokens_place() -> None:
     ids = tokenize(["a red ring", "", "left of " * 50], context_length=N).ids
-    check_token_ids(ids)
     assert end_token_mask(ids).sum(dim=-1).tolist() == [5, 2, N]
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([[1, 2, 52], [1, 40, 0]], "1 of 2 captions have no end token 52.*caption 1, whose largest id is 40"),
-        ([[1, 53, 52]], "from 1 to 53.*vocab_size=53"),
-        ([[-1, 3, 52]], "from -1 to 52"),
-        ([[1] * N + [52]], "10 tokens are longer than context_length=9"),
-    ],
-)
-def test_ids_that_would_be_misread_are_refused(ids: list[list[int]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small_clip().encode_text(torch.tensor(ids))
 
 
 def test_one_string_is_no_list_of_captions() -> None:
     with pytest.raises(ValueError, match="'a dog' is one caption"):
         tokenize("a dog")
-    with pytest.raises(ValueError, match="context_length=2"):
-        tokenize(["a dog"], context_length=2)
 
 
 def test_without_open_clip_the_tokenizer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

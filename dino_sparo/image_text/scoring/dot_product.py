@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.scorer import EncodedTexts, ImageRows, require_both
+from dino_sparo.image_text.scoring.scorer import EncodedTexts, ImageRows
 from dino_sparo.image_text.text import Tokens
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.launch import rank, world_size
@@ -172,7 +172,6 @@ class DotProductScorer(ImageRows):
             images: of any size and mode; or their views (images, C, H, W), normalised as `transform` does it.
             captions: in words.
         """
-        require_both(images, captions)
         features = self.rows_of(images)
         texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
         with torch.no_grad():

@@ -15,7 +15,6 @@ A class with the methods of `Scorer` can be evaluated by every command.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -248,14 +247,3 @@ class ImageRows(ABC):
         parts = self.views(images).split(self.batch_size)
         with inference(self.module, self.device, self.dtype):
             return torch.cat([self.encode_image(part.to(self.device)) for part in parts])
-
-
-def require_both(images: Any, captions: Any) -> None:
-    """Refuse to compare with nothing (ValueError), and anything but lists of images and of captions (TypeError)."""
-    if isinstance(images, (Image.Image, str, Path)) or isinstance(captions, str):
-        raise TypeError("similarity takes a list of images and a list of captions, also of one")
-    for number, image in enumerate(images if isinstance(images, Sequence) else ()):
-        if not isinstance(image, Image.Image):
-            raise TypeError(f"image {number} is {image!r}; open files first: PIL.Image.open({str(image)!r})")
-    if not len(images) or not len(captions):
-        raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")
