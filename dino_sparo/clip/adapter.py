@@ -4,13 +4,9 @@
     dino-sparo clip-benchmark eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
-Arguments and numbers are CLIP benchmark's. It normalises each feature as a whole and takes dot products. `--model`
-selects the features:
-
-    normalized       every slot of length one over sqrt(L) (SPARO, equation 2): the dot products are our cosines
-    unnormalized     the slots as they are, so that long slots count more; the same for `cls` and `gap`, with one slot
-
-`normalized:FILE.json` takes the slots of a file of dino-sparo slots select or mask.
+Arguments and numbers are CLIP benchmark's. It normalises each feature as a whole and takes dot products, which are our
+cosines: every slot has length one over sqrt(L) (SPARO, equation 2). `--model normalized:FILE.json` takes the slots of a
+file of dino-sparo slots select or mask.
 """
 
 import logging
@@ -22,13 +18,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from dino_sparo.clip.model import load_clip
-from dino_sparo.clip.slots.subsets import open_slots
+from dino_sparo.clip.model import CLIP, load_clip
+from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.sources.decode import to_rgb
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.scoring.dot_product import ImageTextModel
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import require
@@ -36,23 +31,7 @@ from dino_sparo.runtime.faults import require
 logger = logging.getLogger(__name__)
 
 MODEL_TYPE = "dino_sparo"
-NORMALIZED, UNNORMALIZED = "normalized", "unnormalized"
-
-
-class BenchmarkModel(nn.Module):
-    """A model whose features are normalised, or not, by default."""
-
-    def __init__(self, model: ImageTextModel, normalize: bool) -> None:
-        super().__init__()
-        self.model, self.normalize = model, normalize
-
-    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
-        """Images -> features; `normalize` overrides the default."""
-        return self.model.encode_image(images, normalize=self.normalize if normalize is None else normalize)
-
-    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
-        """Token ids -> features; `normalize` overrides the default."""
-        return self.model.encode_text(token_ids, normalize=self.normalize if normalize is None else normalize)
+NORMALIZED = "normalized"
 
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
@@ -67,22 +46,21 @@ def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Ten
 
 def load_for_benchmark(
     model_name: str = NORMALIZED, pretrained: str = "", cache_dir: str | None = None, device: str | torch.device = "cpu"
-) -> tuple[BenchmarkModel, Callable[..., Tensor], Callable[..., Tensor]]:
+) -> tuple[CLIP | ReducedClip, Callable[..., Tensor], Callable[..., Tensor]]:
     """Load a checkpoint for CLIP benchmark, which names the arguments: the model, its transform and its tokenizer.
 
-    `model_name` is `normalized` or `unnormalized`, perhaps with `:FILE.json`; `cache_dir` is unused.
+    `model_name` is `normalized`, perhaps with `:FILE.json`; `cache_dir` is unused.
     """
     kind, _, slots = model_name.partition(":")
-    if kind not in (NORMALIZED, UNNORMALIZED):
+    if kind != NORMALIZED:
         raise ValueError(
-            f"model {model_name!r} is unknown; give --model {NORMALIZED} or {UNNORMALIZED}, and the checkpoint as "
-            f"--pretrained"
+            f"model {model_name!r} is unknown; give --model {NORMALIZED}, and the checkpoint as --pretrained"
         )
     if not pretrained:
         raise ValueError("pretrained is empty; give the path of a checkpoint of CLIP training")
     loaded = load_clip(pretrained)
     config = loaded.model.config
-    model = BenchmarkModel(open_slots(slots, loaded)[0], kind == NORMALIZED).to(device).eval()
+    model = open_slots(slots, loaded)[0].to(device).eval()
     view = ClipView(config.image.img_size, loaded.mean, loaded.std)
     # Partial functions can be pickled, for the workers of a loader.
     return model, partial(transform_image, view), partial(tokenize_texts, config.text.context_length)

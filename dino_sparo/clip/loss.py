@@ -1,7 +1,5 @@
 """Image and text features -> the contrastive loss over all ranks; it is OpenCLIP's."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,32 +8,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
-from dino_sparo.clip.options import PRODUCTS
 from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.launch import rank
-
-
-def create_loss(products: str = "fp32", texts_per_image: int = 1) -> Callable[..., Tensor]:
-    """`clip_loss` with its settings: normalised features of images and captions, and the inverse temperature -> loss.
-
-    Args:
-        products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
-        texts_per_image: k.
-
-    Raises:
-        ValueError: an unknown precision.
-    """
-    if products not in PRODUCTS:
-        raise ValueError(f"logits={products!r}; choose one of {', '.join(PRODUCTS)}")
-    return partial(clip_loss, products=products, texts_per_image=texts_per_image)
 
 
 def clip_loss(
     images: Float[Tensor, "B M"],
     texts: Float[Tensor, "captions M"],
     scale: Float[Tensor, ""],
-    products: str,
-    texts_per_image: int,
+    products: str = "fp32",
+    texts_per_image: int = 1,
 ) -> Float[Tensor, ""]:
     """The contrastive loss of this rank, nats.
 
@@ -49,6 +31,13 @@ def clip_loss(
     of all, and gradients flow back through the gathering. The mean of the ranks' losses is the loss above, hence so is
     the mean of their gradients. Source: CLIP, figure 3; OpenCLIP, `local_loss` and `gather_with_grad`; for false
     captions Yuksekgonul et al., "When and why vision-language models behave like bags-of-words", section 4, NegCLIP.
+
+    Args:
+        images: X.
+        texts: Y.
+        scale: s.
+        products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
+        texts_per_image: k.
     """
     every_image, every_text = (gather_with_gradient(rows).flatten(0, 1) for rows in (images, texts))
     labels = torch.arange(len(images), device=images.device) + len(images) * rank()

@@ -89,26 +89,6 @@ FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-class FitSettings(NamedTuple):
-    """How a mask is learned: by SGD, without weight decay.
-
-    Attributes:
-        epochs: passes over the pairs.
-        lr: learning rate, constant.
-        momentum: of SGD.
-        batch_size: pairs per step.
-        seed: random seed of the order of the pairs.
-        bound: of the scale, a member of `MASK_SCALES`; see `slots.mask.Mask`.
-    """
-
-    epochs: int = 100
-    lr: float = 0.02
-    momentum: float = 0.9
-    batch_size: int = 256
-    seed: int = 0
-    bound: str = "min"
-
-
 class Criteria(NamedTuple):
     """When a slot of a pair is worth a look.
 
@@ -241,19 +221,17 @@ MASK: Group = {
         PER_SLOT,
         "Unit that has a weight: slot, dimension, or for models without slots a number of equal contiguous parts.",
     ),
-    "epochs": Option(FitSettings().epochs, "Passes over the pairs.", positive_int),
-    "lr": Option(FitSettings().lr, "Learning rate of SGD.", positive_number),
-    "momentum": Option(FitSettings().momentum, "Momentum of SGD.", share_below_1),
-    "mask_batch_size": Option(
-        FitSettings().batch_size, "Pairs per step; the paper does not say how many.", positive_int
-    ),
+    "epochs": Option(100, "Passes over the pairs.", positive_int),
+    "lr": Option(0.02, "Learning rate of SGD.", positive_number),
+    "momentum": Option(0.9, "Momentum of SGD.", share_below_1),
+    "mask_batch_size": Option(256, "Pairs per step; the paper does not say how many.", positive_int),
     "mask_scale": Option(
-        FitSettings().bound,
+        "min",
         "Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the max(100, "
         "exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
         choices=MASK_SCALES,
     ),
-    "seed": Option(FitSettings().seed, "Random seed of the order of the pairs."),
+    "seed": Option(0, "Random seed of the order of the pairs."),
 }
 
 

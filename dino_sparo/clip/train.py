@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.clip import options
-from dino_sparo.clip.loss import create_loss, require_products
+from dino_sparo.clip.loss import clip_loss, require_products
 from dino_sparo.clip.model import CLIP, PATCH_SIZE, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
@@ -60,7 +60,8 @@ class CLIPObjective(PairObjective[PairBatch]):
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         require_products(args.logits, process.device)
-        self.contrast = create_loss(args.logits, texts_per_image=1 if args.negative_key is None else 2)
+        texts_per_image = 1 if args.negative_key is None else 2
+        self.contrast = partial(clip_loss, products=args.logits, texts_per_image=texts_per_image)
         super().__init__(args, process, BatchForm(partial(collate_pairs, context_length=args.context_length)))
 
     def build_model(self) -> tuple[CLIP, list[ModelPart]]:

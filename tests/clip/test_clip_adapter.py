@@ -53,37 +53,17 @@ def test_what_is_loaded_serves_a_loop_like_clip_benchmarks(weights):
     torch.testing.assert_close(scores, expected)
 
 
-def test_features_come_with_and_without_normalisation(weights):
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    ids = tokenize(["a ring", "two"]).ids
-    with torch.no_grad():
-        for name in ("normalized", "unnormalized"):
-            model = adapter.load_for_benchmark(name, str(weights))[0]
-            for features, slots in (
-                (model.encode_image(images), model.model.image_output(images).slots),
-                (model.encode_text(ids), model.model.text_output(ids).slots),
-            ):
-                assert torch.equal(features, normalize_slots(slots) if name == "normalized" else slots.flatten(1))
-        # A call may ask for another than what was loaded.
-        assert torch.equal(model.encode_image(images, normalize=True), model.model.encode_image(images))
-        assert torch.equal(model.encode_text(ids, normalize=True), model.model.encode_text(ids))
-
-
 def test_some_slots_alone(weights, tmp_path):
     (tmp_path / "slots.json").write_text('{"slots": [4, 2]}')
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features = adapter.load_for_benchmark(f"unnormalized:{tmp_path}/slots.json", str(weights))[0].encode_image(
-            images
-        )
+        features = adapter.load_for_benchmark(f"normalized:{tmp_path}/slots.json", str(weights))[0].encode_image(images)
         whole = load_clip(weights).model.image_output(images).slots
-    assert torch.equal(features, whole[:, [4, 2]].flatten(1))
+    assert torch.equal(features, normalize_slots(whole[:, [4, 2]]))
 
 
 def test_names_that_mean_nothing_are_refused(weights):
-    with pytest.raises(
-        ValueError, match="model 'ViT-B-32-quickgelu' is unknown; give --model normalized or unnormalized"
-    ):
+    with pytest.raises(ValueError, match="model 'ViT-B-32-quickgelu' is unknown; give --model normalized"):
         adapter.load_for_benchmark("ViT-B-32-quickgelu", str(weights))
     with pytest.raises(ValueError, match="pretrained is empty"):
         adapter.load_for_benchmark("normalized")

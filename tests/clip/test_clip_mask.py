@@ -17,9 +17,9 @@ pytest.importorskip("open_clip")
 from clip_fakes import evaluate, paint, small_checkpoint
 
 from dino_sparo.clip import create_clip
+from dino_sparo.clip.options import mask_parser
 from dino_sparo.clip.slots import mask
 from dino_sparo.clip.slots.mask import (
-    FitSettings,
     Mask,
     fit_mask,
     masked_pairs,
@@ -53,6 +53,13 @@ def random_pairs(seed: int = 0, num_images: int = 7) -> EncodedQuestions:
         F.normalize(torch.randn(n, PARTS * WIDTH, generator=generator), dim=1) for n in (num_images, 2 * NUM_PAIRS)
     )
     return pairs_of(["swap_obj" if i % 3 else "swap_att" for i in range(NUM_PAIRS)], images, texts)
+
+
+def settings_of(**changed: object) -> dict:
+    """The defaults of the options as arguments of `fit_mask`, some of them changed."""
+    args = mask_parser().parse_args([])
+    settings = {name: getattr(args, name) for name in ("epochs", "lr", "momentum", "seed")}
+    return {**settings, "batch_size": args.mask_batch_size, "bound": args.mask_scale, **changed}
 
 
 def run(*options: object) -> dict:
@@ -102,12 +109,13 @@ def test_the_mask_learns_by_default_and_saturates_above_chance_with_the_bound_th
     texts = torch.cat((true, false)).flatten(1) / parts**0.5
     features = pairs_of(["swap_obj"] * number, images.flatten(1) / parts**0.5, texts)
     found = {
-        bound: fit_mask(features, parts, FitSettings(epochs=10, batch_size=50, bound=bound)) for bound in ("min", "max")
+        bound: fit_mask(features, parts, **settings_of(epochs=10, batch_size=50, bound=bound))
+        for bound in ("min", "max")
     }
     assert found["min"].losses[-1] < math.log(2) < found["max"].losses[-1]
     saturated = {bound: int(((each.weights - 0.5).abs() > 0.499).sum()) for bound, each in found.items()}
     assert saturated["min"] == 0 < saturated["max"]
-    assert FitSettings().bound == "min"
+    assert settings_of()["bound"] == "min"
 
 
 @pytest.mark.parametrize("num_parts", [PARTS, PARTS * WIDTH])
@@ -128,13 +136,6 @@ def test_the_loss_follows_the_equation(num_parts):
     assert float(found) == pytest.approx(sum(losses) / NUM_PAIRS, rel=1e-4)
 
 
-def test_products_do_not_depend_on_chunks(monkeypatch):
-    expected = part_products(random_pairs(), PARTS)
-    monkeypatch.setattr(mask, "PAIR_CHUNK", 4)
-    for ours, theirs in zip(part_products(random_pairs(), PARTS), expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 # --- the fit
 
 
@@ -145,7 +146,7 @@ def test_one_step_is_that_of_sgd():
     with torch.no_grad():
         for parameter in network.parameters():
             parameter -= 0.003 * parameter.grad
-    found = fit_mask(features, PARTS, FitSettings(epochs=1, lr=0.003, batch_size=NUM_PAIRS))
+    found = fit_mask(features, PARTS, **settings_of(epochs=1, lr=0.003, batch_size=NUM_PAIRS))
     torch.testing.assert_close(found.weights, network()[0].detach(), rtol=1e-4, atol=1e-6)
     assert (found.epoch, len(found.losses), len(found.accuracies)) == (1, 1, 1)
 
@@ -161,7 +162,7 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
     features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
     assert macro(split_results(features, DotProductScorer.score_pairs)) < 100
-    found = fit_mask(features, 3, FitSettings(epochs=20, batch_size=4))
+    found = fit_mask(features, 3, **settings_of(epochs=20, batch_size=4))
     assert found.accuracies[found.epoch - 1] == 100
     assert found.weights[0] > 0.7
     assert found.weights[1] < 0.3
@@ -170,16 +171,16 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
 
 def test_the_first_of_the_best_epochs_is_kept():
     features = random_pairs(1)
-    settings = FitSettings(epochs=9, batch_size=5, seed=2)
-    found = fit_mask(features, PARTS, settings)
+    settings = settings_of(epochs=9, batch_size=5, seed=2)
+    found = fit_mask(features, PARTS, **settings)
     assert found.epoch == found.accuracies.index(max(found.accuracies)) + 1
     assert macro(split_results(masked_pairs(features, found.weights), DotProductScorer.score_pairs)) == max(
         found.accuracies
     )
-    again = fit_mask(features, PARTS, settings)
+    again = fit_mask(features, PARTS, **settings)
     assert torch.equal(again.weights, found.weights)
     assert again.losses == found.losses
-    other = fit_mask(features, PARTS, FitSettings(epochs=9, batch_size=5, seed=3))
+    other = fit_mask(features, PARTS, **settings_of(epochs=9, batch_size=5, seed=3))
     assert other.losses != found.losses
 
 
@@ -187,12 +188,12 @@ def test_a_mask_that_is_no_longer_finite_is_refused():
     features = random_pairs()
     features.images[2] = torch.nan
     with pytest.raises(ValueError, match="mask of epoch 1 has no finite weight above 0; give a smaller --lr"):
-        fit_mask(features, PARTS, FitSettings(epochs=3))
+        fit_mask(features, PARTS, **settings_of(epochs=3))
 
 
 def test_the_papers_settings_are_the_defaults():
-    settings = FitSettings()
-    assert (settings.epochs, settings.lr, settings.momentum) == (100, 0.02, 0.9)
+    settings = settings_of()
+    assert (settings["epochs"], settings["lr"], settings["momentum"]) == (100, 0.02, 0.9)
 
 
 # --- changes elsewhere

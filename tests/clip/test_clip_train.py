@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, create_clip, load_clip
-from dino_sparo.clip.loss import create_loss
+from dino_sparo.clip.loss import clip_loss
 from dino_sparo.clip.options import PRESETS
 from dino_sparo.clip.train import CLIPObjective, check_options, get_args_parser, train
 from dino_sparo.image_text import objective
@@ -109,7 +110,7 @@ def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0, texts_
         CLIPObjective,
         model=model,
         network=model,
-        contrast=create_loss(texts_per_image=texts_per_image),
+        contrast=partial(clip_loss, texts_per_image=texts_per_image),
         updater=Updater(optimizer, schedules, list(model.parameters()), torch.device("cpu")),
         mean=torch.full((1, 3, 1, 1), 0.4, dtype=model.logit_scale.dtype),
         std=torch.full((1, 3, 1, 1), 0.3, dtype=model.logit_scale.dtype),

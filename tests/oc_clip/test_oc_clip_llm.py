@@ -1,11 +1,9 @@
 """The parser by a language model: its answers, a real client on a server that fails, a cache that resumes."""
 
 import json
-import random
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
@@ -143,24 +141,15 @@ def test_the_same_caption_has_other_answers_by_another_model(tmp_path: Path) -> 
     assert len(keys) == 2
 
 
-def test_a_server_that_is_gone_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "MAX_UNDONE_IN_A_ROW", 3)
-    model = Model(llm.UnansweredError("connection refused"))
-    with pytest.raises(llm.MendableError, match=r"the last 3 captions got no answer \(connection refused\)"):
-        parsed(model, tmp_path, *map(str, range(100)))
-    assert len(model.asked) < 20
-
-
-def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
+def test_only_answers_are_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("dino_sparo.runtime.logs.PROGRESS_SECONDS", -1.0)
-    answers = [wrapped(GRAPH), *[llm.UnansweredError("connection refused")] * 3, wrapped(GRAPH)]
+    answers = [wrapped(GRAPH), *[llm.UnansweredError("too many requests")] * 3, wrapped(GRAPH)]
     parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.sqlite")
     rows = [Row(f"a dog on mat {number}") for number in range(5)]
     with caplog.at_level("INFO"):
         parse_rows(rows, parser, tmp_path / "g.jsonl", Report(16, 16))
-    assert caplog.text.count("the server gives no answer (connection refused)") == 1
     done = [record.message.split(",")[0] for record in caplog.records if record.message.startswith("parsing: ")]
     assert done == ["parsing: 0 of 5", "parsing: 1 of 5"]
 
@@ -178,44 +167,10 @@ def test_answers_of_many_threads_are_all_kept(tmp_path: Path) -> None:
         assert [cache.get(key) for key in keys] == [key * 100 for key in keys]
 
 
-def test_a_flipped_bit_never_changes_an_answer(tmp_path: Path) -> None:
-    """The bug: a damaged answer was taken as it stood."""
-    path, rng = tmp_path / "c.sqlite", random.Random(0)
-    answers = {f"{number:064x}": wrapped({**GRAPH, "entities": [f"thing {number}", "mat"]}) for number in range(40)}
-    with AnswerCache(path) as cache:
-        for key, answer in answers.items():
-            cache.add(key, answer)
-    whole, lost, refused = path.read_bytes(), 0, 0
-    for _ in range(300):
-        damaged = bytearray(whole)
-        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            with AnswerCache(path) as cache:
-                found = {key: cache.get(key) for key in answers}
-        except llm.MendableError:
-            refused += 1
-            continue
-        lost += None in found.values()
-        assert all(answer in (answers[key], None) for key, answer in found.items())
-    assert lost > 50
-    assert refused < 50
-
-
 def test_a_cache_that_is_no_database_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "cache.sqlite").write_text('{"key": "00"}\n' * 100)
     with pytest.raises(llm.MendableError, match=r"cache\.sqlite cannot be read .*move it away or give another --cache"):
         parsed(Model(wrapped(GRAPH)), tmp_path, "a dog")
-
-
-def test_a_damaged_answer_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Model(wrapped(GRAPH))
-    parsed(model, tmp_path, "a", "b")
-    path = tmp_path / "cache.sqlite"
-    path.write_bytes(path.read_bytes().replace(b"dog", b"dig", 1))
-    assert parsed(model, tmp_path, "a", "b") == [Outcome(DOG)] * 2
-    assert len(model.asked) == 3
-    assert caplog.text.count("an answer is damaged") == 1
 
 
 def test_a_local_model_answers_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,18 +288,19 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_server_that_was_never_there_ends_the_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_cannot_be_reached_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("openai", reason="pip install 'dino_sparo[test]'")
+    monkeypatch.setattr(llm, "BACK_OFFS", 0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     (tmp_path / "c.txt").write_text("".join(f"a thing {number}\n" for number in range(NUMBER)))
     words = ["parse", "--captions", str(tmp_path / "c.txt"), "--output", str(tmp_path / "g.jsonl"), "--parser", "llm"]
-    start = time.monotonic()
     with pytest.raises(SystemExit, match="1"):
         main([*words, "--server", url, "--model", "m"])
     assert f"--server {url} cannot be reached" in caplog.messages[-1]
     assert "start the server, or correct the address" in caplog.messages[-1]
-    assert time.monotonic() - start < 10
     assert not (tmp_path / "g.jsonl.errors.jsonl").exists()
 
 

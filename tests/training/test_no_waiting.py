@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from runs import options
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.clip import train as clip_train
-from dino_sparo.clip.loss import create_loss
+from dino_sparo.clip.loss import clip_loss
 from dino_sparo.data.augment import NUM_PARAMETERS, Distortions
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
@@ -62,7 +63,7 @@ def clip(tmp_path: Path, parts: int = 1, texts: int = 1, **changes: object) -> S
     args = clip_options.get_args_parser().parse_args(words)
     clip_options.check_options(args)
     training = clip_train.CLIPObjective(args, PROCESS)
-    training.contrast = create_loss(args.logits, texts_per_image=texts)
+    training.contrast = partial(clip_loss, products=args.logits, texts_per_image=texts)
     images, ids = torch.zeros(3, 3, 32, 32, dtype=torch.uint8), torch.zeros(3 * texts, 20).long()
     batch = PairBatch(images, ids, torch.arange(3), [], 0).to(DEVICE)
     return lambda: contrastive_step(training, [batch] * parts)

@@ -14,16 +14,16 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT, FitSettings
+from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.slots.subsets import ReducedClip, SlotMask, mask_features, whole_model
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
@@ -36,7 +36,7 @@ from dino_sparo.image_text.evaluation.compositional.single import encode_folder,
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
-from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, DotProductScorer
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress
@@ -76,16 +76,6 @@ class Mask(nn.Module):
         return torch.sigmoid(scale / 4 * self.theta), scale
 
 
-class PartProducts(NamedTuple):
-    """Scalar products of normalised encodings, part by part: of image and true caption, of image and false caption, of
-    the image with itself.
-    """
-
-    positive: Float[Tensor, "pairs parts"]
-    negative: Float[Tensor, "pairs parts"]
-    squares: Float[Tensor, "pairs parts"]
-
-
 @dataclass(frozen=True)
 class FitResult:
     """The best mask, and the course of its fit.
@@ -103,23 +93,19 @@ class FitResult:
     accuracies: list[float]
 
 
-def part_products(pairs: EncodedQuestions, num_parts: int) -> PartProducts:
-    """Scalar products of the parts of encodings; the number of parts divides M."""
+def part_products(pairs: EncodedQuestions, num_parts: int) -> Float[Tensor, "3 pairs parts"]:
+    """Scalar products of normalised encodings, part by part; the number of parts divides M.
 
-    image_of = pairs.image_of[:, 0]
-
-    def by_part(products: Float[Tensor, "rows M"]) -> Float[Tensor, "rows parts"]:
-        return products.unflatten(1, (num_parts, -1)).sum(dim=2)
-
-    def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs parts"]:
-        chunks = zip(image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
-        return torch.cat([by_part(pairs.images[rows] * pairs.texts[texts]) for rows, texts in chunks])
-
-    squares = by_part(pairs.images.square())[image_of]
-    return PartProducts(products(pairs.text_of[:, 0]), products(pairs.text_of[:, 1]), squares)
+    They are of image and true caption, of image and false caption, and of the image with itself.
+    """
+    images = pairs.images[pairs.image_of[:, 0]]
+    others = (pairs.texts[pairs.text_of[:, 0]], pairs.texts[pairs.text_of[:, 1]], images)
+    return torch.stack([(images * other).unflatten(1, (num_parts, -1)).sum(dim=2) for other in others])
 
 
-def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
+def pair_loss(
+    products: Float[Tensor, "3 pairs parts"], weights: Float[Tensor, " parts"], scale: Float[Tensor, ""]
+) -> Float[Tensor, ""]:
     """Cross-entropy of choosing the true caption of two, in nats.
 
         y' = m * y,   logits = scale * [y' . y_p / (|y'| |y_p|),  y' . y_n / (|y'| |y_n|)],   target: the first
@@ -127,8 +113,8 @@ def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: F
     with y, y_p and y_n the normalised encodings of image, true and false caption, and the weights m. Source: SPARO,
     appendix 0.C.1.
     """
-    lengths = (products.squares @ weights.square()).sqrt()
-    cosines = torch.stack((products.positive @ weights, products.negative @ weights), dim=1) / lengths[:, None]
+    lengths = (products[2] @ weights.square()).sqrt()
+    cosines = (products[:2] @ weights).t() / lengths[:, None]
     return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
 
 
@@ -138,23 +124,32 @@ def masked_pairs(pairs: EncodedQuestions, weights: Float[Tensor, " parts"]) -> E
     return replace(pairs, images=mask_features(pairs.images, per_dimension))
 
 
-def fit_mask(pairs: EncodedQuestions, num_parts: int, settings: FitSettings) -> FitResult:
-    """Learn a mask on frozen encodings and keep the one that fits best.
+def fit_mask(
+    pairs: EncodedQuestions,
+    num_parts: int,
+    epochs: int,
+    lr: float,
+    momentum: float,
+    batch_size: int,
+    seed: int,
+    bound: str,
+) -> FitResult:
+    """Learn a mask on frozen encodings by SGD, and keep the one that fits best.
 
     After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
     splits. Pairs of all splits are put together without balancing them.
     """
     products = part_products(pairs, num_parts)
-    mask = Mask(num_parts, settings.bound).to(pairs.images.device)
-    optimizer = torch.optim.SGD(mask.parameters(), lr=settings.lr, momentum=settings.momentum)
-    generator = torch.Generator().manual_seed(settings.seed)
+    mask = Mask(num_parts, bound).to(pairs.images.device)
+    optimizer = torch.optim.SGD(mask.parameters(), lr=lr, momentum=momentum)
+    generator = torch.Generator().manual_seed(seed)
     best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))
     losses, accuracies = [], []
-    for epoch in progress(range(1, settings.epochs + 1), desc="mask"):
+    for epoch in progress(range(1, epochs + 1), desc="mask"):
         total = torch.zeros((), device=pairs.images.device)
         order = torch.randperm(len(pairs.questions), generator=generator).to(pairs.images.device)
-        for rows in order.split(settings.batch_size):
-            loss = pair_loss(PartProducts(*(part[rows] for part in products)), *mask())
+        for rows in order.split(batch_size):
+            loss = pair_loss(products[:, rows], *mask())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -227,7 +222,6 @@ def change_elsewhere(
 
 def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     """Learn what the options say, evaluate it, write mask and plot, show the table."""
-    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
     process = start_evaluation(args)
     require_matplotlib()
     local = open_folder(args, "sugarcrepe")
@@ -237,7 +231,8 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_folder(scorer, local, args.max_missing, limits_of(args))
     before = split_results(pairs, scorer.score_pairs)
-    fit_result = fit_mask(pairs, num_parts, settings)
+    settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
+    fit_result = fit_mask(pairs, num_parts, *settings)
     mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
     after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download, limits_of(args)) for where in args.evaluate]

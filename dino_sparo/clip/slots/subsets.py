@@ -97,18 +97,17 @@ class ReducedClip(nn.Module):
             kept = choice.per_dimension(self.encoding_dim)
         self.register_buffer("kept", kept, persistent=False)
 
-    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Images -> features of the kept slots, or masked encodings; `normalize` is for before the mask and after."""
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Images -> features of the kept slots, or masked encodings; of length one."""
         if self.is_selection:
-            return _encoding(self.image_output(images), normalize)
-        encoding = self.model.encode_image(images, normalize)
-        return mask_features(encoding, self.kept) if normalize else encoding * self.kept
+            return normalize_slots(self.image_output(images).slots)
+        return mask_features(self.model.encode_image(images), self.kept)
 
-    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Captions -> features of the kept slots, or encodings without mask; see `CLIP.encode_text`."""
+    def encode_text(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B M"]:
+        """Captions -> features of the kept slots, or encodings without mask; of length one."""
         if self.is_selection:
-            return _encoding(self.text_output(token_ids), normalize)
-        return self.model.encode_text(token_ids, normalize)
+            return normalize_slots(self.text_output(token_ids).slots)
+        return self.model.encode_text(token_ids)
 
     def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
         """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
@@ -117,10 +116,6 @@ class ReducedClip(nn.Module):
     def text_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
         """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
         return keep_slots(self.model.text_output(token_ids), self.kept)
-
-
-def _encoding(output: ReadoutOutput, normalize: bool) -> Tensor:
-    return normalize_slots(output.slots) if normalize else output.slots.flatten(1)
 
 
 def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) -> Float[Tensor, "B M"]:

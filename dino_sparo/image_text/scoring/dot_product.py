@@ -36,13 +36,13 @@ CAPTION_BATCHES = 8  # batches of captions of classes whose features exist at a 
 
 @runtime_checkable
 class ImageTextModel(Protocol):
-    """A model with two encoders. With `normalize` the dot product of two features is their similarity."""
+    """A model with two encoders; the dot product of two features is their similarity."""
 
-    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
-        """Images (B, C, H, W) -> features (B, M)."""
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) -> features (B, M), of length one."""
 
-    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
-        """Token ids (B, N) -> features (B, M)."""
+    def encode_text(self, token_ids: Tensor) -> Tensor:
+        """Token ids (B, N) -> features (B, M), of length one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DotProductScorer(ImageRows):
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Features of images, of length one in fp32 whatever the precision they were computed in."""
-        return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
+        return F.normalize(self.model.encode_image(images).float(), dim=-1)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
         """Features of captions, of length one in fp32."""
@@ -79,7 +79,7 @@ class DotProductScorer(ImageRows):
             for ids in progress(token_ids.split(self.batch_size), desc=desc):
                 # Filled up with the first caption, so that all products have one size, as in `encode_padded`.
                 padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
-                encoded = self.model.encode_text(padded, normalize=True)[: len(ids)]
+                encoded = self.model.encode_text(padded)[: len(ids)]
                 features.append(F.normalize(encoded.float(), dim=-1))
         # Put together outside of inference mode, so that a mask can be trained on the features.
         return torch.cat(features)

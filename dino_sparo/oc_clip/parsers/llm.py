@@ -8,7 +8,6 @@ The paper parses with Llama 3 70B. It shows the rules of its prompt and one of i
 `prompt.txt` has the same schema, delimiters and rules, in our words and with our examples.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -26,13 +25,9 @@ from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.runtime.faults import MendableError, require
 from dino_sparo.runtime.files import parse_json
 
-logger = logging.getLogger(__name__)
-
 BACK_OFFS = 5
 MAX_ANSWER_TOKENS = 1024
-REACH_TIMEOUT_S = 20.0  # for the first contact
 CAPTIONS_PER_THREAD = 16  # submitted at a time
-MAX_UNDONE_IN_A_ROW = 50  # captions without an answer, after which the run ends
 NO_RELATIONS = ("and", "or", ",", "&")
 
 Message = dict[str, str]
@@ -92,13 +87,13 @@ class Server:
             logging.getLogger(name).setLevel(logging.WARNING)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
-        self._reach()
 
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the server has another protocol, refuses the key, or does not know the model.
+            MendableError: the server cannot be reached, has another protocol, refuses the key, or does not know the
+                model.
             UnansweredError: all back-offs ended in too many requests, faults or time-outs.
             ValueError: the server refuses this request.
         """
@@ -114,8 +109,13 @@ class Server:
                 f"{self.url} answers {error.status_code} for model {self.model!r}: {_one_line(error)}; check "
                 "--server, --model and the environment variable OPENAI_API_KEY"
             ) from error
-        except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError) as error:
+        except (openai.RateLimitError, openai.InternalServerError, openai.APITimeoutError) as error:
             raise UnansweredError(_one_line(error)) from error
+        except openai.APIConnectionError as error:
+            raise MendableError(
+                f"--server {self.url} cannot be reached ({_one_line(error.__cause__ or error)}); start the server, or "
+                "correct the address and its port. The same command resumes"
+            ) from error
         except openai.APIError as error:
             raise ValueError(f"the server refuses the request: {_one_line(error)}") from error
         if not isinstance(answer, openai.types.chat.ChatCompletion):
@@ -123,21 +123,6 @@ class Server:
                 f"{self.url} answers, but not as OpenAI's protocol does; correct --server: it often ends with /v1"
             )
         return (answer.choices[0].message.content if answer.choices else None) or ""
-
-    def _reach(self) -> None:
-        """Ask once for the models; MendableError without a connection. Any answer, even a late one, is enough."""
-        import httpx
-        import openai
-
-        with contextlib.suppress(openai.APIStatusError):
-            try:
-                self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.with_raw_response.list()
-            except openai.APIConnectionError as error:
-                if not isinstance(error.__cause__, httpx.ReadTimeout):
-                    raise MendableError(
-                        f"--server {self.url} cannot be reached ({_one_line(error.__cause__ or error)}); start the "
-                        "server, or correct the address and its port"
-                    ) from error
 
 
 class LocalModel:
@@ -160,8 +145,7 @@ class LocalModel:
 class AnswerCache:
     """Answers in an SQLite database, so that no caption is asked about twice. Runs and threads may share one.
 
-    SQLite does not notice a flipped bit, so every row has a checksum: a damaged answer is asked for again. Used within
-    `with`, which creates the file if need be.
+    Used within `with`, which creates the file if need be.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,26 +154,21 @@ class AnswerCache:
 
     def __enter__(self) -> "AnswerCache":
         self.database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
-        self._execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, checksum BLOB)")
+        self._execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB)")
         return self
 
     def __exit__(self, *error: object) -> None:
         self.database.close()
 
     def get(self, key: str) -> str | None:
-        """The answer, if there is an intact one."""
-        row = self._execute("SELECT answer, checksum FROM answers WHERE key = ?", key)
-        if row is None:
-            return None
-        if row[1] != _checksum(key, row[0]):
-            logger.warning("%s: an answer is damaged; its caption is asked about again", self.path)
-            return None
-        return str(row[0].decode("utf-8", "surrogatepass"))
+        """The answer, if there is one."""
+        row = self._execute("SELECT answer FROM answers WHERE key = ?", key)
+        return None if row is None else str(row[0].decode("utf-8", "surrogatepass"))
 
     def add(self, key: str, answer: str) -> None:
         """Store an answer at once."""
         content = answer.encode("utf-8", "surrogatepass")
-        self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", key, content, _checksum(key, content))
+        self._execute("INSERT OR REPLACE INTO answers (key, answer) VALUES (?, ?)", key, content)
 
     def _execute(self, statement: str, *values: Any) -> Any:
         """The first row of the result, or None."""
@@ -203,10 +182,6 @@ class AnswerCache:
             ) from error
 
 
-def _checksum(key: str, answer: Any) -> bytes:
-    return hashlib.sha256(key.encode() + (answer if isinstance(answer, bytes) else b"")).digest()
-
-
 class LanguageModelParser:
     """Captions -> graphs, several at a time."""
 
@@ -216,30 +191,7 @@ class LanguageModelParser:
         self.answers = AnswerCache(cache)
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcome of every caption, in order.
-
-        Raises:
-            MendableError: the server refuses to work, or does not answer any more.
-        """
-        undone, is_logged = 0, False
-        for outcome in self._outcomes(captions):
-            yield outcome
-            undone = undone + 1 if outcome.is_undone else 0
-            if undone and not is_logged:
-                logger.warning(
-                    "the server gives no answer (%s); captions without an answer are left undone, and the run ends "
-                    "after %d of them in a row",
-                    *(outcome.problem, MAX_UNDONE_IN_A_ROW),
-                )
-                is_logged = True
-            if undone >= MAX_UNDONE_IN_A_ROW:
-                raise MendableError(
-                    f"the last {undone} captions got no answer ({outcome.problem}); run the same command "
-                    "to resume when the server works again"
-                )
-
-    def _outcomes(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcomes, however many have no answer; an error cancels the requests that have not begun."""
+        """The outcome of every caption, in order; an error cancels the requests that have not begun."""
         with self.answers, ThreadPoolExecutor(self.concurrency) as threads:
             while some := list(islice(captions, CAPTIONS_PER_THREAD * self.concurrency)):
                 yield from threads.map(self.parse, some)
