@@ -32,9 +32,8 @@ from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave, on_host, with_cudnn_benchmark
-from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
-from dino_sparo.clip.options import check_options
+from dino_sparo.clip.options import PRODUCTS, check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
 from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.data.dataset import ImageDataset

@@ -462,7 +462,7 @@ def clip_probe(args: argparse.Namespace) -> Any:
     """
     from dino_sparo.image_text.evaluation.probe import probe_checkpoint
 
-    return probe_checkpoint(args, open_model)  # type: ignore[arg-type]  # all scorers give image features
+    return probe_checkpoint(args, open_model)
 
 
 @command(IMAGE_TEXT, clip_options.pictures_parser)

@@ -56,8 +56,6 @@ def load_for_benchmark(
         raise ValueError(
             f"model {model_name!r} is unknown; give --model {NORMALIZED}, and the checkpoint as --pretrained"
         )
-    if not pretrained:
-        raise ValueError("pretrained is empty; give the path of a checkpoint of CLIP training")
     loaded = load_clip(pretrained)
     config = loaded.model.config
     model = open_slots(slots, loaded)[0].to(device).eval()

@@ -214,13 +214,9 @@ def choose(pairs: Sequence[PairAttention], num_slots: int, num_pairs: int, crite
 def choose_pairs(
     pairs: Sequence[PairAttention], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " pairs"]
 ) -> list[int]:
-    """The pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
+    """At most `num_pairs` pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
 
-    Args:
-        pairs: the pairs; if they all have a place, they stay in their order.
-        slots: numbers of the slots.
-        num_pairs: at most.
-        preferred: pairs that come before all others.
+    Pairs that are `preferred` come before all others. If all pairs have a place, they stay in their order.
     """
     if len(pairs) <= num_pairs:
         return list(range(len(pairs)))

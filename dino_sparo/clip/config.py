@@ -3,7 +3,6 @@
 Every checkpoint holds the configuration, so that no command needs these options again.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
 from dino_sparo.image_text.text import TextConfig
-from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
-from dino_sparo.models.readouts import READOUTS, readout_kind
-from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+from dino_sparo.models.readouts import READOUTS
 from dino_sparo.weights.checkpoint import CheckpointError, infer_config
 from dino_sparo.weights.foreign_names import ENDS
 
@@ -40,7 +37,7 @@ class CLIPConfig:
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
 
     Raises:
-        ValueError: the parts do not fit each other.
+        ValueError: no block of the text encoder is left beside the read-out.
     """
 
     image: EncoderConfig
@@ -53,21 +50,9 @@ class CLIPConfig:
     quick_gelu: bool = False
 
     def __post_init__(self) -> None:
-        asked, towers = towers_of(self.readout), (self.image.readout, self.text.readout)
-        if towers not in (asked[:2], NORM_FIRST.get(self.readout, asked)[:2]):
-            raise ValueError(
-                f"readout {self.readout!r} is {asked[:2]} in image and text tower; these are built with {towers}"
-            )
         if self.text.layers - self.replace_block < 1:
             raise ValueError(
                 f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"
-            )
-        slots, text_slots = ((tower.num_slots, tower.slot_dim) for tower in (self.image, self.text))
-        if self.image.kind.has_slots and (slots != text_slots or self.embed_dim != math.prod(slots)):
-            raise ValueError(
-                f"num_slots, slot_dim are {slots} in the image tower and {text_slots} in the text tower, embed_dim is "
-                f"{self.embed_dim}: slot l of an image is compared with slot l of a caption, so give both the same L "
-                "and V, and embed_dim = L * V"
             )
         codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
         shared: dict[str, Any] = {"replace_block": self.replace_block, "quick_gelu": self.quick_gelu}
@@ -102,53 +87,12 @@ class CLIPConfig:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class CLIPSizes(TowerSizes):
-    """Sizes of a CLIP, flat: by the names that options and `model.create_clip` have for it.
-
-    Attributes:
-        readout: a key of `choices.TOWERS`, or another read-out with slots.
-        num_slots: L, of a slotted read-out.
-        slot_dim: V, as `num_slots`.
-        key_dim: A, as `num_slots`.
-        group_size: G, slots that share a key, for `sparo`.
-        embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
-        bottleneck_dim: m, for `linear`.
-        num_codes: number of codes, for `fdt`.
-        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
-        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
-            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
-    """
-
-    readout: str = "sparo"
-    num_slots: int = NUM_SLOTS
-    slot_dim: int = SLOT_DIM
-    key_dim: int = KEY_DIM
-    group_size: int = 1
-    embed_dim: int = 512
-    bottleneck_dim: int = 512
-    num_codes: int = 16384
-    replace_block: bool | None = None
-    norm_first: bool = False
-
-    @property
-    def config(self) -> CLIPConfig:
-        """The configuration; ValueError if the read-out is not known or a size does not fit."""
-        towers = towers_of(self.readout, self.norm_first)
-        kind = readout_kind(towers.image)
-        slots = {name: getattr(self, name) for name in SLOT_SIZES}
-        width = self.num_slots * self.slot_dim if kind.has_slots else self.embed_dim
-        replaces = kind.replaces_block if self.replace_block is None else self.replace_block
-        towers_and_name = *self.configs(towers.image, towers.text, **slots), self.readout
-        return CLIPConfig(*towers_and_name, width, self.bottleneck_dim, self.num_codes, replaces, self.quick_gelu)
-
-
 def towers_of(readout: str, norm_first: bool = False) -> Towers:
     """The read-outs of both towers by one name.
 
     Args:
         readout: a key of `choices.TOWERS`, or a read-out with slots, which serves both towers.
-        norm_first: as in `CLIPSizes`.
+        norm_first: as in `model.create_clip`.
 
     Raises:
         ValueError: lists the names that are known.

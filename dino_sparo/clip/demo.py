@@ -42,12 +42,7 @@ SHORT = {
 
 
 def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
-    """Train, evaluate, draw, show the table.
-
-    Args:
-        args: the options of `demos.demo_parser`.
-        run: (command, words) -> what the command returns.
-    """
+    """Train, evaluate, draw, show the table."""
     choose_models(args, TOWERS)
     start_demo(args, "clip-demo")
     options = {**TRAINING, **(SHORT if args.short else {})}

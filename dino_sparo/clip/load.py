@@ -106,13 +106,7 @@ def _top_word(words: Sequence[Word], shares: Float[np.ndarray, " words"]) -> str
 def clip_scorer(
     args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
 ) -> DotProductScorer:
-    """The model of an evaluation.
-
-    Args:
-        args: the options of `MODEL` and of `computation` in image_text/evaluation/options.py.
-        process: this process and its device.
-        border: pixels cut off every side of an image.
-        checkpoint: content of `--pretrained_weights`; None: read the file.
+    """The model of an evaluation; `border` pixels are cut off every side of an image.
 
     Raises:
         ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.

@@ -15,13 +15,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.config import CLIPConfig, CLIPSizes, infer_clip_config, towers_of
+from dino_sparo.clip.config import SLOT_SIZES, CLIPConfig, infer_clip_config, towers_of
 from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder, tokenize
-from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
+from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options, tower_configs
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
@@ -83,11 +83,9 @@ class CLIP(nn.Module):
         """Keep parts of `FREEZABLE` as they are: no gradients, and eval mode even after `train`.
 
         Raises:
-            ValueError: nothing would be left to train, or the parts hold the codebook of `fdt`, which is both towers'.
+            ValueError: the parts hold the codebook of `fdt`, which is both towers'.
         """
         parts = list(parts)
-        if {"image", "text"} <= set(parts):
-            raise ValueError("freeze=['image', 'text'] leaves nothing to train but the temperature; freeze one of them")
         if self.config.image.kind.needs_codes and {"image", "text"} & set(parts):
             raise ValueError(
                 f"readout {self.config.readout!r} has one codebook for both towers, so neither can be frozen whole; "
@@ -153,15 +151,45 @@ def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
     return F.normalize(exact, dim=-1).flatten(1) / math.sqrt(slots.shape[1])
 
 
-def create_clip(arch: str = "vit_base", patch_size: int | None = None, readout: str = "sparo", **sizes: Any) -> CLIP:
-    """Build a CLIP model with random weights; `sizes` are the other fields of `config.CLIPSizes`.
-
-    Patches have by default 32 pixels, or for a timm model its own size.
+def create_clip(
+    arch: str = "vit_base",
+    patch_size: int | None = None,
+    readout: str = "sparo",
+    *,
+    embed_dim: int = 512,
+    bottleneck_dim: int = 512,
+    num_codes: int = 16384,
+    replace_block: bool | None = None,
+    norm_first: bool = False,
+    quick_gelu: bool = False,
+    **sizes: Any,
+) -> CLIP:
+    """Build a CLIP model with random weights.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
+
+    Args:
+        arch: a key of `choices.ARCHITECTURES`, or `timm/NAME`.
+        patch_size: P, pixels; None: 32, or the timm model's own.
+        readout: a key of `TOWERS`, or another read-out with slots.
+        embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
+        bottleneck_dim: m, for `linear`.
+        num_codes: number of codes, for `fdt`.
+        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
+        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
+            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
+        quick_gelu: OpenAI's activation in both encoders.
+        sizes: of the slots (`SLOT_SIZES`), and those of `towers.tower_configs`.
     """
     patch_size = own_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
-    return clip_from_config(CLIPSizes(arch, patch_size, readout=readout, **sizes).config)
+    towers = towers_of(readout, norm_first)
+    slots = {name: sizes.pop(name) for name in SLOT_SIZES if name in sizes}
+    image, text = tower_configs(towers[:2], arch, patch_size, slots=slots, **sizes)
+    width = image.num_slots * image.slot_dim if image.kind.has_slots else embed_dim
+    replaces = image.kind.replaces_block if replace_block is None else replace_block
+    return clip_from_config(
+        CLIPConfig(image, text, readout, width, bottleneck_dim, num_codes, replaces, quick_gelu=quick_gelu)
+    )
 
 
 def clip_from_config(config: CLIPConfig) -> CLIP:

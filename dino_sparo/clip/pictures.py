@@ -115,12 +115,7 @@ def slots_figure(
 ) -> Figure:
     """A section per slot, a tile per pair: the slot's map on the image, and its attention to the caption's words.
 
-    Args:
-        about: a line about model and pairs.
-        rule: how slots and pairs were chosen, one sentence.
-        slots: numbers of the slots.
-        pairs: a column each.
-        pictures: the views of their images, of one size.
+    `about` is a line on model and pairs, `rule` a sentence on their choice. The pictures have one size.
     """
     images = [Tile(picture, pair.name) for pair, picture in zip(pairs, pictures, strict=True)]
     sections = [Section([Band(tiles=images)], "image")]

@@ -11,7 +11,7 @@ Options are those of `options.py`. A step is `image_text/step.py`, what all imag
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -26,7 +26,6 @@ from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
-from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.image_text.text import tokenize
@@ -61,8 +60,8 @@ class CLIPObjective(PairObjective[PairBatch]):
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         require_products(args.logits, process.device)
         texts_per_image = 1 if args.negative_key is None else 2
-        self.contrast = partial(clip_loss, products=args.logits, texts_per_image=texts_per_image)
-        super().__init__(args, process, BatchForm(partial(collate_pairs, context_length=args.context_length)))
+        self.contrast: Callable[..., Tensor] = partial(clip_loss, products=args.logits, texts_per_image=texts_per_image)
+        super().__init__(args, process, partial(collate_pairs, context_length=args.context_length))
 
     def build_model(self) -> tuple[CLIP, list[ModelPart]]:
         """Both towers, of which `--freeze` holds parts; all weights have one learning rate."""
@@ -70,7 +69,7 @@ class CLIPObjective(PairObjective[PairBatch]):
         model = build_model(args)
         model.freeze(args.freeze or ())
         shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
-        return model, [ModelPart(("",), args.lr, args.warmup_steps)]
+        return model, [(("",), args.lr, args.warmup_steps)]
 
     def initialize(self) -> None:
         """Start the image encoder, or both towers, from other weights; ValueError if frozen weights would be random."""

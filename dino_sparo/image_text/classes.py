@@ -8,7 +8,6 @@ ObjectNet has its own names, and lists the 113 of its 313 classes that ImageNet 
 import copy
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from timm.data import ImageNetInfo
 from dino_sparo.data.dataset import require_labels
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_json, read_words, set_name
+from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_words, set_name
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,6 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
         raise ValueError(
             f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
         )
-    repeated = [name for name, number in Counter(classes.names).items() if number > 1]
-    if repeated:
-        # ImageNet has two classes called `missile` and two called `sunglasses`.
-        logger.warning("several classes are called %s; the first of them is always preferred", ", ".join(repeated))
     return classes
 
 
@@ -167,12 +163,6 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
         )
     name_of, shared = map(read_json, files)
     chosen = [folder for folder in folders if name_of.get(folder) in shared]
-    if len(chosen) < len(shared):
-        missing = sorted(set(shared) - {name_of[folder] for folder in chosen})
-        raise ValueError(
-            f"{len(missing)} of the {len(shared)} classes that ObjectNet shares with ImageNet have no folder, the "
-            f"first is {missing[0]!r}; give the folder `images` of ObjectNet as --data_path"
-        )
     class_of = np.array([chosen.index(folder) if folder in chosen else -1 for folder in folders], dtype=np.int64)
     names = [name_of[folder].lower() for folder in chosen]
     return ClassList(names, class_of, f"ObjectNet's names of {len(chosen)} classes")

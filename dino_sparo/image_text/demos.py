@@ -16,14 +16,7 @@ SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20  # with --short
 
 
 class DemoModel(NamedTuple):
-    """A model of a demo.
-
-    Attributes:
-        command: training command.
-        options: of the training command.
-        pictures: command that draws the trained model, and its further words; empty: the model is not drawn.
-        templates: of zero-shot classification.
-    """
+    """A model of a demo: training command and options, the command that draws it, if any, and zero-shot templates."""
 
     command: str
     options: Mapping[str, object]
@@ -40,12 +33,7 @@ def compare_models(
 ) -> list[dict[str, Any]]:
     """Train, evaluate and draw each model with each seed; show the table.
 
-    Args:
-        args: the options of `demos.demo_parser`, after `start_demo`.
-        run: (command, words) -> what the command returns.
-        models: by name.
-        kind: of `timed_run`.
-        title: of the table's first column.
+    `kind` is that of `timed_run`, `title` that of the table's first column.
     """
     num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
     data_path, pairs = f"scenes:{num_images}:{IMAGE_SIZE}", write_pairs(Path(args.output_dir), num_pairs, run)

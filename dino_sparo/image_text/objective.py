@@ -8,7 +8,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
-from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
+from dino_sparo.image_text.pairs.run_data import micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
@@ -36,22 +35,9 @@ from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrai
 
 logger = logging.getLogger(__name__)
 
-MOST_TEXTS = 0.5  # share of texts cut off above which the log warns
 
-
-@dataclass(frozen=True)
-class ModelPart:
-    """Weights that share a learning rate.
-
-    Attributes:
-        prefixes: how their names begin.
-        lr: after the warm-up.
-        warmup_steps: of its linear warm-up.
-    """
-
-    prefixes: tuple[str, ...]
-    lr: float
-    warmup_steps: int
+# Weights that share a learning rate: how their names begin, the rate after the linear warm-up, and its steps.
+ModelPart = tuple[tuple[str, ...], float, int]
 
 
 class PairObjective(Objective[AnyBatch]):
@@ -69,7 +55,7 @@ class PairObjective(Objective[AnyBatch]):
     Args:
         args: the options of `options.py`.
         process: this process among its peers.
-        form: how batches are made of pairs.
+        forms: how batches are made of pairs, the last arguments of `run_data.number_pairs`.
     """
 
     model_name: ClassVar[str]
@@ -82,18 +68,17 @@ class PairObjective(Objective[AnyBatch]):
     harmless_options: ClassVar[Sequence[str]] = (
         *("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps"),
     )
-    has_warned = False  # of texts that are cut off
 
-    def __init__(self, args: argparse.Namespace, process: Distributed, form: BatchForm) -> None:
+    def __init__(self, args: argparse.Namespace, process: Distributed, *forms: Callable[..., Any]) -> None:
         # Pairs of images and texts.
         self.args = args
         micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
         if args.shards == "streamed":
             data = stream_pairs(args, process, micro_batch)
         else:
-            data = number_pairs(args, process, micro_batch, form)
-        self.source, self.sampler, self.loader = data.source, data.sampler, data.loader
-        self.num_left_out = data.source.left_out.total
+            data = number_pairs(args, process, micro_batch, *forms)
+        self.source, self.sampler, self.loader, held_out = data
+        self.num_left_out = self.source.left_out.total
 
         # Model.
         torch.manual_seed(args.seed)
@@ -117,7 +102,7 @@ class PairObjective(Objective[AnyBatch]):
         logger.info(words, self.network.config.summary, *sizes, dtype, process)
 
         # Evaluations after an epoch.
-        self.validation = None if data.held_out is None else open_validation(data.held_out, args.batch_size)
+        self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
             self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits_of(args))
@@ -197,11 +182,7 @@ class PairObjective(Objective[AnyBatch]):
         """
         args, model, taken = self.args, self.network, set[str]()
         if args.init_clip:
-            report = initialize_towers(
-                model, args.init_clip, with_rest, with_image=not (args.init_from or args.pretrained)
-            )
-            taken |= set(report.taken)
-            logger.info("start from %s", report)
+            taken |= initialize_towers(model, args.init_clip, with_rest, not (args.init_from or args.pretrained))
         if args.init_from or args.pretrained:
             path = args.init_from
             image = initialize_encoder(model.image, path) if path else initialize_pretrained(model.image)
@@ -219,18 +200,6 @@ class PairObjective(Objective[AnyBatch]):
     def count(self, batch: Any) -> dict[str, int]:
         """Pairs that were replaced, texts that were cut off."""
         return {**super().count(batch), "num_truncated": batch.num_truncated}
-
-    def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Warn once if most texts are cut off."""
-        number = counts["num_truncated"]
-        if self.has_warned or number <= MOST_TEXTS * num_seen:
-            return
-        self.has_warned = True
-        logger.warning(
-            "%d of %d captions (%.0f %%) are longer than --context_length %d and lose their last words; give a longer "
-            "context (CLIP's is 77), or shorter captions",
-            *(number, num_seen, 100 * number / num_seen, self.args.context_length),
-        )
 
     def is_evaluated(self, epoch: int) -> bool:
         """After every epoch if pairs are held out, else every `--zero_shot_freq` epochs."""
@@ -270,7 +239,7 @@ def check_pair_options(
 
 
 def tower_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of both encoders, as fields of `TowerSizes`."""
+    """The options of both encoders, by the names of `tower_configs`."""
     names = "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"
     return {name: getattr(args, name) for name in (*names, "pre_norm", "quick_gelu")}
 
@@ -292,10 +261,9 @@ def updater_of_parts(
     groups: list[dict[str, Any]] = []
     schedules: list[dict[str, Any]] = []
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for part in parts:
-        own = {name: left.pop(name) for name in list(left) if name.startswith(part.prefixes)}
-        start = part.lr / max(part.warmup_steps, 1)
-        lr = cosine_schedule(part.lr, args.min_lr, total, part.warmup_steps, start=start)
+    for prefixes, rate, warmup_steps in parts:
+        own = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+        lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
         # The last part comes first: what is logged is the rate of the first group.
         groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.

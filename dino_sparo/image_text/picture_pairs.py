@@ -37,14 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ViewedPair:
-    """A pair as a model sees it.
-
-    Attributes:
-        index: place in the source.
-        name: where the image lies.
-        caption: the first of the image's captions.
-        image: (C, H, W), the view, normalised.
-    """
+    """A pair as a model sees it: the first of the image's captions, and the view, normalised."""
 
     index: int
     name: str
@@ -53,32 +46,18 @@ class ViewedPair:
 
 
 def begin_pictures(args: argparse.Namespace) -> torch.device:
-    """Set up the log, and refuse what cannot be drawn; returns the device.
+    """Set up the log, and refuse what cannot be drawn without a package; returns the device.
 
-    Args:
-        args: the options of `picture_groups` and `PICTURE_RESULT`.
-
-    Raises:
-        ValueError: there is no checkpoint.
-        MissingPackageError: matplotlib or open_clip is not installed.
+    `args` are the options of `picture_groups` and `PICTURE_RESULT`.
     """
     setup_logging()
     require_matplotlib()
     require("open_clip", "captions")
-    if not args.pretrained_weights:
-        raise ValueError("--pretrained_weights is empty: there is nothing to show; give a checkpoint of the training")
     return select_device(args.device)
 
 
 def write_pictures(args: argparse.Namespace, stem: str, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Write STEM.png (or another format), STEM.html and STEM.json, and say where; returns the content of the last.
-
-    Args:
-        args: as for `begin_pictures`.
-        stem: of the files' names.
-        figure: description of sheet and page.
-        numbers: plain values.
-    """
+    """Write STEM.png (or another format), STEM.html and STEM.json with `numbers`; returns the content of the last."""
     folder = result_folder(args.output_dir, args.pretrained_weights)
     paths = [folder / f"{stem}.{ending}" for ending in (args.figure_format, "html", "json")]
     save_sheet(figure, paths[0])

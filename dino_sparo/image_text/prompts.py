@@ -16,7 +16,7 @@ from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
 from dino_sparo.image_text.options import AUTO
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.files import read_json
 
 if importlib.util.find_spec("open_clip") is not None:
     from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
@@ -139,14 +139,6 @@ def is_file(text: str) -> bool:
     return Path(text).is_file() or (".json:" in text and Path(text.rpartition(":")[0]).is_file())
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; ValueError, with its path, for any other."""
-    try:
-        return parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from error
-
-
 def read_words(where: str) -> Any:
     """Names or templates in a file: a list, or an object from class to name.
 
@@ -160,7 +152,7 @@ def read_words(where: str) -> Any:
     if not path.endswith(".json"):
         words: Any = list(filter(None, map(str.strip, Path(path).read_text(encoding="utf-8-sig").splitlines())))
     else:
-        words = read_json(Path(path))
+        words = read_json(path)
         lists = words if isinstance(words, dict) else {}
         if key and key not in lists:
             raise ValueError(f"{path} has no key {key!r}; its keys are {', '.join(sorted(lists)) or 'none'}")

@@ -9,7 +9,7 @@ and false graphs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.runtime.collectives import gather_with_gradient
-from dino_sparo.runtime.launch import rank, world_size
+from dino_sparo.runtime.launch import rank
 from dino_sparo.training.objective import StepReport
 
 if TYPE_CHECKING:
@@ -44,13 +44,8 @@ def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""
     Args:
         scores: S (B, U), image by text; U = B, or B times the number of ranks.
         logit_scale: (), s, the inverse temperature itself, not its logarithm; None for 1.
-
-    Raises:
-        ValueError: there is another number of texts.
     """
     num_images, num_texts = scores.shape
-    if num_texts not in (num_images, num_images * world_size()):
-        raise ValueError(f"scores have shape {tuple(scores.shape)}; give one text per image, (B, B)")
     logits = scores if logit_scale is None else logit_scale * scores
     labels = torch.arange(num_images, device=logits.device)
     if num_texts == num_images:
@@ -93,11 +88,11 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
     with torch.no_grad():
         outputs = [objective.encode(objective.network, batch) for batch in batches]
     features = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    of_loss = loss_gradients(lambda leaves: objective.loss(leaves, batches), features, objective.loss_parameters)
-    sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
-    own_gradients = zip(
-        *(gradient.split(size) for gradient, size in zip(of_loss.features, sizes, strict=True)), strict=True
+    loss, scalars, of_features, of_parameters = loss_gradients(
+        lambda leaves: objective.loss(leaves, batches), features, objective.loss_parameters
     )
+    sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
+    own_gradients = zip(*(gradient.split(size) for gradient, size in zip(of_features, sizes, strict=True)), strict=True)
     for index, (batch, gradients) in enumerate(zip(batches, own_gradients, strict=True)):
         is_last = index == len(batches) - 1
         with objective.updater.gradient_sync(objective.model, is_last):
@@ -105,23 +100,16 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
             # Its gradient is the loss' own: the factors are constants.
             pairs = list(zip(output, gradients, strict=True))
             if is_last:
-                pairs += zip(objective.loss_parameters, of_loss.parameters, strict=True)
+                pairs += zip(objective.loss_parameters, of_parameters, strict=True)
             product = torch.stack([(value * gradient).sum() for value, gradient in pairs]).sum()
-            objective.updater.backward(product, of_loss.loss)
-    return of_loss.loss, of_loss.scalars
+            objective.updater.backward(product, loss)
+    return loss, scalars
 
 
-class LossGradients(NamedTuple):
-    """The loss of this rank in nats, what is logged beside it, and its gradients at all that it reads."""
-
-    loss: Float[Tensor, ""]
-    scalars: dict[str, Tensor]
-    features: list[Tensor]
-    parameters: list[Tensor]
-
-
-def loss_gradients(loss: Loss, features: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> LossGradients:
-    """The gradient of the loss at features that were computed without gradients.
+def loss_gradients(
+    loss: Loss, features: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> tuple[Float[Tensor, ""], dict[str, Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """The loss, what is logged beside it, and its gradients at features without gradients and at its own weights.
 
     By the chain rule the gradient of a weight is the sum of (d loss / d features) (d features / d weight) over the
     micro-batches: each is passed through the network once more, alone, and this gradient sent back from its end. The
@@ -133,7 +121,7 @@ def loss_gradients(loss: Loss, features: Sequence[Tensor], parameters: Sequence[
     with torch.enable_grad():
         value, scalars = loss(leaves)
     gradients = torch.autograd.grad(value, [*leaves, *parameters], materialize_grads=True)
-    return LossGradients(value.detach(), scalars, list(gradients[: len(leaves)]), list(gradients[len(leaves) :]))
+    return value.detach(), scalars, gradients[: len(leaves)], gradients[len(leaves) :]
 
 
 def _update(objective: "PairObjective[Any]", loss: Tensor) -> Tensor:

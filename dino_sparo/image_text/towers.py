@@ -3,10 +3,11 @@
 `weights/initialize.py` starts an image encoder alone.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,47 +21,44 @@ from dino_sparo.weights.checkpoint import (
     normalization_of,
     weights_sha256,
 )
-from dino_sparo.weights.initialize import InitReport, check_same_activation, initialize_from
+from dino_sparo.weights.initialize import check_same_activation, initialize_from
+
+logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded", bound="LoadedModel")
 
 
-@dataclass(frozen=True)
-class TowerSizes:
-    """Sizes of both towers by the names of the options; the defaults are CLIP's for a ViT-B/32.
+def tower_configs(
+    readouts: tuple[str, str],
+    arch: str,
+    patch_size: int,
+    text_width: int = 512,
+    text_heads: int = 8,
+    text_layers: int = 12,
+    context_length: int = CONTEXT_LENGTH,
+    vocab_size: int = VOCAB_SIZE,
+    pre_norm: bool = True,
+    slots: Mapping[str, Any] | None = None,
+    **image: Any,
+) -> tuple[EncoderConfig, TextConfig]:
+    """The configurations of both towers; the defaults are CLIP's for a ViT-B/32.
 
-    Attributes:
+    Args:
+        readouts: of the image and of the text tower, keys of `READOUTS`.
         arch: a key of `choices.ARCHITECTURES`.
         patch_size: P, pixels.
-        img_size: side in pixels of the images whose grid the position embedding stores.
         text_width: D, of the text's tokens.
         text_heads: of each block of the text encoder.
         text_layers: blocks of the text encoder's architecture.
         context_length: the longest text in tokens.
         vocab_size: number of token ids.
-        in_chans: number of image channels.
         pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        quick_gelu: OpenAI's activation in both encoders.
+        slots: fields that both towers have, such as `num_slots`.
+        image: further fields of the image tower.
     """
-
-    arch: str = "vit_base"
-    patch_size: int = 32
-    img_size: int = 224
-    text_width: int = 512
-    text_heads: int = 8
-    text_layers: int = 12
-    context_length: int = CONTEXT_LENGTH
-    vocab_size: int = VOCAB_SIZE
-    in_chans: int = 3
-    pre_norm: bool = True
-    quick_gelu: bool = False
-
-    def configs(self, image_readout: str, text_readout: str, **slots: Any) -> tuple[EncoderConfig, TextConfig]:
-        """The configurations of both encoders; `slots` are fields that both have, such as `num_slots`."""
-        more = {name: getattr(self, name) for name in ("img_size", "in_chans", "pre_norm", "quick_gelu")}
-        image = EncoderConfig(self.arch, self.patch_size, image_readout, **more, **slots)
-        sizes = (self.context_length, self.vocab_size, self.text_width, self.text_heads, self.text_layers)
-        return image, TextConfig(*sizes, text_readout, **slots)
+    slots = slots or {}
+    text = TextConfig(context_length, vocab_size, text_width, text_heads, text_layers, readouts[1], **slots)
+    return EncoderConfig(arch, patch_size, readouts[0], pre_norm=pre_norm, **slots, **image), text
 
 
 @dataclass(frozen=True)
@@ -95,27 +93,8 @@ def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool
         )
 
 
-class TowersReport(NamedTuple):
-    """Weights that `initialize_towers` took from a file and left random, by name.
-
-    Attributes:
-        image: of the image tower; None: it was left as it is.
-        taken: all weights that come from the file.
-        new: all that keep their random values.
-    """
-
-    image: InitReport | None
-    taken: tuple[str, ...]
-    new: tuple[str, ...]
-
-    def __str__(self) -> str:
-        parts = (name for name in self.new if not name.startswith("image."))
-        ends = dict.fromkeys(".".join(name.split(".")[:2]) if name.startswith("text.") else name for name in parts)
-        return f"image tower: {self.image or 'not taken'}; of the rest new: {', '.join(ends) or 'nothing'}"
-
-
-def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> TowersReport:
-    """Start both towers of a model from the weights of another, in place.
+def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> set[str]:
+    """Start both towers of a model from the weights of another, in place; returns the names of weights that were taken.
 
     Taken are the blocks that both have, a read-out of the same make and sizes and the first positions of a text encoder
     with a longer context; of the rest a projection of the same shape, and the temperature.
@@ -151,28 +130,22 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
     ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
     model.load_state_dict({**model.state_dict(), **text, **ends})
     taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys() | ends.keys()
-    return TowersReport(image, *(tuple(name for name in own if (name in taken) == is_in) for is_in in (True, False)))
+    left = (name for name in own if name not in taken and not name.startswith("image."))
+    new = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in left)) or "nothing"
+    logger.info("start from %s: image tower: %s; of the rest new: %s", source, image or "not taken", new)
+    return taken
 
 
 def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The text encoder's weights before its read-out, of the blocks that both have."""
-    theirs, wanted = (weights["text.token_embed.weight"].shape, own["text.token_embed.weight"].shape)
-    if theirs != wanted:
-        raise CheckpointError(
-            f"{source} has a text encoder of {theirs[0]} token ids and width {theirs[1]}, the model one of {wanted[0]} "
-            f"and {wanted[1]}; build it alike (--text_width)"
-        )
-    positions, length = weights["text.pos_embed"], len(own["text.pos_embed"])
-    if len(positions) < length:
-        raise CheckpointError(
-            f"{source} knows captions of {len(positions)} tokens, the model is to read {length}; give --context_length "
-            f"{len(positions)} or less"
-        )
     before_readout = (name for name in own if name.startswith("text.") and not name.startswith("text.readout."))
     text = {name: weights[name] for name in before_readout if name in weights}
-    text["text.pos_embed"] = positions[:length]
+    text["text.pos_embed"] = weights["text.pos_embed"][: len(own["text.pos_embed"])]
     if misshapen := [name for name, value in text.items() if value.shape != own[name].shape]:
-        raise CheckpointError(f"{source} has a text encoder of another make: {', '.join(misshapen[:4])}")
+        shapes = ", ".join(f"{name} {tuple(text[name].shape)}, not {tuple(own[name].shape)}" for name in misshapen[:2])
+        raise CheckpointError(
+            f"{source} has a text encoder of another make: {shapes}; build it alike (--text_width, --context_length)"
+        )
     return text
 
 

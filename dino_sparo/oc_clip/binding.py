@@ -86,11 +86,6 @@ class Binding(nn.Module):
         self, patches: Float[Tensor, "B N image_dim"]
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B N dim"]]:
         """Patches -> keys and values, normalised, not yet projected; once per image, in the caller's precision."""
-        if patches.ndim != 3 or patches.shape[1] != self.num_patches:
-            raise ValueError(
-                f"patches have shape {tuple(patches.shape)}; the binding was built for {self.num_patches} per image: "
-                "give images of that size"
-            )
         hidden = self.blocks(self.patch_mlp(patches) + self.positions)
         keys, values = self.to_keys_values(hidden).chunk(2, dim=-1)
         return self.key_norm(keys), self.value_norm(values)

@@ -67,12 +67,7 @@ def write_templates(folder: Path) -> Path:
 
 
 def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
-    """Train, evaluate, draw, show the table.
-
-    Args:
-        args: the options of `demos.demo_parser`.
-        run: (command, words) -> what the command returns.
-    """
+    """Train, evaluate, draw, show the table."""
     choose_models(args, MODELS, tuple(MODELS))
     start_demo(args, "oc-clip-demo")
     folder = Path(args.output_dir)

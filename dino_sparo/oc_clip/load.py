@@ -32,7 +32,7 @@ from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_grap
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.pairs import tokenize_phrases
-from dino_sparo.oc_clip.pictures.explain import explain_pair, tiles_of
+from dino_sparo.oc_clip.pictures.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
@@ -118,17 +118,12 @@ class GraphScorer(ImageRows):
         """The graphs of captions; every caption is looked up and counted once.
 
         Raises:
-            ValueError: there are no captions, one has no words, or too many have no graph.
+            ValueError: a caption has no words, or too many have no graph.
         """
-        if not captions:
-            raise ValueError(f"{desc}: there are no captions to encode")
         counts = LookupCounts()
-        for number, caption in enumerate(captions):
+        for caption in captions:
             if caption not in self.lookups:
-                try:
-                    graph, changes = self.graphs.lookup(caption)
-                except ValueError as error:
-                    raise ValueError(f"{desc}, number {number}: {error}") from error
+                graph, changes = self.graphs.lookup(caption)
                 self.lookups[caption] = canonical_form(graph), changes
                 counts = counts.plus(self.lookups[caption][1])
         self.graphs.counts = self.graphs.counts.plus(counts)
@@ -228,8 +223,8 @@ class GraphScorer(ImageRows):
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, seen, PICTURE_HEIGHT)
         captioned = [CaptionMaps(pair.sentences, tiles_of(pair, picture)) for pair in explained]
-        reading = explained[0].reading
-        return Explanation(picture, captioned, reading.explanation, reading.ends)
+        competition = self.model.binding.competition
+        return Explanation(picture, captioned, EXPLANATIONS[competition], ENDS[competition])
 
 
 class LoadedOCCLIP(LoadedModel):

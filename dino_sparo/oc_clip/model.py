@@ -6,7 +6,6 @@ keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of 
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder
-from dino_sparo.image_text.towers import TowerSizes
+from dino_sparo.image_text.towers import tower_configs
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import EndTokenReadout
@@ -92,32 +91,36 @@ class OCCLIP(nn.Module):
         return parameters if self.logit_scale is None else [*parameters, self.logit_scale]
 
 
-# The paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.
-DEFAULT_SIZES = TowerSizes(text_width=256, text_heads=4, text_layers=6, context_length=20)
-
-
 def create_oc_clip(
     arch: str = "vit_base",
     patch_size: int | None = None,
     img_size: int = 224,
     binding: BindingConfig | None = None,
+    *,
+    text_width: int = 256,
+    text_heads: int = 4,
+    text_layers: int = 6,
+    context_length: int = 20,
     **sizes: Any,
 ) -> OCCLIP:
     """Build an OC-CLIP model with random weights.
 
-    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
+    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's. The text encoder's
+    sizes are the paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.
 
     Args:
         arch: a key of `ARCHITECTURES`, or `timm/NAME`.
         patch_size: P, pixels; None: 16, or the timm model's own.
         img_size: side of the images in pixels; the binding is built for their number of patches.
         binding: sizes of binding and scoring; by default the paper's.
-        sizes: other fields of `TowerSizes`; by default from `DEFAULT_SIZES`.
+        text_width: like the other sizes, see `towers.tower_configs`.
     """
     patch_size = own_patch_size(arch) if patch_size is None else patch_size
-    towers = replace(DEFAULT_SIZES, arch=arch, patch_size=patch_size, img_size=img_size, **sizes)
+    text = {"text_width": text_width, "text_heads": text_heads, "text_layers": text_layers}
+    sizes |= {**text, "context_length": context_length, "img_size": img_size}
     # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.
-    return oc_clip_from_config(OCCLIPConfig(*towers.configs("gap", "eos"), binding or BindingConfig()))
+    towers = tower_configs(("gap", "eos"), arch, patch_size, **sizes)
+    return oc_clip_from_config(OCCLIPConfig(*towers, binding or BindingConfig()))
 
 
 def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:

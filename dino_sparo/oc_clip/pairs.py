@@ -48,12 +48,7 @@ class GraphPairBatch(PairBatch):
 class GraphPairDataset(Dataset):
     """Pairs with the graphs of their captions, and the false graphs of `draw_negatives`.
 
-    Args:
-        pairs: images and captions.
-        graphs: caption -> graph.
-        graph_key: of the graph in the `.json` member of a pair's shard; None: `graphs` finds the graph.
-        relations: see `draw_negatives`.
-        symmetric: see `draw_negatives`.
+    With `graph_key` the graph of a pair stands under this key in the `.json` member of its shard.
     """
 
     def __init__(
@@ -148,13 +143,7 @@ def draw_negatives(
 
 def read_symmetric(path: Path) -> frozenset[str]:
     """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces."""
-    try:
-        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
-    if not predicates:
-        raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
-    return predicates
+    return frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
 
 
 def shuffled_choices(graph: SceneGraph, relation: Relation) -> list[tuple[int, int]]:

@@ -13,7 +13,6 @@ The loss is equation 4 of OC-CLIP times 1 / (2 B). The paper's losses have no te
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,25 +29,13 @@ from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.launch import rank, world_size
 
 
-class RelationLoss(NamedTuple):
-    """The local loss.
-
-    Attributes:
-        loss: (), the sum over pairs with an altered relation, divided by B.
-        mean: (), the same divided by the number of such pairs, for the log; 0 where there is none.
-    """
-
-    loss: Float[Tensor, ""]
-    mean: Float[Tensor, ""]
-
-
 def relation_loss(
     true: Float[Tensor, " B"],
     swapped: Float[Tensor, " B"],
     shuffled: Float[Tensor, " B"],
     altered: Bool[Tensor, " B"],
     logit_scale: Float[Tensor, ""] | None = None,
-) -> RelationLoss:
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Each graph against two of its own, whose relations are false, in its own image.
 
         L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
@@ -57,17 +44,15 @@ def relation_loss(
 
     Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
     scores and the constant loss ln 3; it is left out of the sum, and counts in B.
+
+    Returns:
+        L_rel, and for the log the same sum divided by the number of pairs with an altered relation, 0 without any.
     """
     scores = torch.stack([true, swapped, shuffled], dim=-1)
     logits = scores if logit_scale is None else logit_scale * scores
     losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~altered, 0)
     total = losses.sum()
-    return RelationLoss(total / len(losses), (total / altered.sum().clamp(min=1)).detach())
-
-
-def total_loss(contrastive: Float[Tensor, ""], relation: Float[Tensor, ""], weight: float = 1.0) -> Float[Tensor, ""]:
-    """L = L_itc + weight * L_rel / 2: equation 4 times 1 / (2 B) at weight 1."""
-    return contrastive + weight * relation / 2
+    return total / len(losses), (total / altered.sum().clamp(min=1)).detach()
 
 
 def graph_loss(
@@ -88,9 +73,8 @@ def graph_loss(
     contrast = loss = contrastive_loss(scores, scale)
     scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
     if rel_loss_weight:
-        local = local_loss(network, graphs, own, keys, values)
-        loss = total_loss(contrast, local.loss, rel_loss_weight)
-        scalars["rel_loss"] = local.mean
+        local, scalars["rel_loss"] = local_loss(network, graphs, own, keys, values)
+        loss = contrast + rel_loss_weight * local / 2
     if scale is not None:
         scalars["logit_scale"] = scale.detach()
     scalars["ent_rel_ratio"] = (network.scoring.ent_coef / network.scoring.rel_coef).detach()
@@ -99,7 +83,7 @@ def graph_loss(
 
 def local_loss(
     network: OCCLIP, graphs: GraphBatch, encoded: EncodedGraphs, keys: Float[Tensor, "B N dim"], values: Tensor
-) -> RelationLoss:
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """L_rel of this rank's matched pairs: the slots are bound once, and only the relations' scores differ."""
     slots = network.binding.bind_matched(encoded.entities, encoded.entity_mask, keys, values)[None]
     true, swapped, shuffled = (

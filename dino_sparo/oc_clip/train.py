@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
-from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
@@ -32,7 +31,7 @@ from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
-from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
+from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
@@ -85,9 +84,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
             self.symmetric = read_symmetric(Path(args.symmetric)) if args.symmetric else frozenset()
         logger.info("graphs: %s", self.graphs.record)
-        form = BatchForm(partial(collate_graph_pairs, context_length=args.context_length), self.with_graphs)
         self.rel_loss_weight = args.rel_loss_weight
-        super().__init__(args, process, form)
+        collate = partial(collate_graph_pairs, context_length=args.context_length)
+        super().__init__(args, process, collate, self.with_graphs)
 
     def with_graphs(self, pairs: PairDataset) -> GraphPairDataset:
         """Pairs -> pairs with the graphs of their captions."""
@@ -103,9 +102,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             if getattr(args, name) is None:
                 setattr(args, name, args.warmup_steps)
         return model, [
-            ModelPart(("image.",), args.lr_image, args.warmup_image),
-            ModelPart(("text.",), args.lr_text, args.warmup_text),
-            ModelPart(("",), args.lr, args.warmup_steps),
+            (("image.",), args.lr_image, args.warmup_image),
+            (("text.",), args.lr_text, args.warmup_text),
+            (("",), args.lr, args.warmup_steps),
         ]
 
     @property
@@ -169,11 +168,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
                     "It will hardly learn; give --init_clip, or another rate",
                     *(tower, rate, args.lr),
                 )
-        if args.graphs == DEFAULT_GRAPHS and args.graph_key is None and not args.data_path.startswith("scenes"):
-            logger.warning(
-                "--graphs %s reads captions by closed word lists, which are weak on free text; see dino-sparo parse",
-                args.graphs,
-            )
 
     def count(self, batch: Any) -> dict[str, int]:
         """Pairs that were replaced, phrases that were cut off, changes to graphs."""

@@ -28,6 +28,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The content of a JSON file; raises ValueError with its path if it is no JSON."""
+    with open_regular(path) as file:
+        try:
+            return parse_json(file.read())
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}); is the download complete?") from error
+
+
 def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
     """The JSON object of a line; the ValueError for anything else begins with the location."""
     try:

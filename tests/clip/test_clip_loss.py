@@ -111,8 +111,10 @@ def feature_gradients(
 ) -> Gradients:
     """Gradients at features, and at the temperature as a weight of the loss."""
     contrast, scale = contrast or clip_loss, torch.nn.Parameter(logit_scale.detach())
-    found = loss_gradients(lambda leaves: (contrast(*leaves, scale), {}), [images, texts], [scale])
-    return Gradients(found.loss, *found.features, *found.parameters)
+    loss, _, of_features, of_scale = loss_gradients(
+        lambda leaves: (contrast(*leaves, scale), {}), [images, texts], [scale]
+    )
+    return Gradients(loss, *of_features, *of_scale)
 
 
 def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 from torch.nn import functional as F
 
-from dino_sparo.clip import CLIP, create_clip, load_clip, tokenize
+from dino_sparo.clip import CLIP, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.slots.subsets import (
     ReducedClip,
     SlotMask,

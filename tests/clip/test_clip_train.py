@@ -6,7 +6,6 @@ import logging
 import math
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -195,7 +194,7 @@ def test_a_resumed_run_takes_the_weight_decay_that_is_asked_for() -> None:
 
     def updater(weight_decay: float) -> Updater:
         args = parsed("--weight_decay", str(weight_decay), "--epochs", "2")
-        parts = [ModelPart(("",), 0.1, 1)]
+        parts: list[ModelPart] = [(("",), 0.1, 1)]
         return updater_of_parts(model, parts, args, 3, torch.device("cpu"), torch.float32)
 
     before, after = updater(0.2), updater(0.01)
@@ -517,24 +516,11 @@ def test_captions_that_are_too_long_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_log_warns_once_when_most_captions_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path / "short", epochs=2, context_length=4)
-        found = [record.getMessage() for record in caplog.records if "lose their last words" in record.getMessage()]
-        assert len(found) == 1
-        assert re.match(r"\d+ of \d+ captions \(\d+ %\) are longer than --context_length 4 and", found[0])
-        caplog.clear()
-        run(tmp_path / "long", epochs=1)
-    assert "lose their last words" not in caplog.text
-
-
-def test_a_zero_shot_probe_on_pairs_without_labels_points_at_zero_shot_path(tmp_path: Path) -> None:
+def test_a_zero_shot_probe_on_pairs_without_labels_is_refused(tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=0)
     rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
-    with pytest.raises(
-        ValueError, match=r"(?s)--zero_shot_freq needs labelled .*no labels.*Give others with --zero_shot_path"
-    ):
+    with pytest.raises(ValueError, match="no labels"):
         run(tmp_path / "run", data_path=tmp_path / "t.csv", zero_shot_freq=1)
 
 

@@ -147,16 +147,14 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
             r"swap_obj.json, entry '7': .*'negative_caption' is missing",
         ),
         ("sugarcrepe", {"7": {**CREPE["0"], "caption": 3}}, r"entry '7': expected filename, caption .*; 3 is not text"),
-        ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is no name of an image file"),
-        ("sugarcrepe", [{**CREPE["0"], "filename": "x" * 300}], "entry 0: .*more than 250 bytes"),
+        ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is not text"),
         ("sugarcrepe", 3, "expected a list of filename, caption and negative_caption; found int"),
-        ("winoground", {**WINOGROUND, "image_1": None}, "line 1: expected an object with image_0.*None is no name"),
+        ("winoground", {**WINOGROUND, "image_1": None}, "line 1: expected an object with image_0.*None is not text"),
         ("aro-attribution", [{**relation_entries(RNG, ATTRIBUTES, 1)[0], "attributes": "ab"}], "'ab' is no list"),
         ("aro-relation", [{**relation_entries(RNG, RELATIONS, 1)[0], "bbox_x": 10**400}], "int too large"),
         ("coco-order", [{"image": "a", "caption_options": "abcde"}], "entry 0: .*'abcde' is no list of 5"),
         ("vl-checklist", [["a.jpg", {"POS": "brown knob", "NEG": ["b"]}]], "'brown knob' is no list"),
         ("coco-spatial", ["abc"], "entry 0: .*'abc' is no list of 3"),
-        ("coco-spatial", [[10**300, "a", "b"]], "entry 0: .*more than 250 bytes"),
     ],
 )
 def test_the_message_names_file_entry_and_what_is_valid(name, content, message, tmp_path):

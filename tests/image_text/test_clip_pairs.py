@@ -36,7 +36,7 @@ from dino_sparo.image_text.pairs.batches import (
     PairTransform,
     collate_pairs,
 )
-from dino_sparo.image_text.pairs.run_data import BatchForm, number_pairs
+from dino_sparo.image_text.pairs.run_data import number_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime import launch
@@ -115,8 +115,8 @@ def test_a_key_of_the_json_gives_one_caption_or_several(tmp_path: Path) -> None:
     path = str(write_tar(tmp_path / "a.tar", pair_members(0, 2)))
     assert contents(open_pairs(path, caption_key="alt")) == [(0, ["alt 0"]), (1, ["alt 1"])]
     assert contents(open_pairs(path, caption_key="all")) == [(0, ["one 0", "two"]), (1, ["one 1", "two"])]
-    with pytest.raises(ValueError, match=r"no .json has the key caption_key='title'; found the keys alt, all"):
-        open_pairs(path, caption_key="title")
+    with pytest.raises(CorruptImageError, match="has no key 'title'; its keys are alt, all"):
+        open_pairs(path, caption_key="title").captions(0)
 
 
 def test_samples_of_the_same_name_are_apart_unless_they_are_neighbours(tmp_path: Path) -> None:
@@ -149,25 +149,11 @@ def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: p
         open_pairs(str(path), caption_key="alt")
 
 
-def test_sizes_json_is_held_against_the_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_tar(tmp_path / "a.tar", pair_members(0, 3))
-    write_tar(tmp_path / "b.tar", pair_members(3, 4))
-    (tmp_path / "sizes.json").write_text(json.dumps({"a.tar": 5, "b.tar": 2}))
-    with caplog.at_level(logging.WARNING):
-        source = open_pairs(str(tmp_path), max_left_out=0.5)
-    assert source.left_out.counts == {"fewer than sizes.json counts": 2}
-    assert "a.tar with 3 of 5" in caplog.text
-    assert "b.tar holds 4 samples" in caplog.text
-    (tmp_path / "sizes.json").write_text("[5]")
-    with pytest.raises(ValueError, match="no JSON object of shard names and numbers of samples"):
-        open_pairs(str(tmp_path))
-
-
 def test_shards_without_captions_tell_what_they_hold(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.png", picture(1)), ("1.json", b"{}"), ("1.cls", b"0")])
     with pytest.raises(
         ValueError,
-        match=r"no sample has an image .* and a caption \(.txt\); the members end in .png, .json, .cls; give "
+        match=r"no sample has an image and a .txt; the members end in .png, .json, .cls; give "
         r"--caption_key KEY .*--caption_templates",
     ):
         open_pairs(str(path))
@@ -362,7 +348,7 @@ def test_other_annotations_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no pair"):
         open_pairs(str(coco(tmp_path, annotations=[])))
     (tmp_path / "captions.json").write_text("{")
-    with pytest.raises(ValueError, match="are no JSON"):
+    with pytest.raises(ValueError, match="is no JSON"):
         open_pairs(str(tmp_path / "captions.json"))
 
 
@@ -481,13 +467,6 @@ def test_an_empty_or_unreadable_caption_in_a_shard_is_replaced(tmp_path: Path) -
         source.captions_of(1)
 
 
-def test_an_absurdly_long_caption_is_not_read(tmp_path: Path) -> None:
-    members = [("x.png", picture(5)), ("x.txt", b"x" * (1 << 21))]
-    source = open_pairs(str(write_tar(tmp_path / "a.tar", members)))
-    with pytest.raises(CorruptImageError, match="2,097,152 bytes is no plausible caption"):
-        source.captions_of(0)
-
-
 def test_the_view_is_a_large_crop_of_whole_numbers() -> None:
     ramp = Image.fromarray(np.tile(np.arange(0, 200, dtype=np.uint8), (160, 1))).convert("RGB")
     transform = PairTransform(16)
@@ -595,8 +574,7 @@ def open_numbered_pairs(data_path: str) -> int:
     options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]
     args = get_args_parser().parse_args(options)
     process = Distributed(launch.rank(), 2, 0, torch.device("cpu"))
-    form = BatchForm(partial(collate_pairs, context_length=8))
-    return len(number_pairs(args, process, 1, form).sampler)
+    return len(number_pairs(args, process, 1, partial(collate_pairs, context_length=8))[1])
 
 
 def test_ranks_with_different_pairs_are_told(tmp_path: Path, two_ranks: TwoRanks) -> None:

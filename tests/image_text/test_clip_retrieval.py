@@ -248,18 +248,6 @@ def test_a_shards_text_has_a_caption_per_line(tmp_path):
     assert (len(data.images), data.captions) == (1, ["a red one", "all red"])
 
 
-def test_a_list_chooses_among_the_images(tmp_path, images):
-    (tmp_path / "c.txt").write_text("8.jpg,one\n7.jpg,two\n9.jpg,three\n")
-    (tmp_path / "list.txt").write_text("9\n8.jpg\n")
-    captions, chosen = str(tmp_path / "c.txt"), str(tmp_path / "list.txt")
-    assert open_caption_set(str(images), captions, image_list=chosen).captions == ["one", "three"]
-    (tmp_path / "list.txt").write_text("9\n10.jpg\n")
-    with pytest.raises(ValueError, match="names 2 images, 1 of which have captions"):
-        open_caption_set(str(images), captions, image_list=chosen)
-    with pytest.raises(ValueError, match="chooses among the images of --captions"):
-        open_caption_set("scenes:10:32", image_list=chosen)
-
-
 def test_rows_of_a_table_that_name_one_image_are_put_together(tmp_path, images):
     (tmp_path / "pairs.csv").write_text("path,caption\nimages/8.jpg,one\nimages/7.jpg,two\nimages/8.jpg,three\n")
     data = open_caption_set(str(tmp_path / "pairs.csv"))
@@ -295,7 +283,6 @@ def test_captions_of_no_image_are_counted_as_in_training(tmp_path, images):
         ("c.txt", "7.jpg,one\nwhatever\n", "line 2 is 'whatever'; expected an image's file name"),
         ("c.txt", "", "has no captions"),
         ("c.txt", "7.jpg,one\n77.jpg,two\n", r"1 of 2 images in .*, such as '77\.jpg', are missing"),
-        ("nowhere.txt", None, "does not exist"),
     ],
 )  # fmt: skip
 def test_captions_that_are_not_understood_are_refused(tmp_path, images, name, content, message):
@@ -359,7 +346,6 @@ def test_the_options_are_frozen():
         "data_path",
         "captions",
         "split",
-        "image_list",
         "allow_outside",
         "k",
     }

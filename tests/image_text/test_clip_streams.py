@@ -154,7 +154,7 @@ def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason:
     args = get_args_parser().parse_args(["--data_path", str(write_shard(tmp_path / "0.tar", 5)), *words.split()])
     data = stream_pairs(args, Distributed(0, 1, 0, torch.device("cpu")), 3)
     with pytest.raises(ValueError, match=rf"in a row of .* are no pairs, .*{reason}"):
-        next(iter(data.loader))
+        next(iter(data[2]))
 
 
 def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

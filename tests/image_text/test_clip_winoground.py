@@ -113,7 +113,7 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
 
 
 def test_a_file_that_is_missing_or_empty_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"does not exist; give the folder with Winoground's examples\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"examples\.jsonl"):
         list(read(tmp_path))
     (tmp_path / "examples.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="none of 0 questions is left"):

@@ -354,12 +354,12 @@ def test_a_box_is_cut_out_and_one_that_shows_nothing_of_the_image_is_an_unreadab
     image.save(tmp_path / "a.png")
     names = [Crop("a.png", (2.0, 1.0, 5.0, 4.0)), Crop("a.png", (3.0, 1.0, 3.0, 4.0)), "a.png"]
     names += [Crop("a.png", (8.0, 1.0, 9.0, 4.0)), Crop("a.png", (1.0, -4.0, 2.0, 0.0))]
-    names += [Crop("a.png", (1.0, math.nan, 2.0, 3.0)), Crop("a.png", (-3.0, 4.0, 1.0, 9.0))]
-    source = named_source(tmp_path, names, ["a.png"] * 7)
+    names.append(Crop("a.png", (-3.0, 4.0, 1.0, 9.0)))
+    source = named_source(tmp_path, names, ["a.png"] * 6)
     assert (source.read(0).size, source.read(0).getcolors()) == ((3, 3), [(9, (0, 0, 255))])
     assert source.read(2).size == (8, 6)
-    assert source.read(6).size == (4, 5)  # a box that reaches beyond the image shows black there
-    for index, message in ((1, "has no area"), (3, "lies outside of the image, 8 x 6"), (4, "outside"), (5, "finite")):
+    assert source.read(5).size == (4, 5)  # a box that reaches beyond the image shows black there
+    for index, message in ((1, "has no area"), (3, "lies outside of the image, 8 x 6"), (4, "outside")):
         with pytest.raises(CorruptImageError, match=message):
             source.read(index)
 
@@ -368,13 +368,11 @@ def test_a_box_is_cut_out_and_one_that_shows_nothing_of_the_image_is_an_unreadab
 
 
 def test_questions_about_one_image_are_asked_together_and_no_part_has_more_images_than_allowed():
-    images = "bacabcddae"
-    questions = [Question("", (name,), ("x", "y")) for name in images] + [Question("", ("e", "f"), ("x", "y"), (0, 1))]
-    parts = list(chunks(questions, 2))
+    questions = [Question("", (name,), ("x", "y")) for name in "bacabcddae"]
+    parts = chunks(questions, 4)
     assert sorted(index for part in parts for index in part) == list(range(len(questions)))
-    used = [{name for index in part for name in questions[index].images} for part in parts]
-    assert used == [{"a", "b"}, {"c", "d"}, {"e", "f"}]
-    assert list(chunks(questions[-1:], 1)) == [[0]]
+    assert ["".join(questions[index].images[0] for index in part) for part in parts] == ["aaab", "bcc", "dde"]
+    assert chunks([Question("", ("e", "f"), ("x", "y"), (0, 1))], 1) == [[0]]
 
 
 @pytest.mark.parametrize("chunk_images", [2, 3, 100])

@@ -7,7 +7,6 @@ and relations.
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,7 @@ from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring, score_all_pairs
-from dino_sparo.oc_clip.step import relation_loss, total_loss
+from dino_sparo.oc_clip.step import relation_loss
 
 # B images, U texts, E entities, R relations, N patches; the blocks' two heads divide DIM.
 B, U, E, R, N, DEFAULTS, DIM, REL_DIM, IMAGE_DIM = 2, 3, 5, 4, 7, 2, 12, 13, 17
@@ -290,21 +289,12 @@ def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None
     ("options", "message"),
     [
         ({"dim": 10, "num_heads": 4}, "num_heads=4 does not divide dim=10"),
-        ({"competition": "slots"}, "competition='slots'; choose one of queries, keys"),
         ({"competition": "keys"}, "num_default=4 with competition='keys'"),
-        ({"num_default": -1}, "num_default=-1"),
-        ({"num_layers": -1}, "num_layers=-1"),
-        ({"num_heads": 0}, "num_heads=0 is too small"),
     ],
 )
 def test_a_binding_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Binding(IMAGE_DIM, N, BindingConfig(**options))
-
-
-def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"built for 7 per image"):
-        problem().binding.encode_patches(torch.zeros(B, N + 1, IMAGE_DIM, dtype=torch.float64))
 
 
 def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
@@ -507,10 +497,6 @@ def test_coefficients_stay_positive() -> None:
     for scores in (below, at_the_bound):  # torch's clamp gives 0 below, and since 2.15 also at the bound
         (gradient,) = torch.autograd.grad(scores.sum(), scoring.rel_coef)
         assert gradient.abs() > 0
-    with pytest.raises(ValueError, match=r"rel_coef=0.0 is too small; give a number from 0\.001 on"):
-        replace(sizes, rel_coef=0.0)
-    with pytest.raises(ValueError, match="rel_dim=0 is too small"):
-        replace(sizes, rel_dim=0)
 
 
 def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_are_read_alike() -> None:
@@ -600,20 +586,20 @@ def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
     leaves = [scores, alternatives, *([scale] if learned else [])]
     given, factor = (scale, scale) if learned else (None, 1.0)
     relation = relation_loss(*alternatives.unbind(dim=1), has_relation, given)
-    ours = total_loss(contrastive_loss(scores, given), relation.loss, weight=0.7)
+    ours = contrastive_loss(scores, given) + 0.7 * relation[0] / 2
     contrastive = expected_contrastive(scores, factor)
     local = expected_relation(alternatives, has_relation.tolist(), factor)
     expected = contrastive + 0.7 * local / 2
     torch.testing.assert_close(ours, expected, **EXACT)
     torch.testing.assert_close(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), **EXACT)
-    torch.testing.assert_close(relation.mean, local.detach() * 5 / 3, **EXACT)
-    assert not relation.mean.requires_grad
+    torch.testing.assert_close(relation[1], local.detach() * 5 / 3, **EXACT)
+    assert not relation[1].requires_grad
 
 
 def test_equation_4_is_the_loss_times_twice_the_batch() -> None:
     scores, alternatives = torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     every = torch.ones(5, dtype=torch.bool)
-    ours = total_loss(contrastive_loss(scores), relation_loss(*alternatives.unbind(dim=1), every).loss)
+    ours = contrastive_loss(scores) + relation_loss(*alternatives.unbind(dim=1), every)[0] / 2
     directions = scores.log_softmax(dim=0).trace() + scores.log_softmax(dim=1).trace()
     equation_4 = -directions - alternatives.log_softmax(dim=1)[:, 0].sum()
     torch.testing.assert_close(ours * 2 * 5, equation_4, **EXACT)
@@ -624,18 +610,18 @@ def test_with_a_scale_of_zero_the_losses_are_the_logarithms_of_the_numbers_of_ch
     numbers = torch.randn(5, 5, dtype=torch.float64)
     assert contrastive_loss(numbers, zero).item() == pytest.approx(math.log(5), abs=1e-15)
     local = relation_loss(*numbers[:, :3].unbind(dim=1), every, zero)
-    assert local.loss.item() == local.mean.item() == pytest.approx(math.log(3), abs=1e-15)
+    assert local[0].item() == local[1].item() == pytest.approx(math.log(3), abs=1e-15)
 
 
 def test_pairs_without_relations_have_no_part_in_the_local_loss() -> None:
     scores = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     some = torch.tensor([True, False, False, True])
-    (gradient,) = torch.autograd.grad(relation_loss(*scores, some).loss, scores)
+    (gradient,) = torch.autograd.grad(relation_loss(*scores, some)[0], scores)
     assert gradient[:, ~some].eq(0).all()
     assert gradient[:, some].ne(0).all()
     nothing = relation_loss(*scores, torch.zeros(4, dtype=torch.bool))
-    assert (nothing.loss.item(), nothing.mean.item()) == (0, 0)
-    assert torch.autograd.grad(nothing.loss, scores)[0].eq(0).all()
+    assert (nothing[0].item(), nothing[1].item()) == (0, 0)
+    assert torch.autograd.grad(nothing[0], scores)[0].eq(0).all()
 
 
 def test_without_a_temperature_the_losses_cannot_fall_far() -> None:
@@ -643,7 +629,7 @@ def test_without_a_temperature_the_losses_cannot_fall_far() -> None:
     assert contrastive_loss(best).item() == pytest.approx(2.90, abs=0.005)
     # Two entities and one relation: cosines 1, f = 1 for the true graph and -1 for both others; alpha 1.5, beta 0.5.
     true, false = (torch.tensor([(1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5)], dtype=torch.float64) for f in (1, -1))
-    assert relation_loss(true, false, false, torch.tensor([True])).loss.item() == pytest.approx(0.92, abs=0.005)
+    assert relation_loss(true, false, false, torch.tensor([True]))[0].item() == pytest.approx(0.92, abs=0.005)
 
 
 def test_the_whole_loss_trains_every_part_as_the_loops_do() -> None:
@@ -656,15 +642,10 @@ def test_the_whole_loss_trains_every_part_as_the_loops_do() -> None:
     shuffled = graphs._replace(subjects=(graphs.subjects + 1) % torch.tensor(ENTITIES[:B])[:, None])
     alternatives = [scoring.scores(g, slots)[0] for g in (graphs, swapped, shuffled)]
     has_relation = graphs.relation_mask.any(dim=-1)
-    local = relation_loss(*alternatives, has_relation, scale).loss
-    ours = total_loss(contrastive_loss(score_all_pairs(binding, scoring, graphs, keys, values), scale), local)
+    local = relation_loss(*alternatives, has_relation, scale)[0]
+    ours = contrastive_loss(score_all_pairs(binding, scoring, graphs, keys, values), scale) + local / 2
 
     scores = [expected_scores(case, g) for g in (graphs, swapped, shuffled)]
     rows = torch.stack([s.diagonal() for s in scores], dim=1)
     expected = expected_contrastive(scores[0], scale) + expected_relation(rows, [True, False], scale) / 2
     assert_same(case, ours, expected)
-
-
-def test_as_many_graphs_as_images_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"scores have shape \(2, 3\); give one text per image"):
-        contrastive_loss(torch.zeros(2, 3))

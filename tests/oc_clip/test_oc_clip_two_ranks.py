@@ -15,7 +15,7 @@ from test_oc_clip_ranks import CASES, loss_and_gradients
 
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.image_text.pairs.batches import collate_pairs
-from dino_sparo.image_text.pairs.run_data import BatchForm, number_pairs
+from dino_sparo.image_text.pairs.run_data import number_pairs
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 
 
@@ -41,7 +41,7 @@ def _open_pairs(tables: list[str]) -> int:
     args = get_args_parser().parse_args(words)
     check_options(args)
     process = Distributed(rank(), world_size(), rank(), torch.device("cpu"))
-    return len(number_pairs(args, process, 1, BatchForm(collate_pairs)).source)
+    return len(number_pairs(args, process, 1, collate_pairs)[0])
 
 
 def write_table(path: Path, captions: list[str]) -> str:

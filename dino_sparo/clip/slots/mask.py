@@ -33,7 +33,7 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, SplitResult, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -225,7 +225,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     process = start_evaluation(args)
     require_matplotlib()
     local = open_folder(args, "sugarcrepe")
-    path, plot = result_paths(args, "mask.json")
+    plot = plot_path(args, "mask.json")
     scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
@@ -243,10 +243,10 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         **{name: value for name, value in scorer.record.items() if name != "slots"},
         "pairs": pairs_record(local, len(pairs.questions), len(pairs.truncated)),
     }
+    report(result, table(result), args, "mask.json")
     if is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
         draw_mask(fit_result, result["accuracy"]["initial"], plot)
-    return report(result, table(result), args, "mask.json")
+    return result
 
 
 def describe(

@@ -38,7 +38,7 @@ from dino_sparo.evaluation.slots.curve import (
 )
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report, result_paths
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -110,8 +110,6 @@ def score_slots(
     """
     classes = scorer.encode_classes(names, templates)
     images = _finite_features(scorer, source)
-    if not classes.payload.isfinite().all():
-        raise ValueError("features of the class names are not finite; the model is broken or overflowed")
     by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     units = F.normalize(by_slot, dim=2)
     alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
@@ -166,7 +164,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     """Select slots of the model that the options name, write selection and curve, print the table."""
     process = start_evaluation(args)
     require_matplotlib()
-    path, plot = result_paths(args, "slots.json")
+    plot = plot_path(args, "slots.json")
     scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     check_has_slots(config)
@@ -184,10 +182,10 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
     result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
+    report(result, table(scores, len(result["slots"])), args, "slots.json")
     if is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
         draw(scores, len(result["slots"]), plot)
-    return report(result, table(scores, len(result["slots"])), args, "slots.json")
+    return result
 
 
 def describe(

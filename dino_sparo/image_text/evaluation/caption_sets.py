@@ -16,24 +16,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.image_text.evaluation.compositional.questions import read_json
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
 from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.scoring.image_files import (
-    check_file_name,
     find_images,
     named_source,
     require_few_missing,
 )
+from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -65,25 +64,10 @@ class CaptionSet:
     split: str | None = None
 
 
-class CaptionFile(NamedTuple):
-    """Content of a file of captions.
-
-    Attributes:
-        captions_of: captions by file name of their image.
-        left_out: captions without image.
-        split: the split in Karpathy's layout; None in other layouts.
-    """
-
-    captions_of: dict[str, list[str]]
-    left_out: LeftOut
-    split: str | None = None
-
-
 def open_caption_set(
     data_path: str,
     captions: str = "",
     split: str | None = None,
-    image_list: str | None = None,
     allow_outside: bool = False,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> CaptionSet:
@@ -94,35 +78,34 @@ def open_caption_set(
             `open_pairs` opens them, or scenes.
         captions: file of captions, in one of the layouts above.
         split: of Karpathy's, by default `KARPATHY_SPLIT`; or, without `captions`, of the pairs, by default val.
-        image_list: file with one image's name per line: use these alone.
         allow_outside: whether `captions` may name images outside of `data_path`.
         limits: larger images count as unreadable.
     """
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if not captions:
-        if image_list is not None:
-            raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
         return _together(open_pairs(data_path, split=split, default_split="val", limits=limits))
-    file, folder = read_captions(Path(captions), split), Path(data_path)
-    names = _only_listed(list(file.captions_of), image_list)
+    captions_of, unused, own_split = read_captions(Path(captions), split)
+    names, folder = list(captions_of), Path(data_path)
     paths = find_images(folder, names, None if allow_outside else (folder,))
     missing = [name for name in names if name not in paths]
     if missing:
         kind = f"images in {folder}, such as {missing[0]!r},"
         require_few_missing(len(missing), len(names), kind)
         logger.warning("%d of %d %s are missing", len(missing), len(names), kind)
-    left_out = {f"captions {reason}": number for reason, number in file.left_out.counts.items()}
+    left_out = {f"captions {reason}": number for reason, number in unused.counts.items()}
     images = named_source(folder, list(paths), list(paths.values()), limits)
-    chosen = _flat(images, [file.captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
-    return replace(chosen, split=file.split)
+    chosen = _flat(images, [captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
+    return replace(chosen, split=own_split)
 
 
-def read_captions(path: Path, split: str | None = None) -> CaptionFile:
-    """Read a file of captions; `split` is one of Karpathy's, by default `KARPATHY_SPLIT`."""
+def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[str]], LeftOut, str | None]:
+    """Read a file of captions; `split` is one of Karpathy's, by default `KARPATHY_SPLIT`.
+
+    Returns:
+        Captions by file name of their image, captions without image, and the split; None where there are no splits.
+    """
     where = f"captions={str(path)!r}"
-    if not path.is_file():
-        raise ValueError(f"{where} does not exist (in {os.getcwd()})")
     left_out, own_split, content = LeftOut(), None, None
     rows: Rows
     if path.suffix != ".json":
@@ -137,8 +120,7 @@ def read_captions(path: Path, split: str | None = None) -> CaptionFile:
     captions_of: dict[str, list[str]] = defaultdict(list)
     try:
         for name, captions in rows:
-            check_file_name(name)
-            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
+            if not isinstance(captions, list) or not all(isinstance(text, str) for text in (name, *captions)):
                 raise ValueError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
             captions_of[name] += captions
     except (AttributeError, KeyError, TypeError) as error:
@@ -151,7 +133,7 @@ def read_captions(path: Path, split: str | None = None) -> CaptionFile:
         raise ValueError(f"{where}: {error}") from error
     if split is not None and own_split is None:
         raise ValueError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
-    return CaptionFile(captions_of, left_out, own_split)
+    return captions_of, left_out, own_split
 
 
 def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
@@ -194,18 +176,6 @@ def _karpathy(content: dict[str, Any], split: str) -> Rows:
     for image in images:
         name = os.path.join(image.get("filepath", ""), image["filename"])
         yield name, [sentence["raw"] for sentence in image["sentences"]]
-
-
-def _only_listed(names: list[str], image_list: str | None) -> list[str]:
-    """The images that a list names, with or without their folders and endings."""
-    if image_list is None:
-        return names
-    lines = Path(image_list).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-    wanted = {line.strip() for line in lines} - {""}
-    chosen = [name for name in names if wanted & {name, Path(name).name, Path(name).stem}]
-    if len(chosen) < len(wanted):
-        raise ValueError(f"image_list={image_list!r} names {len(wanted)} images, {len(chosen)} of which have captions")
-    return chosen
 
 
 def _together(pairs: PairSource) -> CaptionSet:

@@ -32,13 +32,7 @@ from dino_sparo.runtime.records import versions
 
 
 class CaptionEncoder(NamedTuple):
-    """The text side of a model.
-
-    Attributes:
-        model: in eval mode; its `encode_text` takes token ids (B, N) and gives features (B, F).
-        context_length: N.
-        record: the model in a result file.
-    """
+    """The text side of a model in eval mode: its `encode_text` takes token ids (B, context_length), gives (B, F)."""
 
     model: Any
     context_length: int

@@ -142,7 +142,6 @@ CAPTIONED_IMAGES: Group = {
     "data_path": Option("", "Folder of the images, or pairs without --captions: tables, shards, scenes."),
     "captions": Option("", "Karpathy's or COCO's JSON, or Flickr's lines of image and caption."),
     "split": Option(None, "Split to evaluate; by default test for Karpathy's JSON, else val."),
-    "image_list": Option(None, "File with the names of the images to use; by default all images are used."),
     **ANNOTATED_IMAGES,
 }
 

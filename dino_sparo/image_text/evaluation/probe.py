@@ -43,7 +43,6 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
-from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.runtime.records import versions
 
@@ -58,15 +57,9 @@ TEST_ROWS = 1024  # images whose logits exist at a time
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Settings of a probe's training.
+    """Settings of a probe's training; `batch_size` counts the images of all processes.
 
-    Attributes:
-        num_classes: number of classes.
-        lr: initial learning rate, which falls to 0 on a cosine, step by step.
-        epochs: passes over the images.
-        batch_size: images per step, over all processes.
-        seed: random seed of the weights and the order.
-        device: device of the probe; the features may lie elsewhere.
+    The learning rate falls from `lr` to 0 on a cosine, step by step. The features may lie on another device.
     """
 
     num_classes: int
@@ -80,14 +73,7 @@ class ProbeSettings:
 def train_probes(
     train: Features, rows: Int64[Tensor, " n"], weight_decays: Sequence[float], settings: ProbeSettings
 ) -> LinearProbe:
-    """Train one probe per weight decay, side by side on the same batches; the learning rate falls step by step.
-
-    Args:
-        train: features of length one.
-        rows: (n,), indices of the images to train on.
-        weight_decays: one per probe.
-        settings: all other settings.
-    """
+    """Train one probe per weight decay, side by side on the same batches of the normalised features of some images."""
     share = max(1, settings.batch_size // world_size())
     size = (train.features.shape[1], settings.num_classes, len(weight_decays))
     probe = LinearProbe(*size, seed=settings.seed, torch_init=True).to(settings.device)
@@ -169,8 +155,11 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     return dict(zip(("top1", "top5", "mean_per_class_recall"), hits.accuracies(), strict=True))
 
 
-def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFeatureModel]) -> dict[str, Any]:
-    """Train and test the probe that the options describe, write the result, print the table."""
+def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -> dict[str, Any]:
+    """Train and test the probe that the options describe, write the result, print the table.
+
+    The model has `image_features`, from a source and a device to `Features` of length one, and a scorer's `record`.
+    """
     process = start_evaluation(args)
     storage = process.device if args.use_cuda else CPU
     train, test, record = _features(args, process, storage, open_model)
@@ -209,7 +198,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFe
 
 
 def _features(
-    args: argparse.Namespace, process: Distributed, storage: torch.device, open_model: Callable[..., ImageFeatureModel]
+    args: argparse.Namespace, process: Distributed, storage: torch.device, open_model: Callable[..., Any]
 ) -> tuple[Features, Features, dict[str, Any]]:
     """Features of training and test images, and the record of how they were made."""
     if args.load_features:

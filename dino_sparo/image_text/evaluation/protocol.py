@@ -51,12 +51,12 @@ def file_record(path: Path) -> dict[str, str]:
     return {"path": str(path), "sha256": file_sha256(path)}
 
 
-def result_paths(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
-    """Paths of a result and of the plot beside it; raises ValueError if the plot would overwrite the result."""
+def plot_path(args: argparse.Namespace, name: str) -> Path:
+    """Path of the plot beside the result; raises ValueError if the plot would overwrite the result."""
     path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
     if path.suffix == ".png":
         raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
-    return path, path.with_suffix(".png")
+    return path.with_suffix(".png")
 
 
 def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:

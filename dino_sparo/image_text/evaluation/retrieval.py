@@ -49,16 +49,9 @@ class Recall(NamedTuple):
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """Recall in both directions.
+    """Recall in both directions, by k: of captions by image (`text`), and of images by caption.
 
-    Attributes:
-        text: k -> recall of captions by image.
-        image: k -> recall of images by caption.
-        num_images: readable images.
-        num_captions: captions of the readable images.
-        num_texts: different captions.
-        num_corrupt: unreadable images, left out with their captions.
-        num_truncated: captions that are longer than the context.
+    Unreadable images are left out with their captions. Of `num_captions` captions `num_texts` are different.
     """
 
     text: dict[int, Recall]
@@ -154,9 +147,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process)
-    data = open_caption_set(
-        args.data_path, args.captions, args.split, args.image_list, args.allow_outside, limits_of(args)
-    )
+    data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, limits_of(args))
     outcome = evaluate_retrieval(scorer, data, args.k)
     result = {
         "evaluation": "retrieval",
@@ -174,7 +165,6 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
             "data_path": args.data_path,
             "captions": file_record(Path(args.captions)) if args.captions else None,
             "split": data.split or args.split,
-            "image_list": file_record(Path(args.image_list)) if args.image_list else None,
             "num_images": outcome.num_images,
             "num_captions": outcome.num_captions,
             "num_texts": outcome.num_texts,

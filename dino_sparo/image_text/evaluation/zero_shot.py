@@ -34,14 +34,10 @@ TOP = 5
 
 @dataclass(frozen=True)
 class ZeroShotResult:
-    """Zero-shot accuracies in percent.
+    """Zero-shot accuracies in percent; top-5 counts images whose class has one of the five highest scores.
 
     Attributes:
-        top1: share of images whose class has the highest score.
-        top5: share of images whose class has one of the five highest scores.
-        mean_per_class: mean recall of the classes that have images.
-        num_images: readable images.
-        num_corrupt: unreadable images, which are left out.
+        num_images: readable images; unreadable ones are left out.
         num_ties: images for which several classes have the highest score.
         per_class: numbers of images and of top-1 hits of each class.
         truncated_prompts: captions of classes that are longer than the context.

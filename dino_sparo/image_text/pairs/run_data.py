@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, default_convert
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from dino_sparo.data.dataset import open_together, require_same_source
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import ImageLimits
+from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.evaluation.validation import hold_out
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import PairPath
@@ -18,18 +17,8 @@ from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.launch import Distributed
 
-
-@dataclass(frozen=True)
-class BatchForm:
-    """The form of an objective's batches.
-
-    Attributes:
-        collate: items -> batch.
-        dataset: pairs -> items; by default the pairs themselves.
-    """
-
-    collate: Callable[[Sequence[Any]], Any]
-    dataset: Callable[[PairDataset], Dataset] = lambda pairs: pairs
+# A `PairSource` or a `PairStream`, the order of its pairs, batches of pairs, and pairs to validate on.
+PairData = tuple[Any, EpochSampler, DataLoader, PairSource | None]
 
 
 def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:
@@ -43,43 +32,32 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     return batch_size // parts
 
 
-@dataclass(frozen=True)
-class PairData:
-    """The pairs of a run.
-
-    Attributes:
-        source: a `PairSource` or a `PairStream`.
-        sampler: the order of the pairs; for a stream only the sizes of its epochs and batches.
-        loader: batches of pairs.
-        held_out: pairs to validate on.
-    """
-
-    source: Any
-    sampler: EpochSampler
-    loader: DataLoader
-    held_out: PairSource | None = None
-
-
-def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int, form: BatchForm) -> PairData:
-    """Pairs by number, their order and their batches."""
+def number_pairs(
+    args: argparse.Namespace,
+    process: Distributed,
+    micro_batch: int,
+    collate: Callable[[Sequence[Any]], Any],
+    with_graphs: Callable[[PairDataset], Dataset] = lambda pairs: pairs,
+) -> PairData:
+    """Pairs by number; `collate` makes a batch of the items of a data set, which `with_graphs` makes of the pairs."""
     source, held_out = _open_together(args, args.data_path, split=args.split), _open_held_out(args)
     if args.val_share:
         source, held_out = hold_out(source, args.val_share, args.seed)
     require_same_source(source)
     sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
-    dataset = form.dataset(PairDataset(source, _transform(args), args.seed))
-    return PairData(source, sampler, _loader(args, process, dataset, sampler, form.collate), held_out)
+    dataset = with_graphs(PairDataset(source, _transform(args), args.seed))
+    return source, sampler, _loader(args, process, dataset, sampler, collate), held_out
 
 
 def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
-    """A stream of pairs, the sizes of its epochs and batches, and its batches."""
+    """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
     number, accum_steps = args.epoch_pairs, args.grad_accum_steps
     sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    sizes = sampler, args.context_length, args.caption_key, _limits(args)
+    sizes = sampler, args.context_length, args.caption_key, limits_of(args)
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
     # `default_convert` leaves a batch of pairs as it is.
-    return PairData(stream, sampler, _loader(args, process, stream, None, default_convert), _open_held_out(args))
+    return stream, sampler, _loader(args, process, stream, None, default_convert), _open_held_out(args)
 
 
 def _loader(
@@ -103,10 +81,6 @@ def _transform(args: argparse.Namespace) -> PairTransform:
     return PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
 
 
-def _limits(args: argparse.Namespace) -> ImageLimits:
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
-
-
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
     return _open_together(args, args.val_path, default_split="val") if args.val_path else None
 
@@ -123,7 +97,7 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
         args.download,
         split_column=args.split_column,
         negative_key=getattr(args, "negative_key", None),
-        limits=_limits(args),
+        limits=limits_of(args),
         **split,
     )
     return open_together(pairs.open, pairs.index, f"opening {path}")

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.runtime.files import open_regular, parse_json
+from dino_sparo.runtime.files import read_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
 # `title` is OpenCLIP's default.
@@ -98,7 +98,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource
     Raises:
         ValueError: another kind of JSON (lists its keys), no pairs, or missing files.
     """
-    files, captions_of, left_out = read_coco(path)
+    files, captions_of, left_out = coco_captions(read_json(path), path)
     paths, captions, ends = PackedTexts(), PackedTexts(), []
     for number, name in files.items():
         texts = [text for text in captions_of[number] if text]
@@ -111,16 +111,6 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource
         ends.append(len(captions.ends))
     images = _files(f"captions {path}", image_folder or os.path.dirname(path), paths)
     return PairSource(images, partial(listed_captions, captions.packed(), np.array(ends, dtype=np.int64)), left_out)
-
-
-def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
-    """As `coco_captions`, from a file."""
-    with open_regular(path) as file:
-        try:
-            content = parse_json(file.read())
-        except ValueError as error:
-            raise ValueError(f"annotations {path!r} are no JSON ({error})") from error
-    return coco_captions(content, path)
 
 
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:

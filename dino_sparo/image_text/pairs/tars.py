@@ -16,18 +16,15 @@ from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
 from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, Member, tar_members
-from dino_sparo.data.sources.tars import TarSource, lost_samples, shard_sizes
+from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.runtime.files import open_regular, parse_json
 
 logger = logging.getLogger(__name__)
 
 CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
-MAX_CAPTION_BYTES = 1 << 20
-# How many JSON members are looked at for the caption's key before training begins.
-JSONS_CHECKED = 8
 
-NO_IMAGE, NO_CAPTION, NOT_THERE = "without image", "without caption", "fewer than sizes.json counts"
+NO_IMAGE, NO_CAPTION = "without image", "without caption"
 DAMAGED = "in damaged shards, as far as known"
 
 # First header and content of an image in blocks of the tar, its bytes, and the same of its caption's content.
@@ -63,10 +60,6 @@ class TarCaptions:
 
     def _read(self, index: int) -> str:
         size = int(self.index.records[index]["caption_size"])
-        if size > MAX_CAPTION_BYTES:
-            raise CorruptImageError(
-                self.location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
-            )
         try:
             with open_regular(self.index.shard_of(index)) as file:
                 file.seek(self._offset(index))
@@ -83,8 +76,11 @@ class TarCaptions:
 
 
 def captions_in_json(text: str, key: str, location: str) -> list[str]:
-    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it is no object."""
-    value = _json_object(text, location).get(key)
+    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it has no such key."""
+    content = _json_object(text, location)
+    if key not in content:
+        raise CorruptImageError(location, f"has no key {key!r}; its keys are {', '.join(content) or 'none'}")
+    value = content[key]
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
@@ -112,12 +108,14 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     index, notes = open_index(pairs_kind(caption_key), shards)
     left_out = _left_out(shards, notes)
     if not len(index):
-        endings = list(dict.fromkeys(ending for note in notes for ending in note.get("endings", ())))
-        raise ValueError(_nothing_found(name, endings, caption_key))
-    captions = TarCaptions(index, caption_key)
-    if caption_key is not None:
-        _require_key(captions, name, caption_key)
-    return PairSource(TarSource(name, index), captions, left_out, how_opened=f"{len(shards)} shard(s) indexed")
+        endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
+        wanted = CAPTION_ENDING if caption_key is None else JSON_ENDING
+        raise ValueError(
+            f"{name}: no sample has an image and a {wanted}; the members end in {', '.join(endings) or 'nothing'}; "
+            "give --caption_key KEY to take captions from .json, or --caption_templates to make them from .cls"
+        )
+    how_opened = f"{len(shards)} shard(s) indexed"
+    return PairSource(TarSource(name, index), TarCaptions(index, caption_key), left_out, how_opened=how_opened)
 
 
 def pairs_kind(caption_key: str | None) -> Kind:
@@ -168,48 +166,14 @@ def _index_pairs(shard: str, ending: bytes) -> Piece:
 
 
 def _left_out(shards: list[str], notes: list[Notes]) -> LeftOut:
-    """Samples that are no pairs, that damaged shards hold, or that `sizes.json` beside a shard counts in vain."""
+    """Samples that are no pairs, or that damaged shards hold."""
     left_out = LeftOut()
     for note in notes:
         for reason, (number, example) in note.get("left_out", {}).items():
             left_out.add(reason, example, number)
-    samples = [note.get("samples", 0) for note in notes]
-    lost, sizes = lost_samples(shards, notes, np.array(samples)), shard_sizes(shards)
-    for shard, note, number in zip(shards, notes, samples, strict=True):
-        expected = sizes.get(shard, number)
-        if shard in lost:
-            logger.warning("%s; it is left out, with about %d samples", note["damage"], lost[shard])
-            left_out.add(DAMAGED, note["damage"], lost[shard])
-        elif expected > number:
-            left_out.add(NOT_THERE, f"{shard} with {number} of {expected}", expected - number)
-        elif expected < number:
-            logger.warning(
-                "%s holds %d samples, sizes.json in its folder says %d: it is out of date", shard, number, expected
-            )
+    samples = np.array([note.get("samples", 0) for note in notes])
+    damage = {shard: note["damage"] for shard, note in zip(shards, notes, strict=True) if "damage" in note}
+    for shard, number in lost_samples(shards, notes, samples).items():
+        logger.warning("%s; it is left out, with about %d samples", damage[shard], number)
+        left_out.add(DAMAGED, damage[shard], number)
     return left_out
-
-
-def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> str:
-    wanted = "an image (.jpg, .png, .webp, ...) and " + (
-        "a caption (.txt)" if caption_key is None else f"a .json with the key {caption_key!r}"
-    )
-    remedy = "give --caption_key KEY to take captions from the .json" if JSON_ENDING in endings else "write them so"
-    if any(ending == ".cls" for ending in endings):
-        remedy += ", or --caption_templates to make them from the labels in .cls"
-    return f"{name}: no sample has {wanted}; the members end in {', '.join(endings) or 'nothing'}; {remedy}"
-
-
-def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
-    """ValueError, with the keys found, if none of the first JSON members has the key."""
-    other_keys: dict[str, None] = {}
-    for index in range(min(JSONS_CHECKED, len(captions.index))):
-        try:
-            keys = captions.json_of(index)
-        except CorruptImageError:
-            continue  # one bad member is counted when its turn comes
-        if caption_key in keys:
-            return
-        other_keys.update(dict.fromkeys(keys))
-    raise ValueError(
-        f"{name}: no .json has the key caption_key={caption_key!r}; found the keys {', '.join(other_keys) or 'none'}"
-    )

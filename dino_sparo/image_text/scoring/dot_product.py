@@ -101,8 +101,6 @@ class DotProductScorer(ImageRows):
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """Features (captions, M), on every process; captions of the same tokens are encoded once."""
-        if not captions:
-            raise ValueError(f"{desc}: there are no captions to encode")
         tokens = self.tokenize(list(captions))
         if tokens.num_truncated or tokens.num_empty:
             logger.warning(
@@ -166,12 +164,7 @@ class DotProductScorer(ImageRows):
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
-        """The cosine of every image and every caption, in this process alone, for use outside of evaluations.
-
-        Args:
-            images: of any size and mode; or their views (images, C, H, W), normalised as `transform` does it.
-            captions: in words.
-        """
+        """The cosine of every image, or normalised view (images, C, H, W), and every caption, in this process alone."""
         features = self.rows_of(images)
         texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
         with torch.no_grad():

@@ -3,23 +3,20 @@
 A benchmark without some of its images is another benchmark, so more than a few missing ones are an error.
 """
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, PILLOW_MAX_MPIX, ImageLimits
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 
 ROOT = Path("/")  # start of absolute paths
 # If a larger share of images or captions is missing, the folder or the download is wrong.
 MAX_MISSING = 0.01
-# With an ending added, the longest name that file systems take.
-MAX_NAME_BYTES = 255 - max(map(len, IMAGE_EXTENSIONS))
 
 
 class Crop(NamedTuple):
@@ -56,38 +53,19 @@ class CroppedSource(FileSource):
         image, box = super().read(index), self.boxes[index]
         if box is None:
             return image
-        if not all(map(math.isfinite, box)):
-            raise CorruptImageError(self.location(index), f"the box {box} is not finite")
         left, top, right, bottom = map(round, box)
         if left >= right or top >= bottom:
             raise CorruptImageError(self.location(index), f"the box {box} has no area")
-        if (right - left) * (bottom - top) > PILLOW_MAX_MPIX * 1e6:
-            raise CorruptImageError(self.location(index), f"the box {box} has more than {PILLOW_MAX_MPIX} megapixels")
         if right <= 0 or bottom <= 0 or left >= image.width or top >= image.height:
             size = f"{image.width} x {image.height} pixels"
             raise CorruptImageError(self.location(index), f"the box {box} lies outside of the image, {size}")
         return image.crop((left, top, right, bottom))
 
 
-def check_file_name(name: Any) -> None:
-    """Refuse the name of an image file that no file can have; raises ValueError."""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{name!r:.80} is no name of an image file")
-    encoded = os.fsencode(name)  # UnicodeEncodeError is a ValueError
-    if b"\0" in encoded or max(map(len, encoded.split(b"/"))) > MAX_NAME_BYTES:
-        raise ValueError(f"{name!r:.80} is no name of an image file: more than {MAX_NAME_BYTES} bytes, or a zero byte")
-
-
 def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> str | None:
     """Path of an image in a folder: as named, without the folders in its name, or with an ending added.
 
-    Args:
-        folder: start of the path.
-        name: in the annotations.
-        roots: the file must lie below one of these folders (links in them are the user's own); None: anywhere.
-
-    Raises:
-        ValueError: the file lies elsewhere.
+    Raises ValueError if the file lies below none of the folders `roots` (links in them are the user's own).
     """
     base = os.path.basename(name)
     tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
@@ -111,14 +89,7 @@ def find_images(folder: Path, names: Iterable[str], roots: Sequence[Path] | None
 def named_source(
     folder: Path, names: Sequence[ImageName], paths: Sequence[str], limits: ImageLimits = DEFAULT_LIMITS
 ) -> ImageSource:
-    """Images, or parts of them, as a source.
-
-    Args:
-        folder: start of the paths.
-        names: as annotations name the images.
-        paths: of the files.
-        limits: larger images count as unreadable.
-    """
+    """Images, or parts of them, as a source: names in annotations, and the paths of their files from a folder on."""
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
     files = CroppedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
     files.limits, files.boxes = limits, [name.box if isinstance(name, Crop) else None for name in names]

@@ -131,18 +131,6 @@ class Scorer(Protocol):
         """The score of every image with every caption or class, fp32; both are payloads."""
 
 
-@runtime_checkable
-class ImageFeatureModel(Protocol):
-    """A model with frozen features of images, for the linear probe."""
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """As a `Scorer`'s."""
-
-    def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """Features of all images of a source, of length one, on every process; on `storage`, by default the device."""
-
-
 class CaptionMaps(NamedTuple):
     """Maps of a model for one caption.
 

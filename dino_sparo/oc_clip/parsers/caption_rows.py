@@ -21,7 +21,7 @@ from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, coco_captions
 from dino_sparo.oc_clip.graph_files import read_lines
-from dino_sparo.runtime.files import open_regular, parse_json, parse_object
+from dino_sparo.runtime.files import parse_object, read_json
 
 # For JSON that is no table. There, "description" and "title" describe whole files.
 CAPTION_KEYS = frozenset(
@@ -52,8 +52,7 @@ def open_rows(
     Args:
         data_path: see the list at the top of this file.
         output_folder: folder that the paths of images in the rows start from.
-        caption_key: column or key of the captions; None takes the usual names.
-        image_key: a table's column of images; None finds it by name.
+        caption_key: column or key of the captions; None takes the usual names, like `image_key`.
         image_folder: folder that the table's own paths start from; None: the table's folder. Rows of COCO's annotations
             have images only if it is given.
         split: rows, or part of a folder, to use.
@@ -93,25 +92,14 @@ def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Itera
 
 def _json_rows(path: str, keys: frozenset[str], folder: str | None) -> Iterator[Row]:
     """The rows of one JSON value, which is held in memory."""
-    with open_regular(path) as file:
-        try:
-            content = parse_json(file.read())
-        except ValueError as error:
-            raise ValueError(f"data_path={path!r} is no JSON ({error})") from error
+    content = read_json(path)
     if folder is not None or (isinstance(content, dict) and {"images", "annotations"} <= set(content)):
         files, captions_of, _ = coco_captions(content, path)
         for number, captions in captions_of.items():
             image = None if folder is None else os.path.join(folder, files[number])
             yield from (Row(caption, image) for caption in captions if caption)
         return
-    captions = list(texts_in(content, keys))
-    if not captions:
-        other_keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(
-            f"data_path={path!r} has no text under {', '.join(sorted(keys))}; found {other_keys}; name the key with "
-            "--caption_key"
-        )
-    yield from map(Row, captions)
+    yield from map(Row, texts_in(content, keys))
 
 
 def _is_table(path: str, caption_key: str | None) -> bool:

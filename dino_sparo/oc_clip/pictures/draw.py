@@ -34,7 +34,15 @@ from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
-from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, PairMaps, explain_pair, tiles_of
+from dino_sparo.oc_clip.pictures.explain import (
+    ENDS,
+    EXPLANATIONS,
+    RELATIONS_LEGEND,
+    SUMMARIES,
+    PairMaps,
+    explain_pair,
+    tiles_of,
+)
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 
@@ -96,11 +104,12 @@ def pairs_figure(
         tiles = [Tile(picture, maps.pair.name, title="image"), *tiles_of(maps, picture, default_tokens)]
         lines = [f"score {maps.score:.2f}", *maps.sentences]
         sections.append(Section([Band(plain_words(maps.pair.caption), lines=lines, tiles=tiles)]))
-    reading = pairs[0].reading
+    competition = pairs[0].competition
     legend = [RELATIONS_LEGEND] if any(maps.sentences for maps in pairs) else []
-    explanation = " ".join([reading.explanation, SCORES_EXPLANATION, RELATIONS_LEGEND, weights])
+    explanation = " ".join([EXPLANATIONS[competition], SCORES_EXPLANATION, RELATIONS_LEGEND, weights])
     layout = Layout((TILE, TILE), TILES_PER_LINE)
-    return Figure(TITLE, about, sections, layout, [reading.summary, *legend, weights], explanation, reading.ends)
+    summary = [SUMMARIES[competition], *legend, weights]
+    return Figure(TITLE, about, sections, layout, summary, explanation, ENDS[competition])
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:

@@ -11,10 +11,10 @@ h, w are rows and columns of the patch grid. Source: OC-CLIP, equations 1 to 3 a
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,56 +42,27 @@ VEIL = "#ece8f6"
 PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey
 
 
-class Reading(NamedTuple):
-    """How the maps of a model are to be read; what the softmax runs over decides it.
-
-    Attributes:
-        is_competition: whether entities compete for patches, so that each patch has a winner.
-        even_share: maps -> the share that all values would have if they were equal.
-        ends: words for the lowest and the highest colour.
-        summary: how to read the tiles, for the sheet.
-        explanation: how to read the tiles, and their limits, for the page.
-        size: map -> how much of the image it takes, in words.
-    """
-
-    is_competition: bool
-    even_share: Callable[[Maps], float]
-    ends: tuple[str, str]
-    summary: str
-    explanation: str
-    size: Callable[[Float[np.ndarray, "h w"]], str]
-
-
-COMPETITION = (
-    "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
-    "entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. The "
-    "framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
-    'entities alone. In the panel "default tokens" a veil covers what they take.'
-)
-ATTENTION = (
-    "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do not "
-    "compete."
-)
-# `binding.Binding.competition` -> how to read the maps.
-READINGS: dict[str, Reading] = {
-    "queries": Reading(
-        True,
-        lambda maps: 1 / len(maps),
-        ("even share of a patch or less", "largest share of an entity in the row"),
-        COMPETITION,
-        f"{COMPETITION} The shares of a patch add up to 100 % over all of them. The share below a map is the mean over "
-        "all patches, not an area. A large share says that this entity wins the patch against the others, not that it "
-        "is there: compare the cosines.",
-        lambda shares: f"share {100 * shares.mean():.0f} %",
-    ),
-    "keys": Reading(
-        False,
-        lambda maps: 1 / maps[0].size,
-        ("even share of attention or less", "largest share in the row"),
-        ATTENTION,
-        f"{ATTENTION} Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
-        lambda shares: f"{float(effective_patches(shares)):.1f} patches",
-    ),
+# `binding.Binding.competition` -> how to read the tiles, for the sheet.
+SUMMARIES = {
+    "queries": "The entities of a caption and default tokens compete for each patch of the image. The first map shows "
+    "which entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. "
+    "The framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
+    'entities alone. In the panel "default tokens" a veil covers what they take.',
+    "keys": "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
+    "not compete.",
+}
+# The same with the limits of the tiles, for the page.
+EXPLANATIONS = {
+    "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all of them. The share below a map "
+    "is the mean over all patches, not an area. A large share says that this entity wins the patch against the others, "
+    "not that it is there: compare the cosines.",
+    "keys": f"{SUMMARIES['keys']} Below a map: its attention is as wide as if it lay evenly on so many patches, "
+    "exp(entropy).",
+}
+# Words for the lowest and the highest colour.
+ENDS = {
+    "queries": ("even share of a patch or less", "largest share of an entity in the row"),
+    "keys": ("even share of attention or less", "largest share in the row"),
 }
 RELATIONS_LEGEND = (
     "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. "
@@ -112,7 +83,7 @@ class PairMaps:
         turned_scores: (R,), f of every relation with subject and object exchanged.
         shares: (E, h, w), a of every entity.
         default_shares: (num_default, h, w), of the default tokens.
-        reading: what the shares are.
+        competition: what the softmax runs over: "queries", so that each patch has a winner, or "keys".
     """
 
     pair: ViewedPair
@@ -123,7 +94,7 @@ class PairMaps:
     turned_scores: Float[np.ndarray, " R"]
     shares: Float[np.ndarray, "E h w"]
     default_shares: Float[np.ndarray, "num_default h w"]
-    reading: Reading
+    competition: str
 
     @property
     def maps(self) -> Maps:
@@ -136,7 +107,7 @@ class PairMaps:
 
         Where even the largest share is hardly above an even one, all levels stay low.
         """
-        even = self.reading.even_share(self.maps)
+        even = 1 / (len(self.maps) if self.competition == "queries" else self.maps[0].size)
         times_even = self.maps / even
         top = max(float(times_even[: len(self.shares)].max()), min(MIN_CONTRAST, 1 / even))
         # A single entity without default tokens has all of every patch.
@@ -147,6 +118,12 @@ class PairMaps:
         """The entity with the largest share of each patch; -1 where a default token has it."""
         winner = self.maps.argmax(axis=0)
         return np.where(winner < len(self.shares), winner, -1)
+
+    def size(self, shares: Float[np.ndarray, "h w"]) -> str:
+        """How much of the image a map takes, in words."""
+        if self.competition == "queries":
+            return f"share {100 * shares.mean():.0f} %"
+        return f"{float(effective_patches(shares)):.1f} patches"
 
     @property
     def sentences(self) -> list[str]:
@@ -168,7 +145,7 @@ class PairMaps:
             {"entity": phrase, "cosine": float(cosine), **map_numbers(shares)}
             for phrase, cosine, shares in zip(self.graph.entities, self.cosines, self.shares, strict=True)
         ]
-        for number, entity in enumerate(entities) if self.reading.is_competition else ():
+        for number, entity in enumerate(entities) if self.competition == "queries" else ():
             entity["patches_won"] = int((self.winners == number).sum())
         scores = zip(self.graph.to_json()["relationships"], self.relation_scores, self.turned_scores, strict=True)
         return {
@@ -214,7 +191,7 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
         on_host(turned),
         on_host(shares).reshape(-1, *grid),
         on_host(defaults).reshape(-1, *grid),
-        READINGS[binding.competition],
+        binding.competition,
     )
 
 
@@ -225,9 +202,9 @@ def tiles_of(maps: PairMaps, picture: Picture, default_tokens: bool = False) -> 
     """The tiles of a pair over the view of its image; `default_tokens`: whether each default token has a map too."""
     tile = partial(Tile, picture, maps.pair.name)
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(maps.shares))]
-    size, levels = maps.reading.size, maps.levels
+    size, levels = maps.size, maps.levels
     tiles = []
-    if maps.reading.is_competition:
+    if maps.competition == "queries":
         won = f"{int((maps.winners >= 0).sum())} of {maps.winners.size} patches won"
         winners = partial(paint_winners, winners=maps.winners, colours=colours)
         tiles.append(tile(winners, "winner of each patch", notes=("", won)))

@@ -10,7 +10,7 @@ Questions are sorted by the file of their first image, so that an image that sev
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.image_text.evaluation.compositional.questions import Question
-from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, file_of, named_source
+from dino_sparo.image_text.scoring.image_files import ROOT, file_of, named_source
 from dino_sparo.image_text.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def answer_questions(
     answers: list[Answer | None] = [None] * len(questions)
     truncated: set[str] = set()
     scorer.expect_texts(captions_of(questions))
-    parts = list(chunks(questions, chunk_images))
+    parts = chunks(questions, chunk_images)
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
         encoded = encode_questions(scorer, [questions[index] for index in part], limits)
@@ -224,30 +224,12 @@ def answer_questions(
     return answers, truncated
 
 
-def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:
-    """Indices of the questions, in parts with a limited number of images; questions about one file lie together.
-
-    The parts are about equal: a small part with only unreadable images would end the run. A single question may have
-    more images than the limit.
-    """
-    num_images = len({image for question in questions for image in question.images})
-    limit = math.ceil(num_images / math.ceil(num_images / chunk_images))
-
-    def key(index: int) -> tuple[str, tuple[float, ...]]:
-        image = questions[index].images[0]
-        return file_of(image), image.box if isinstance(image, Crop) else ()
-
-    part: list[int] = []
-    images: set[ImageName] = set()
-    for index in sorted(range(len(questions)), key=key):
-        own = set(questions[index].images)
-        if part and len(images) + len(own - images) > limit:
-            yield part
-            part, images = [], set()
-        part.append(index)
-        images |= own
-    if part:
-        yield part
+def chunks(questions: Sequence[Question], chunk_images: int) -> list[list[int]]:
+    """Indices of the questions in equal parts of about `chunk_images` images; questions about a file lie together."""
+    order = sorted(range(len(questions)), key=lambda index: file_of(questions[index].images[0]))
+    most = max(len(question.images) for question in questions)
+    num_parts = min(len(order), math.ceil(len(order) * most / chunk_images))
+    return [part.tolist() for part in np.array_split(order, num_parts)]
 
 
 def with_shuffled_images(

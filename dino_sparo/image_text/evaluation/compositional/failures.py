@@ -35,21 +35,14 @@ RULE = (
     "Shown are the questions in which a false caption scores most above the true one, one per image. Of several false "
     "captions it is the one with the greatest score. Words that the other caption does not have there are marked."
 )
-MAX_FAILURES = 50  # per benchmark: a page holds all its pictures, about 0.3 MB per error
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that scores higher with a false caption than with its own.
+    """An image that scores higher with a false caption, the best of them, than with its own.
 
     Attributes:
-        split: split of the question.
-        image: path of the image file.
         box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
-        true_caption: the caption of the image.
-        false_caption: the false caption with the highest score.
-        true_score: score of the image with the true caption.
-        false_score: score of the image with the false caption.
     """
 
     split: str
@@ -70,9 +63,7 @@ class Failures(NamedTuple):
     """The errors of a benchmark in its result file.
 
     Attributes:
-        num_asked: answered questions.
-        num_wrong: questions with a false caption that scores at least as high as the true one.
-        num_tied: wrong questions with equal scores.
+        num_wrong: questions with a false caption that scores at least as high as the true one, `num_tied` equally.
         clearest: errors by margin, largest first.
     """
 
@@ -114,14 +105,9 @@ def write_failures(
     stem: Path,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> list[Path]:
-    """Write a page of all benchmarks and, of each that has errors, a sheet; returns the files.
+    """Write a page of all benchmarks and, of each that has errors, a sheet; returns the files, all named from `stem`.
 
-    Args:
-        scorer: the model.
-        model: name of the model.
-        failures: errors by title of the benchmark.
-        stem: beginning of the paths of all files.
-        limits: larger images count as unreadable.
+    `failures` are the errors by title of the benchmark.
     """
     figure = Figure(TITLE, f"{model}  ·  scores: {scorer.measure}", [], LAYOUT, explanation=RULE, ends=None)
     names = file_names([title.replace("/", "_") for title in failures])

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.scoring.image_files import Crop, ImageName, check_file_name
-from dino_sparo.runtime.files import parse_json
+from dino_sparo.image_text.scoring.image_files import Crop, ImageName
+from dino_sparo.runtime.files import read_json
 
 
 class Question(NamedTuple):
@@ -29,14 +29,6 @@ class Question(NamedTuple):
     images: tuple[ImageName, ...]
     captions: tuple[str, ...]
     matches: tuple[int, ...] = (0,)
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; raises ValueError with the path."""
-    try:
-        return parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); is the download complete?") from error
 
 
 def questions_of(
@@ -56,12 +48,11 @@ def questions_of(
     for name, entry in entries:
         try:
             question = make(entry)
-            for text in (question.split, *question.captions):
+            names = [image.name if isinstance(image, Crop) else image for image in question.images]
+            for text in (question.split, *question.captions, *names):
                 if not isinstance(text, str):
                     raise ValueError(f"{text!r:.80} is not text")
                 text.encode()  # a lone surrogate has no UTF-8
-            for image in question.images:
-                check_file_name(image.name if isinstance(image, Crop) else image)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
             raise ValueError(f"{path}, {name}: expected {expected}; {reason}") from error

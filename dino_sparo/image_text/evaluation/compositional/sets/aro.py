@@ -199,10 +199,8 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError as error:
         raise MissingPackageError(f"{PURPOSE} need nltk's punkt_tab; install it with: {INSTALL['nltk']}") from error
-    file = read_captions(Path(args.captions), args.split)
-    pairs = [(image, caption.strip()) for image, own in file.captions_of.items() for caption in own if caption.strip()]
-    if not pairs:
-        raise ValueError(f"--captions {args.captions} has no captions with words")
+    captions_of, _, split = read_captions(Path(args.captions), args.split)
+    pairs = [(image, caption.strip()) for image, own in captions_of.items() for caption in own if caption.strip()]
     entries, unchanged = [], dict.fromkeys(PERTURBATIONS, 0)
     documents = spacy_documents(caption for _, caption in pairs)
     for number, document in enumerate(progress(documents, len(pairs), "shuffling")):
@@ -217,12 +215,12 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     output.write_text(json.dumps(entries) + "\n", encoding="utf-8")
     record = {
         "captions": file_record(Path(args.captions)),
-        "split": file.split,
+        "split": split,
         "seed": args.seed,
         "tools": {**tools, "nltk": nltk.__version__},
         "output": file_record(output),
         "num_questions": len(entries),
-        "num_empty": sum(map(len, file.captions_of.values())) - len(pairs),
+        "num_empty": sum(map(len, captions_of.values())) - len(pairs),
         "num_unchanged": unchanged,
         "versions": versions(),
     }

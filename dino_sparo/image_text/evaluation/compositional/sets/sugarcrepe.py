@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
-from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, read_json
+from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader
+from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
 

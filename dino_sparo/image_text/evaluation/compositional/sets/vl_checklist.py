@@ -74,8 +74,6 @@ COUNTS = _counts()
 def _question(split: str, entry: Any) -> Question:
     """The question of an entry; the name of its image begins with `vg/`, `hake/` or `swig/`."""
     name, texts = list_of(entry, 2)
-    if not isinstance(name, str):
-        raise ValueError(f"{name!r:.80} is no name of an image file")
     images = IMAGES[split.split("/")[2]]
     return Question(split, (f"{images}/{name}",), (list_of(texts["POS"])[0], list_of(texts["NEG"])[0]))
 
