@@ -3,7 +3,6 @@
 import json
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,24 +142,21 @@ def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python
         python(script, "compositional", *words)
 
 
-def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(tmp_path: Path) -> None:
+def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(
+    tmp_path: Path, python: Callable[..., dict]
+) -> None:
     script = tmp_path / "vicreg.py"
     script.write_text(block_with("vicreg_loss"))
 
     # As on GPUs: the loader gives 8-bit crops and the numbers of their distortions.
     changes = {"distort_on": "device", "knn_freq": 3, "lr": 0.05}
 
-    def train(name: str, *more: str) -> dict:
-        words = [*words_of({**TINY, **changes}), "--output_dir", str(tmp_path / name), *more]
-        command = [sys.executable, str(script), *words]
-        done = subprocess.run(
-            command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
+    def train(name: str, *more: object) -> dict:
+        python(script, *words_of({**TINY, **changes}), "--output_dir", tmp_path / name, *more)
         return load_checkpoint(tmp_path / name / "checkpoint.pth")
 
     whole = train("whole")
-    train("parts", "--max_steps", "6")
+    train("parts", "--max_steps", 6)
     parts = train("parts")
     assert_same_state(whole["student"], parts["student"], "student")
     losses = [epoch["train_loss"] for epoch in epochs_of(tmp_path / "whole")]

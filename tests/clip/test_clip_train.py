@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from torch import Tensor
 pytest.importorskip("open_clip")
 
 from objectives import bare
-from runs import ROOT, assert_same_state, epochs_of
+from runs import ROOT, assert_same_run, epochs_of
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, create_clip, load_clip
@@ -251,40 +252,59 @@ def test_steps_teach_which_caption_belongs_to_which_image() -> None:
 # ---- runs
 
 
-def test_a_run_leaves_log_checkpoints_and_a_model_to_load(tmp_path: Path) -> None:
-    run(tmp_path, saveckp_freq=2)
-    epochs = epochs_of(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to its end."""
+    return run(tmp_path_factory.mktemp("whole"), saveckp_freq=2)
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped in the middle of its second epoch."""
+    return run(tmp_path_factory.mktemp("first_steps"), max_steps=6)
+
+
+@pytest.fixture
+def stopped(first_steps: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run, for a test to resume."""
+    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
+
+
+def test_a_run_leaves_log_checkpoints_and_a_model_to_load(whole: Path) -> None:
+    epochs = epochs_of(whole)
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
     wanted = {"train_loss", "train_lr", "train_batch_accuracy", "train_logit_scale", "train_grad_norm"}
     assert wanted | {"train_corrupt_pairs", "train_truncated_captions", "loss_over_ln_batch"} <= epochs[0].keys()
     assert epochs[-1]["step"] == 3 * (26 // 6)
     assert epochs[0]["loss_over_ln_batch"] == pytest.approx(epochs[0]["train_loss"] / math.log(6))
-    names = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in whole.iterdir()}
     assert {"checkpoint.pth", "checkpoint0000.pth", "checkpoint0002.pth", "log.txt", "run.log"} <= names
     assert "checkpoint0001.pth" not in names
-    checkpoint = checkpoint_of(tmp_path)
+    checkpoint = checkpoint_of(whole)
     assert {"model", "clip", "optimizer", "epoch", "step", "args", "versions", "ranks"} <= checkpoint.keys()
     assert checkpoint["epoch"] == 3
-    loaded = load_clip(tmp_path / "checkpoint.pth")
+    loaded = load_clip(whole / "checkpoint.pth")
     assert loaded.model.config.embed_dim == 35
     assert loaded.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
     assert torch.equal(loaded.model.logit_scale, checkpoint["model"]["logit_scale"])
 
 
-@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])  # at an epoch's end, in its middle
-def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
-    run(tmp_path / "whole")
-    run(tmp_path / "parts", max_steps=stop)
-    assert checkpoint_of(tmp_path / "parts")["step"] == stop
-    run(tmp_path / "parts", num_workers=1)
-    whole, parts = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "parts")
-    for key in ("model", "optimizer", "step", "epoch"):
-        assert_same_state(whole[key], parts[key], key)
-    assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
+def test_an_interrupted_run_ends_in_the_same_bits(whole: Path, stopped: Path) -> None:
+    assert checkpoint_of(stopped)["step"] == 6
+    run(stopped, num_workers=1)
+    assert_same_run(whole, stopped, "train-clip")
+
+
+@pytest.mark.slow
+def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, max_steps=4)
+    assert checkpoint_of(tmp_path)["step"] == 4
+    run(tmp_path, num_workers=1)
+    assert_same_run(whole, tmp_path, "train-clip")
 
 
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_then_signal(training: CLIPObjective, batches: list[PairBatch]) -> object:
         report = take_step(training, batches)
@@ -300,18 +320,14 @@ def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     assert 6 <= checkpoint_of(tmp_path / "parts")["step"] < 12
     monkeypatch.undo()
     run(tmp_path / "parts")
-    run(tmp_path / "whole")
-    whole, parts = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "parts")
-    assert_same_state(whole["model"], parts["model"], "model")
-    assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
+    assert_same_run(whole, tmp_path / "parts", "train-clip")
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    run(tmp_path, epochs=1)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
-    run(tmp_path, epochs=1)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
-    assert len(epochs_of(tmp_path)) == 1
+def test_resuming_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    finished = Path(shutil.copytree(whole, tmp_path / "finished"))
+    run(finished, saveckp_freq=2)
+    assert (finished / "checkpoint.pth").read_bytes() == (whole / "checkpoint.pth").read_bytes()
+    assert len(epochs_of(finished)) == 3
 
 
 @pytest.mark.slow
@@ -324,14 +340,14 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_p
 
 @pytest.mark.parametrize(("batch", "step"), [(4, 6 + 3), (12, 2 + 1)])
 def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
+    stopped: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
 ) -> None:
-    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 pairs of the second
+    """It stopped after one epoch of four steps and two steps, 12 pairs of the second."""
     with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
-        run(tmp_path, batch_size=batch)
-    run(tmp_path, batch_size=batch, allow_rescale="")
+        run(stopped, batch_size=batch)
+    run(stopped, batch_size=batch, allow_rescale="")
     assert f"step 6 with batches of 6 pairs is step {step} with {batch}" in caplog.text
-    assert checkpoint_of(tmp_path)["step"] == 3 * (26 // batch)
+    assert checkpoint_of(stopped)["step"] == 3 * (26 // batch)
 
 
 def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -530,22 +546,20 @@ def test_a_run_with_rounded_logits_learns_as_one_without(tmp_path: Path, product
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=4)
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(stopped: Path) -> None:
     with pytest.raises(
         NonFiniteLossError,
         match=r"not finite at step \d+ \(epoch \d\), lr .*logit scale .*The optimizer changed no weights",
     ):
-        run(tmp_path, lr=1e30)
-    assert checkpoint_of(tmp_path)["step"] >= 4
-    for value in checkpoint_of(tmp_path)["model"].values():
+        run(stopped, lr=1e30)
+    assert checkpoint_of(stopped)["step"] >= 6
+    for value in checkpoint_of(stopped)["model"].values():
         assert value.isfinite().all()
 
 
-def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path, max_steps=4)
+def test_changed_options_are_named_when_resuming(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, max_steps=8, clip_grad=0.5)
+        run(stopped, max_steps=7, clip_grad=0.5)
     assert "--clip_grad was 0.0 and is now 0.5" in caplog.text
     assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
@@ -560,23 +574,19 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
         ({"beta2": 0.9}, "--beta2 was 0.98 and is now 0.9"),
     ],
 )
-def test_another_model_and_other_steps_are_not_resumed(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    run(tmp_path, max_steps=2)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
+def test_another_model_and_other_steps_are_not_resumed(stopped: Path, changes: dict[str, object], message: str) -> None:
+    before = (stopped / "checkpoint.pth").read_bytes()
     with pytest.raises(CheckpointError, match=message):
-        run(tmp_path, **changes)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+        run(stopped, **changes)
+    assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
-def test_a_checkpoint_of_something_else_is_not_resumed(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=1)
-    saved = torch.load(tmp_path / "checkpoint.pth", weights_only=True)
+def test_a_checkpoint_of_something_else_is_not_resumed(stopped: Path) -> None:
+    saved = torch.load(stopped / "checkpoint.pth", weights_only=True)
     del saved["clip"]
-    torch.save(saved, tmp_path / "checkpoint.pth")
+    torch.save(saved, stopped / "checkpoint.pth")
     with pytest.raises(CheckpointError, match=r"checkpoint.pth holds no CLIP, so it cannot be resumed"):
-        run(tmp_path)
+        run(stopped)
 
 
 @pytest.mark.parametrize(
@@ -673,12 +683,12 @@ RECIPES: dict[str, dict[str, tuple[Any, Any, Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("source", RECIPES)
-def test_every_value_of_every_preset_is_where_the_paper_states_it(source: str) -> None:
-    for column, name in enumerate(CC_AND_LAION):
-        args = parsed("--preset", name)
-        expected = {option: values[column] for option, values in RECIPES[source].items()}
-        assert {option: getattr(args, option) for option in expected} == expected, name
+@pytest.mark.parametrize(("column", "name"), list(enumerate(CC_AND_LAION)))
+def test_every_value_of_every_preset_is_where_the_paper_states_it(column: int, name: str) -> None:
+    args = parsed("--preset", name)
+    for source, options_there in RECIPES.items():
+        expected = {option: values[column] for option, values in options_there.items()}
+        assert {option: getattr(args, option) for option in expected} == expected, source
 
 
 def test_no_preset_has_a_value_that_the_table_lacks() -> None:

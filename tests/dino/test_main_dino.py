@@ -94,23 +94,40 @@ def assert_same_state(first: object, second: object, where: str = "checkpoint") 
         assert first == second, where
 
 
-def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
-    run(tmp_path, saveckp_freq=2, knn_freq=3)
-    epochs = epochs_of(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to its end."""
+    return run(tmp_path_factory.mktemp("whole"), drop_path_rate=0.3, saveckp_freq=2, knn_freq=3)
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped in the middle of its second epoch."""
+    return run(tmp_path_factory.mktemp("first_steps"), drop_path_rate=0.3, max_steps=6)
+
+
+@pytest.fixture
+def stopped(first_steps: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run, for a test to resume."""
+    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
+
+
+def test_a_run_leaves_log_checkpoints_and_tensorboard(whole: Path) -> None:
+    epochs = epochs_of(whole)
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
     wanted = {"train_loss", "train_lr", "train_wd", "train_teacher_entropy", "train_kl", "feature_rank", "step"}
     assert wanted <= epochs[0].keys()
     assert epochs[-1]["step"] == 3 * (26 // 6)
     assert 0 <= epochs[-1]["knn_20"] <= 100
-    names = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in whole.iterdir()}
     assert {"checkpoint.pth", "checkpoint0000.pth", "checkpoint0002.pth", "log.txt", "run.log"} <= names
     assert "checkpoint0001.pth" not in names
-    assert list((tmp_path / "tensorboard").glob("events*"))
-    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert list((whole / "tensorboard").glob("events*"))
+    checkpoint = load_checkpoint(whole / "checkpoint.pth")
     assert {"student", "teacher", "optimizer", "epoch", "args", "dino_loss", "encoder", "step"} <= checkpoint.keys()
     assert checkpoint["epoch"] == 3
     assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
-    assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+    assert load_encoder(whole / "checkpoint.pth").encoding_dim == 15
 
 
 @pytest.mark.slow
@@ -148,15 +165,25 @@ def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Pa
     assert not torch.equal(checkpoint["student"]["head.mlp.0.weight"], initial["head.mlp.0.weight"])
 
 
-@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])  # at an epoch's end, in its middle
-def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
-    run(tmp_path / "whole", drop_path_rate=0.3)
-    run(tmp_path / "parts", drop_path_rate=0.3, max_steps=stop)
-    assert load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["step"] == stop
-    run(tmp_path / "parts", drop_path_rate=0.3, num_workers=1)
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+def assert_same_run(first: Path, second: Path) -> None:
+    """Two runs ended with the same weights, optimizer and centre, bit for bit."""
+    states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
-        assert_same_state(whole[key], parts[key], key)
+        assert_same_state(states[0][key], states[1][key], key)
+
+
+def test_an_interrupted_run_ends_in_the_same_bits(whole: Path, stopped: Path) -> None:
+    assert load_checkpoint(stopped / "checkpoint.pth")["step"] == 6
+    run(stopped, drop_path_rate=0.3, num_workers=1)
+    assert_same_run(whole, stopped)
+
+
+@pytest.mark.slow
+def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, drop_path_rate=0.3, max_steps=4)
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 4
+    run(tmp_path, drop_path_rate=0.3, num_workers=1)
+    assert_same_run(whole, tmp_path)
 
 
 @pytest.mark.slow
@@ -306,9 +333,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
-def test_a_checkpoint_says_what_is_needed_to_go_on(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=6)
-    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+def test_a_checkpoint_says_what_is_needed_to_go_on(first_steps: Path) -> None:
+    checkpoint = load_checkpoint(first_steps / "checkpoint.pth")
     assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
     assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
     (rank,) = checkpoint["ranks"]
@@ -339,12 +365,11 @@ def test_another_batch_goes_on_from_the_images_seen_if_that_is_allowed(
     assert lines[2]["train_lr"] == epochs_of(tmp_path / "from_start")[2]["train_lr"]
 
 
-def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
-    run(tmp_path, epochs=1)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
-    run(tmp_path, epochs=1)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
-    assert len(epochs_of(tmp_path)) == 1
+def test_resuming_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
+    finished = Path(shutil.copytree(whole, tmp_path / "finished"))
+    run(finished, drop_path_rate=0.3, saveckp_freq=2, knn_freq=3)
+    assert (finished / "checkpoint.pth").read_bytes() == (whole / "checkpoint.pth").read_bytes()
+    assert len(epochs_of(finished)) == 3
 
 
 @pytest.mark.slow
@@ -389,10 +414,9 @@ def test_other_optimizers_train_and_resume(tmp_path: Path, optimizer: str) -> No
     assert len(epochs_of(tmp_path)) == 2
 
 
-def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path, max_steps=4)
+def test_changed_options_are_named_when_resuming(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, max_steps=8, clip_grad=0.5)
+        run(stopped, max_steps=7, drop_path_rate=0.3, clip_grad=0.5)
     assert "--clip_grad was 3.0 and is now 0.5" in caplog.text
     assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
@@ -435,17 +459,10 @@ def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
     assert_same_state(resumed["teacher"], other["teacher"], "teacher")
 
 
-def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
-    run(tmp_path, epochs=1)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
-    with pytest.raises(CheckpointError, match="num_slots 3 in the checkpoint, 4 asked for"):
-        run(tmp_path, epochs=1, sparo_slots=4)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"sparo_slots": 4}, "num_slots 3 in the checkpoint, 4 asked for"),
         ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
         ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
         ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
@@ -453,14 +470,13 @@ def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
         ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
     ],
 )
-def test_a_run_whose_steps_mean_something_else_is_not_resumed(
-    tmp_path: Path, changes: dict[str, object], message: str
+def test_a_run_of_another_model_or_whose_steps_mean_something_else_is_not_resumed(
+    stopped: Path, changes: dict[str, object], message: str
 ) -> None:
-    run(tmp_path, max_steps=4)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
+    before = (stopped / "checkpoint.pth").read_bytes()
     with pytest.raises(CheckpointError, match=message):
-        run(tmp_path, **changes)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+        run(stopped, **changes)
+    assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -510,31 +526,23 @@ def test_after_gradients_that_are_not_finite_student_optimizer_and_center_stay_a
     assert any(not torch.equal(value, moved[name]) for name, value in before["teacher"].items())
 
 
-@pytest.mark.slow
-def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
-    run(tmp_path, epochs=1)
-    with pytest.raises(CheckpointError, match=r"--out_dim was 33 and is now 34"):
-        run(tmp_path, epochs=1, out_dim=34)
-
-
-def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
-    run(tmp_path, epochs=1)
-    path = tmp_path / "checkpoint.pth"
+def test_a_truncated_checkpoint_stops_the_run_and_stays(stopped: Path) -> None:
+    path = stopped / "checkpoint.pth"
     path.write_bytes(path.read_bytes()[:5000])
+    (stopped / "checkpoint_previous1.pth").unlink()
     with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
-        run(tmp_path, epochs=1)
+        run(stopped)
     assert path.stat().st_size == 5000
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
-    run(tmp_path, max_steps=4)
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(stopped: Path) -> None:
     with pytest.raises(
         NonFiniteLossError,
-        match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
+        match=r"not finite at step [6-9] \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
     ):
-        run(tmp_path, lr=1e30, clip_grad=0)
-    last = load_checkpoint(tmp_path / "checkpoint.pth")
-    assert last["step"] >= 4  # the last good one, whole
+        run(stopped, lr=1e30, clip_grad=0)
+    last = load_checkpoint(stopped / "checkpoint.pth")
+    assert last["step"] >= 6  # the last good one, whole
 
 
 def image_folder(folder: Path, count: int, broken: int) -> Path:

@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ from oc_clip_fakes import (
     training_of,
     write_graphs,
 )
-from runs import ROOT, assert_same_state, epochs_of, options
+from runs import ROOT, assert_same_run, assert_same_state, epochs_of, options
 from test_clip_pairs import picture, write_tar
 from test_clip_train import checkpoint_of
 
@@ -233,17 +234,34 @@ def test_steps_teach_which_graph_belongs_to_which_image_and_which_relations_are_
 # ---- runs
 
 
-def test_a_run_leaves_log_checkpoints_and_a_model_to_load(tmp_path: Path) -> None:
-    run(tmp_path, saveckp_freq=2)
-    epochs = epochs_of(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to its end."""
+    return run(tmp_path_factory.mktemp("whole"), saveckp_freq=2)
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped in the middle of its second epoch: an epoch of three steps, and two; 12 pairs."""
+    return run(tmp_path_factory.mktemp("first_steps"), max_steps=5)
+
+
+@pytest.fixture
+def stopped(first_steps: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run, for a test to resume."""
+    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
+
+
+def test_a_run_leaves_log_checkpoints_and_a_model_to_load(whole: Path) -> None:
+    epochs = epochs_of(whole)
     assert [epoch["epoch"] for epoch in epochs] == [0, 1]
     wanted = {"loss", "lr", "itc_loss", "rel_loss", "batch_accuracy", "logit_scale", "ent_rel_ratio", "grad_norm"}
     assert {f"train_{name}" for name in wanted} <= epochs[0].keys()
-    assert {"checkpoint.pth", "checkpoint0000.pth", "log.txt"} <= {p.name for p in tmp_path.iterdir()}
-    checkpoint = checkpoint_of(tmp_path)
+    assert {"checkpoint.pth", "checkpoint0000.pth", "log.txt"} <= {p.name for p in whole.iterdir()}
+    checkpoint = checkpoint_of(whole)
     assert {"model", "oc_clip", "optimizer", "epoch", "step", "args", "versions", "ranks"} <= checkpoint.keys()
     assert checkpoint["oc_clip"]["graphs"] == {"parser": "templates", "max_nodes": 16, "max_relations": 16}
-    loaded = load_oc_clip(tmp_path / "checkpoint.pth")
+    loaded = load_oc_clip(whole / "checkpoint.pth")
     assert not loaded.model.training
     assert loaded.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
     assert_same_state(dict(loaded.model.state_dict()), dict(checkpoint["model"]), "model")
@@ -251,17 +269,18 @@ def test_a_run_leaves_log_checkpoints_and_a_model_to_load(tmp_path: Path) -> Non
     assert {name: checkpoint["oc_clip"][name] for name in expected} == expected
 
 
-# At the end of an epoch, and in its middle.
-@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.slow), 4])
-def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
-    run(tmp_path / "whole")
-    run(tmp_path / "parts", max_steps=stop)
-    assert checkpoint_of(tmp_path / "parts")["step"] == stop
-    run(tmp_path / "parts", num_workers=1)
-    whole, parts = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "parts")
-    for key in ("model", "optimizer", "step", "epoch"):
-        assert_same_state(whole[key], parts[key], key)
-    assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
+def test_an_interrupted_run_ends_in_the_same_bits(whole: Path, stopped: Path) -> None:
+    assert checkpoint_of(stopped)["step"] == 5
+    run(stopped, num_workers=1)
+    assert_same_run(whole, stopped, COMMAND)
+
+
+@pytest.mark.slow
+def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, max_steps=3)
+    assert checkpoint_of(tmp_path)["step"] == 3
+    run(tmp_path, num_workers=1)
+    assert_same_run(whole, tmp_path, COMMAND)
 
 
 @pytest.mark.slow
@@ -274,14 +293,13 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_p
 
 
 def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tmp_path, max_steps=5)  # an epoch of three steps, and two: 12 pairs
     with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now 4.* or --allow_rescale"):
-        run(tmp_path, batch_size=4)
-    run(tmp_path, batch_size=4, allow_rescale="")
+        run(stopped, batch_size=4)
+    run(stopped, batch_size=4, allow_rescale="")
     assert "step 5 with batches of 6 pairs is step 8 with 4" in caplog.text
-    assert checkpoint_of(tmp_path)["step"] == 2 * (20 // 4)
+    assert checkpoint_of(stopped)["step"] == 2 * (20 // 4)
 
 
 @pytest.mark.parametrize(
@@ -298,17 +316,11 @@ def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
         ({"data_path": "scenes:25:32"}, "num_pairs was 20 and is now 25"),
     ],
 )
-def test_another_model_and_other_steps_are_not_resumed(started: Path, changes: dict[str, object], message: str) -> None:
-    before = (started / "checkpoint.pth").read_bytes()
+def test_another_model_and_other_steps_are_not_resumed(stopped: Path, changes: dict[str, object], message: str) -> None:
+    before = (stopped / "checkpoint.pth").read_bytes()
     with pytest.raises(CheckpointError, match=message):
-        run(started, **changes)
-    assert (started / "checkpoint.pth").read_bytes() == before
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that took two steps."""
-    return run(tmp_path_factory.mktemp("started"), max_steps=2)
+        run(stopped, **changes)
+    assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
 def test_a_clip_checkpoint_is_not_resumed_and_other_graphs_are_another_run_not_another_model(
@@ -694,14 +706,14 @@ RECIPES: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("source", RECIPES)
-def test_every_value_of_the_papers_presets_is_where_the_paper_states_it(source: str) -> None:
-    for column, name in enumerate(("oc-coco", "oc-cc12m")):
-        args = parsed("--preset", name)
-        for part in ("warmup_image", "warmup_text"):
-            setattr(args, part, args.warmup_steps if getattr(args, part) is None else getattr(args, part))
-        expected = {option: values[column] for option, values in RECIPES[source].items()}
-        assert {option: getattr(args, option) for option in expected} == expected, name
+@pytest.mark.parametrize(("column", "name"), [(0, "oc-coco"), (1, "oc-cc12m")])
+def test_every_value_of_the_papers_presets_is_where_the_paper_states_it(column: int, name: str) -> None:
+    args = parsed("--preset", name)
+    for part in ("warmup_image", "warmup_text"):
+        setattr(args, part, args.warmup_steps if getattr(args, part) is None else getattr(args, part))
+    for source, options_there in RECIPES.items():
+        expected = {option: values[column] for option, values in options_there.items()}
+        assert {option: getattr(args, option) for option in expected} == expected, source
 
 
 def test_given_learning_rates_win_over_the_presets_and_lr_is_that_of_parts_without_their_own() -> None:

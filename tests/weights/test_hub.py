@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,59 +20,87 @@ from dino_sparo.weights.folder import save_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(hub: Hub, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where the hub is the stand-in; huggingface_hub reads its address when it is imported."""
+# One process for all: what it imports takes seconds. Each command's words end with a line that holds its status.
+PROGRAM = """
+import json, sys, torch, dino_sparo
+from dino_sparo.__main__ import main
+
+def end(status):
+    for stream in (sys.stdout, sys.stderr):
+        print(f"status {status}", file=stream, flush=True)
+
+checkpoint, *commands = json.loads(sys.argv[1])
+for words in commands:
+    try:
+        main(words)
+    except SystemExit as stopped:
+        end(stopped.code)
+    else:
+        end(0)
+ours, theirs = (dino_sparo.load_encoder(path) for path in (checkpoint, "somebody/slots"))
+images = torch.randn(3, 3, 16, 16)
+assert torch.equal(ours(images), theirs(images))
+"""
+
+
+class Said(NamedTuple):
+    """Exit status and words of a command."""
+
+    status: str
+    out: str
+    err: str
+
+
+def run(hub: Hub, folder: Path, checkpoint: Path, *commands: Sequence[str]) -> list[Said]:
+    """Run commands where the hub is the stand-in; huggingface_hub reads its address when it is imported."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "home"),
+        "HF_HOME": str(folder / "home"),
         "HF_TOKEN": "hf_token",
         "HF_HUB_DISABLE_XET": "1",
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    program = [sys.executable, "-c", PROGRAM, json.dumps([str(checkpoint), *commands])]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    outs, errs = (re.split(r"^status (\w+)\n", text, flags=re.MULTILINE) for text in (done.stdout, done.stderr))
+    return [Said(*each) for each in zip(outs[1::2], outs[::2], errs[::2], strict=False)]
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def save(path: Path) -> Path:
+    """A small encoder in a checkpoint."""
     torch.manual_seed(0)
     encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
     description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    path = tmp_path / "checkpoint.pth"
     save_checkpoint({"teacher": encoder.state_dict(), "encoder": description, "epoch": 3}, path)
     return path
 
 
-def test_a_pushed_encoder_is_loaded_by_its_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    script = (
-        "import sys, torch, dino_sparo\n"
-        "ours, theirs = (dino_sparo.load_encoder(path) for path in sys.argv[1:])\n"
-        "images = torch.randn(3, 3, 16, 16)\n"
-        "assert torch.equal(ours(images), theirs(images))\n"
-    )
+    checkpoint = save(tmp_path / "checkpoint.pth")
     with Hub() as hub:
-        pushed = run(hub, tmp_path, "-m", "dino_sparo", "push", str(checkpoint), "somebody/slots", "--private")
-        assert pushed.returncode == 0, pushed.stderr
-        assert f"{hub.url}/somebody/slots/commit/" in pushed.stdout
-        assert hub.private == {"somebody/slots"}
-        files = hub.repositories["somebody/slots"]
-        names = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
-        assert sorted(files) == names
-        assert 'AutoModel.from_pretrained("somebody/slots", trust_remote_code=True)' in files["README.md"].decode()
-        assert json.loads(files["config.json"])["encoder"]["num_slots"] == 5
-        loaded = run(hub, tmp_path, "-c", script, str(checkpoint), "somebody/slots")
-        assert loaded.returncode == 0, loaded.stderr
-
-
-def test_what_the_hub_refuses_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    with Hub() as hub:
-        loaded = run(hub, tmp_path, "-m", "dino_sparo", "knn", "--pretrained_weights", "nobody/nothing")
-        assert loaded.returncode == 1
-        assert "no repository of that name on the Hugging Face hub" in loaded.stderr
-        assert "Traceback" not in loaded.stderr
-        pushed = run(hub, tmp_path, "-m", "dino_sparo", "push", str(checkpoint), "a/b/c")
-        assert pushed.returncode == 1
-        assert "could not upload to a/b/c" in pushed.stderr
-        assert "Traceback" not in pushed.stderr
+        pushed, unknown, refused = run(
+            hub,
+            tmp_path,
+            checkpoint,
+            ["push", str(checkpoint), "somebody/slots", "--private"],
+            ["knn", "--pretrained_weights", "nobody/nothing"],
+            ["push", str(checkpoint), "a/b/c"],
+        )
+    assert pushed.status == "0", pushed.err
+    assert f"{hub.url}/somebody/slots/commit/" in pushed.out
+    assert hub.private == {"somebody/slots"}
+    files = hub.repositories["somebody/slots"]
+    names = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
+    assert sorted(files) == names
+    assert 'AutoModel.from_pretrained("somebody/slots", trust_remote_code=True)' in files["README.md"].decode()
+    assert json.loads(files["config.json"])["encoder"]["num_slots"] == 5
+    for said, message in (
+        (unknown, "no repository of that name on the Hugging Face hub"),
+        (refused, "could not upload to a/b/c"),
+    ):
+        assert said.status == "1"
+        assert message in said.err
+        assert "Traceback" not in said.err
