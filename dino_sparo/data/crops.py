@@ -5,6 +5,7 @@ of the image and the random generator. It is distorted here, by `apply_crop`, or
 from the same parameters.
 """
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -226,6 +227,12 @@ class MultiCropAugmentation:
         ]
         self.mean, self.std = channel_constant(mean), channel_constant(std)
         self.defer_color = defer_color
+
+    def first(self, number: int) -> "MultiCropAugmentation":
+        """An augmentation that makes the first crops alone; their numbers are drawn first, so they stay the same."""
+        shorter = copy.copy(self)
+        shorter.recipes = self.recipes[:number]
+        return shorter
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]] | DeferredViews:
         """The S crops of an image, drawn with `rng`: normalised, or as they are with their distortions."""

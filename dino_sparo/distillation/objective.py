@@ -185,7 +185,7 @@ class DistillationObjective(Objective[Batch]):
         """Rank of the teacher's encodings and pictures of some images; names a collapse in the log."""
         args, encoder, device = self.args, self.teacher.encoder.eval(), self.updater.device
         with torch.no_grad(), self.updater.autocast():
-            feature_rank = effective_rank(encoder(examples.crops[0].to(device)))
+            feature_rank = effective_rank(encoder(examples.first_crops.to(device)))
             pictures = {
                 "crops": crops_grid(examples.crops, args.norm_mean, args.norm_std),
                 "slots": slots_grid(encoder, examples.views.to(device), args.norm_mean, args.norm_std),

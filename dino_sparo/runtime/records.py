@@ -1,6 +1,7 @@
 """Hashes and versions in result files, and strict JSON."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -46,6 +47,7 @@ def versions(**more: str) -> dict[str, str]:
     }
 
 
+@functools.cache  # a process keeps the code that it began with
 def git_hash() -> str | None:
     """The commit this code was checked out from; None if it does not run from a checkout."""
     try:

@@ -40,12 +40,14 @@ class Examples(NamedTuple):
     """Example images for TensorBoard and for the rank of the encodings.
 
     Attributes:
-        crops: per view a batch (B, C, H, W), augmented as for training.
-        views: (B, C, H, W), the central squares of a few images, not augmented.
+        crops: per view a batch (B, C, H, W) of a few images, augmented as for training.
+        views: (B, C, H, W), the central squares of these images, not augmented.
+        first_crops: (B, C, H, W), the first crops of these and of more images, whose encodings are measured.
     """
 
     crops: list[Tensor]
     views: Tensor
+    first_crops: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,17 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
 
 
 def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: MultiCropAugmentation) -> Examples:
-    """Crops of a few images of different classes and of others spread over the data; views of the few."""
+    """Crops and views of a few images of different classes; first crops of these and of others spread over the data."""
     few = of_different_classes(source, SHOWN_IMAGES)
-    indices = [*few, *(index for index in spread_out(source, LOOK_IMAGES) if index not in few)][:LOOK_IMAGES]
+    others = [index for index in spread_out(source, LOOK_IMAGES) if index not in few][: LOOK_IMAGES - len(few)]
     cropped = ImageDataset(source, augmentation, args.seed)
-    crops = zip(*(cropped[index].views for index in indices), strict=True)
+    cropped_once = ImageDataset(source, augmentation.first(1), args.seed)
+    crops = [torch.stack(view) for view in zip(*(cropped[index].views for index in few), strict=True)]
+    first_crops = torch.stack([*crops[0], *(cropped_once[index].views[0] for index in others)])
     square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     whole = ImageDataset(source, square, args.seed)
     shown = [whole[index].views[0] for index in few]
-    return Examples([torch.stack(view) for view in crops], torch.stack(shown))
+    return Examples(crops, torch.stack(shown), first_crops)
 
 
 @torch.no_grad()

@@ -414,6 +414,13 @@ def test_the_same_generator_state_gives_the_same_crops_and_another_seed_others()
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_first_crops_alone_are_the_first_of_all() -> None:
+    image, augmentation = photograph(53, 71), small_augmentation()
+    crops, first = (each(image, np.random.default_rng(3)) for each in (augmentation, augmentation.first(2)))
+    assert (len(crops), len(first)) == (5, 2)
+    assert all(torch.equal(crop, alone) for crop, alone in zip(crops[:2], first, strict=True))
+
+
 def test_crops_draw_from_their_generator_alone() -> None:
     image, augmentation = photograph(53, 71), small_augmentation()
     crops = []
