@@ -1,6 +1,6 @@
 """Features of both splits <-> files, under the names of facebookresearch/dino.
 
-Features are extracted once and evaluated many times. The record holds a checksum of each file.
+Features are extracted once and evaluated many times.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import weights_sha256
-from dino_sparo.weights.file import CheckpointError, contents_checksum, read_torch_file
+from dino_sparo.weights.file import CheckpointError, read_torch_file
 
 # The reference's names.
 CACHE_FILES = {
@@ -54,8 +54,7 @@ def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) ->
             is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
             torch.save(tensor if is_whole else tensor.clone(), folder / name)
     corrupt = {split: part.num_corrupt for split, part in splits.items()}
-    checksums = {name: contents_checksum(folder / name) for name in names}
-    write_json({**record, "corrupt": corrupt, "checksums": checksums}, folder / CACHE_RECORD)
+    write_json({**record, "corrupt": corrupt}, folder / CACHE_RECORD)
 
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
@@ -65,11 +64,12 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
         record = parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; write it again with --dump_features {folder}") from error
-    record.pop("sha256", None)  # of older versions
-    checksums, corrupt = record.pop("checksums", {}), record.pop("corrupt", {})
+    for name in ("sha256", "checksums"):  # of older versions
+        record.pop(name, None)
+    corrupt = record.pop("corrupt", {})
     splits = []
     for split, names in CACHE_FILES.items():
-        features, labels = (_load_tensor(folder / name, checksums.get(name)) for name in names)
+        features, labels = (_load_tensor(folder / name) for name in names)
         if features.ndim != 2 or labels.shape != features.shape[:1]:
             raise ValueError(
                 f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
@@ -79,14 +79,11 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
     return splits[0], splits[1], record
 
 
-def _load_tensor(path: Path, checksum: int | None) -> Tensor:
-    """The tensor of a file; `checksum` None is not compared."""
+def _load_tensor(path: Path) -> Tensor:
     again = f"write the features again with --dump_features {path.parent}"
     if not path.is_file():
         raise ValueError(f"no cached features at {path}; {again}")
     try:
-        if checksum is not None and contents_checksum(path) != checksum:
-            raise ValueError(f"{path} is not the file that {CACHE_RECORD} describes: its checksum differs; {again}")
         tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
     except CheckpointError as error:
         raise ValueError(f"{error}; {again}") from error
@@ -98,7 +95,4 @@ def _load_tensor(path: Path, checksum: int | None) -> Tensor:
 def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
     """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
     if pretrained_weights and sha256 != weights_sha256(pretrained_weights):
-        raise ValueError(
-            f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {sha256}); leave "
-            f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"
-        )
+        raise ValueError(f"the features in {folder} were not made with {pretrained_weights}; leave out one of the two")

@@ -142,27 +142,15 @@ def classify_shards(
 def checked_features(
     name: str, part: Features, num_images: int, width: int
 ) -> tuple[Float[Tensor, "images F"], Float[Tensor, " images"]]:
-    """Features of a split and their lengths; refuses a split without images, labels or finite features.
-
-    Args:
-        name: of the split, for messages.
-        part: this process' share.
-        num_images: of all processes.
-        width: F of the training images.
-    """
+    """Features of a split and their lengths; refuses a split without images, labels or finite features."""
     if num_images == 0:
         raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
     if len(part.labels) and int(part.labels.min()) < 0:
-        raise ValueError(
-            f"{name}_labels hold {int(part.labels.min())}; labels are non-negative, so these images have none"
-        )
+        raise ValueError(f"{name}_labels hold {int(part.labels.min())}; labels are non-negative")
     # A process without images does not know how wide features are.
     features = part.features if len(part.features) else part.features.new_empty(0, width)
     if features.shape[1] != width:
-        raise ValueError(
-            f"train_features have {width} numbers per image and {name}_features {features.shape[1]}; they must come "
-            "from the same encoder"
-        )
+        raise ValueError(f"train_features have {width} numbers per image and {name}_features {features.shape[1]}")
     precision = torch.promote_types(features.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
     if not lengths.isfinite().all():
@@ -176,33 +164,25 @@ def rank_classes(
 ) -> dict[int, Int[Tensor, "m 5"]]:
     """The five classes with most votes, for several k at once; -1 where fewer classes have votes.
 
-    Each image counts for its own neighbours' classes alone, so memory does not depend on the number of classes.
-
     Args:
         labels: (m, k), of the neighbours, nearest first.
         similarities: (m, k).
         ks: ascending, the last is k.
         temperature: tau.
     """
-    num_counters = max(labels.shape[1], TOP)
     # Relative to the nearest, so that no temperature overflows; a common factor changes no ranking.
     weights = ((similarities - similarities[:, :1]).double() / temperature).exp()
-    classes, order = labels.sort(dim=1, stable=True)
-    is_new = torch.zeros_like(classes)
-    is_new[:, 1:] = classes[:, 1:] != classes[:, :-1]
-    counters = is_new.cumsum(dim=1)  # equal labels share a counter; counters ascend with the labels
-    counter_of = torch.empty_like(counters).scatter_(1, order, counters)
-    counter_class = classes.new_full((len(labels), num_counters), -1).scatter_(1, counters, classes)
-    votes = weights.new_full((len(labels), num_counters), -1.0)  # below a vote that underflows to zero
+    classes, columns = labels.unique(return_inverse=True)  # ascending
+    votes = weights.new_full((len(labels), len(classes)), -1.0)  # below a vote that underflows to zero
     rankings = {}
     # One neighbour after the other: the order of the sums is fixed, and every k is a stop on the way.
     for neighbour in range(max(ks)):
-        counter = counter_of[:, neighbour : neighbour + 1]
-        votes.scatter_(1, counter, votes.gather(1, counter).clamp(min=0) + weights[:, neighbour : neighbour + 1])
+        column = columns[:, neighbour : neighbour + 1]
+        votes.scatter_(1, column, votes.gather(1, column).clamp(min=0) + weights[:, neighbour : neighbour + 1])
         if neighbour + 1 in ks:
             sums, best = votes.sort(dim=1, descending=True, stable=True)
-            ranking = counter_class.gather(1, best).masked_fill_(sums < 0, -1)
-            rankings[neighbour + 1] = ranking[:, :TOP]
+            ranking = classes[best].masked_fill_(sums < 0, -1)[:, :TOP]
+            rankings[neighbour + 1] = F.pad(ranking, (0, TOP - ranking.shape[1]), value=-1)
     return rankings
 
 
@@ -251,16 +231,11 @@ def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "
     torch leaves open which of equal values its `topk` takes, and in which order, so rows with some are sorted anew.
     """
     largest, positions = values.topk(min(k + 1, values.shape[1]))
-    is_tied = largest[:, 1:] == largest[:, :-1]
+    rows = (largest[:, 1:] == largest[:, :-1]).any(dim=1).nonzero().flatten()
     largest, positions = largest[:, :k].contiguous(), positions[:, :k].contiguous()
-    rows = is_tied[:, k - 1 :].any(dim=1).nonzero().flatten()  # a value that is left out equals the last one taken
     if len(rows):
-        positions[rows] = values[rows].sort(dim=1, descending=True, stable=True).indices[:, :k]
-    rows = is_tied.any(dim=1).nonzero().flatten()
-    if len(rows):
-        ascending = positions[rows].sort(dim=1).values
-        largest[rows], order = values[rows].gather(1, ascending).sort(dim=1, descending=True, stable=True)
-        positions[rows] = ascending.gather(1, order)
+        ordered = values[rows].sort(dim=1, descending=True, stable=True)
+        largest[rows], positions[rows] = ordered.values[:, :k], ordered.indices[:, :k]
     return largest, positions
 
 
@@ -274,15 +249,7 @@ def merge_ranks(
     """
     if world_size() == 1:
         return similarities, labels
-    width = torch.tensor([similarities.shape[1]], device=device)
-    most = int(all_gather_ragged(width).max())
-    missing = most - similarities.shape[1]
-    padded = F.pad(similarities.to(device), (0, missing), value=-math.inf)
-    padded_labels = F.pad(labels.to(device), (0, missing), value=-1)
-    # Ranks one below the other -> side by side, (m, ranks * most).
-    every, every_label = (
-        all_gather_ragged(part).unflatten(0, (world_size(), -1)).transpose(0, 1).flatten(1)
-        for part in (padded, padded_labels)
-    )
+    # Neighbours of all ranks below each other, in rank order.
+    every, every_label = (all_gather_ragged(part.t().contiguous().to(device)).t() for part in (similarities, labels))
     largest, order = every.sort(dim=1, descending=True, stable=True)
     return largest[:, :k], every_label.gather(1, order[:, :k])

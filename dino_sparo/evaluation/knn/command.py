@@ -52,10 +52,7 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
     for name in ("slots", "dump_features", "img_size", *made):
         value = getattr(args, name)
         if value and value not in (KNN_BLOCKS if name == "n_last_blocks" else None, made.get(name)):
-            raise ValueError(
-                f"--{name} {value} with --load_features: the features in {args.load_features} are as they were "
-                f"written; leave out one of the two"
-            )
+            raise ValueError(f"--{name} {value} with --load_features: leave out one of the two")
 
 
 def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
@@ -75,8 +72,8 @@ def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
         **task.images_record({}),
     }
     if task.args.dump_features:
-        whole = (gather_features(part, task.device, on_rank_0=True) for part in (train, val))
-        save_features(Path(task.args.dump_features), *whole, record)
+        whole_train, whole_val = (gather_features(part, task.device, on_rank_0=True) for part in (train, val))
+        save_features(Path(task.args.dump_features), whole_train, whole_val, record)
     return train, val, record
 
 
