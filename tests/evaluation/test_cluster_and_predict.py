@@ -184,7 +184,7 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path, caplog: 
     ("name", "more", "message"),
     [
         ("cluster", ["--clusters", "24"], "--clusters 24, but .* has 23 images"),
-        ("cluster", ["--what", "mean"], "--what mean: the folder has encoding; embed the images with --what mean"),
+        ("cluster", ["--what", "mean"], "--what mean: the folder has encoding; embed with --what mean"),
         ("cluster", ["--slot", "0"], "--slot 0: encoding has the shape .13,.; take --what slots"),
     ],
 )

@@ -224,7 +224,7 @@ def test_slots_of_an_encoder_without_slots_are_refused(
     weights = save_encoder(tmp_path / "checkpoint.pth", "cls")
     with pytest.raises(SystemExit):
         embed(weights, photographs, tmp_path / "out", "--what", "slots")
-    assert "--what slots: the read-out 'cls' has no slots; take encoding, cls, patches or mean" in caplog.text
+    assert "--what slots: readout 'cls' has no slots; take encoding, cls, patches or mean" in caplog.text
 
 
 def test_other_embeddings_are_kept_unless_they_may_be_overwritten(

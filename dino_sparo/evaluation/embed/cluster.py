@@ -13,7 +13,6 @@ random batches from the memory-mapped array.
 
 import argparse
 import contextlib
-import csv
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,12 +29,12 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import fitted
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import progress, setup_logging
-from dino_sparo.runtime.records import versions, write_json, writing
+from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +49,7 @@ Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # rows, as indices or a 
 
 
 def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
-    """Cluster the embeddings of a folder; returns the content of clusters.json.
-
-    Raises:
-        ValueError: the folder lacks the features, has fewer images than clusters, or clusters exist already.
-    """
+    """Cluster the embeddings of a folder; returns the content of clusters.json."""
     if is_only_a_peer():
         return {}
     setup_logging()
@@ -90,7 +85,8 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(sklearn="scikit-learn"),
     }
     out.mkdir(parents=True, exist_ok=True)
-    _write_csv(out / CSV, embeddings.index["path"], clusters, distances)
+    rows = zip(range(num_images), embeddings.index["path"], clusters.tolist(), distances.tolist(), strict=True)
+    write_csv(out / CSV, [("row", "path", "cluster", "distance"), *rows])
     draw_map(vectors, clusters, out / f"clusters.{args.figure_format}", args.map, args.seed)
     draw_page(result, examples, embeddings, out / PAGE, args.data_path, args.show_channels)
     write_json(result, out / RESULT)
@@ -174,19 +170,6 @@ def _describe(
         "label_share": count / len(rows) if label else None,
         "nearest": [embeddings.index["path"][row] for row in examples],
     }
-
-
-def _write_csv(
-    path: Path,
-    paths: Sequence[str],
-    clusters: Int[np.ndarray, " images"],
-    distances: Float[np.ndarray, " images"],
-) -> None:
-    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        table = csv.writer(file)
-        table.writerow(("row", "path", "cluster", "distance"))
-        for row, values in enumerate(zip(paths, clusters.tolist(), distances.tolist(), strict=True)):
-            table.writerow((row, *values))
 
 
 def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path, method: str, seed: int) -> None:

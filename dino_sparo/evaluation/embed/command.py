@@ -8,7 +8,6 @@
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +35,7 @@ CLASS_TOKEN = "cls"  # this kind of feature in --what
 
 
 def embed_images(args: argparse.Namespace) -> dict[str, Any]:
-    """Embed the images that the options name; returns the record that embedding.json holds.
-
-    Raises:
-        ValueError: the options do not fit the encoder, the images, or what lies in the folder.
-    """
+    """Embed the images that the options name; returns the record that embedding.json holds."""
     if args.captions:
         raise ValueError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
     task = EvaluationTask.start(args)
@@ -61,16 +56,7 @@ def write_embeddings(
     source: ImageSource,
     captions: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Open the folder, write what is missing, finish; returns the record that embedding.json holds.
-
-    Args:
-        writer: of the folder.
-        record: how the embeddings are made.
-        overwrite: replace other embeddings in the folder.
-        write_chunks: writes this process' share of the chunks that are not finished.
-        source: the image of each row.
-        captions: words of each row, for the index.
-    """
+    """Open the folder, write what is missing, finish; returns the record that embedding.json holds."""
     folder = writer.folder
     on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
     if not broadcast_object((read_record(folder) or record).get("complete")):
@@ -88,7 +74,7 @@ def announce(writer: EmbeddingWriter) -> list[int]:
     remaining: list[int] = broadcast_object(writer.remaining())
     if is_main():
         sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
-        size = f"{writer.num_bytes / 1e9:.3f} GB on disk, {writer.num_free_bytes / 1e9:.1f} GB free"
+        size = f"{writer.num_bytes / 1e9:.3f} GB on disk"
         say(f"{writer.num_images:,} {writer.unit} -> {sizes} in {writer.dtype}, {size}: {writer.folder}")
         if len(remaining) < writer.num_chunks:
             say(f"resuming: {writer.num_chunks - len(remaining)} of {writer.num_chunks} chunks are done")
@@ -98,20 +84,14 @@ def announce(writer: EmbeddingWriter) -> list[int]:
 def feature_shapes(
     encoder: Encoder, what: Sequence[str], img_size: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each kind of feature, of one image.
-
-    Raises:
-        ValueError: the encoder has no slots, or no class token.
-    """
+    """The shape of each kind of feature, of one image."""
+    config = encoder.config
+    config = encoder.config
     if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
-        raise ValueError(
-            f"--what cls: {encoder.config.arch} has no class token; take encoding, patches or mean, or slots of sparo"
-        )
-    if "slots" in what and not encoder.config.kind.has_slots:
-        raise ValueError(
-            f"--what slots: the read-out {encoder.config.readout!r} has no slots; take encoding, cls, patches or mean"
-        )
-    blank = torch.zeros(1, encoder.config.in_chans, img_size, img_size, device=device)
+        raise ValueError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
+    if "slots" in what and not config.kind.has_slots:
+        raise ValueError(f"--what slots: readout {config.readout!r} has no slots; take encoding, cls, patches or mean")
+    blank = torch.zeros(1, config.in_chans, img_size, img_size, device=device)
     with torch.inference_mode():
         return {name: tuple(value.shape[1:]) for name, value in features_of(encoder.eval(), what, blank).items()}
 
@@ -170,7 +150,6 @@ def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWr
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
-    num_images = sum(map(len, batches))
     loader = create_loader(
         ImageDataset(source, task.transform),
         batches,
@@ -182,7 +161,7 @@ def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWr
     encoded = encoded_batches(
         task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
     )
-    start, unreadable = time.monotonic(), []
+    unreadable = []
     for batch_indices, (features, batch, kept) in zip(batches, encoded, strict=True):
         rows = np.zeros((len(batch_indices), features.shape[1]), writer.dtype)
         rows[kept.numpy()] = features.float().cpu().numpy()
@@ -195,8 +174,6 @@ def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWr
         if batch_indices[0] in last_batches:
             writer.finish_chunk(last_batches[batch_indices[0]], unreadable)
             unreadable = []
-    if is_main() and num_images:
-        say(f"{num_images * world_size() / (time.monotonic() - start):.1f} images/s")
 
 
 def _concatenated(encoder: Encoder, what: Sequence[str]) -> Callable[[Tensor], Tensor]:

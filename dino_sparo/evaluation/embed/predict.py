@@ -10,31 +10,26 @@ The classifier is a logistic regression on features of length one. Its accuracy 
 """
 
 import argparse
-import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import differences, versions, write_json, writing
+from dino_sparo.runtime.records import differences, versions, write_json
 
 MAX_STEPS = 1000  # of the solver
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """Fit the classifier, measure its accuracy, predict; returns the content of predictions.json.
-
-    Raises:
-        ValueError: the folders hold features of different encoders, or too few labels.
-    """
+    """Fit the classifier, measure its accuracy, predict; returns the content of predictions.json."""
     if is_only_a_peer():
         return {}
     setup_logging()
@@ -65,7 +60,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.images:
-        _write_csv(output, classifier, others[args.images], args.what, args.top)
+        write_csv(output, _prediction_rows(classifier, others[args.images], args.what, args.top))
     write_json(result, output.with_suffix(".json"))
     say(_table(result))
     say(f"\n{output if args.images else output.with_suffix('.json')}")
@@ -79,57 +74,35 @@ def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, 
         for record in (labelled.record, other.record)
     )
     if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
-        raise ValueError(
-            f"the embeddings in {other_folder} are of another encoder than those in {folder} "
-            f"({'; '.join(different)}); embed both with the same --pretrained_weights"
-        )
+        raise ValueError(f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}")
 
 
 def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Float[np.ndarray, "rows F"], list[str]]:
     """Features and labels of the rows that have a label."""
     rows = [row for row, label in enumerate(embeddings.index["label"]) if label]
     if not rows:
-        raise ValueError(
-            f"the images in {folder} have no labels; embed a folder with a subfolder per class, or a table with a "
-            "column of labels"
-        )
+        raise ValueError(f"the images in {folder} have no labels; embed a folder per class, or a table with labels")
     return embeddings.vectors(kind, rows), [embeddings.index["label"][row] for row in rows]
 
 
 def fit_classifier(
     features: Float[np.ndarray, "rows F"], labels: list[str], strengths: Sequence[float], num_folds: int, seed: int
 ) -> tuple[Any, dict[str, Any]]:
-    """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
-
-    Args:
-        features: of labelled images.
-        labels: their classes.
-        strengths: values of C, the inverse strength of the penalty on weights.
-        num_folds: parts of the images, each of which is predicted from the others.
-        seed: of the folds.
-
-    Raises:
-        ValueError: a single class, or a class with a single image.
-    """
+    """A classifier with the best C by cross-validation, and the accuracy for each C, percent."""
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import StratifiedKFold, cross_val_score
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
 
     counts = Counter(labels)
     rarest = min(counts, key=lambda name: counts[name])
     if len(counts) < 2 or counts[rarest] < 2:
-        raise ValueError(
-            f"a classifier needs two classes with two images each; there are {len(counts)} classes, and {rarest!r} "
-            f"has {counts[rarest]}"
-        )
+        raise ValueError(f"a classifier needs two classes with two images each; {rarest!r} has {counts[rarest]}")
     folds = StratifiedKFold(min(num_folds, counts[rarest]), shuffle=True, random_state=seed)
-    accuracies = []
-    for strength in strengths:
-        scores = cross_val_score(LogisticRegression(C=strength, max_iter=MAX_STEPS), features, labels, cv=folds)
-        accuracies.append(100 * float(scores.mean()))
-    best = int(np.argmax(accuracies))
-    classifier = LogisticRegression(C=strengths[best], max_iter=MAX_STEPS).fit(features, labels)
-    by_strength = {f"C={strength:g}": accuracy for strength, accuracy in zip(strengths, accuracies, strict=True)}
-    return classifier, {"folds": folds.n_splits, "accuracy": accuracies[best], "accuracies": by_strength}
+    search = GridSearchCV(LogisticRegression(max_iter=MAX_STEPS), {"C": list(strengths)}, cv=folds)
+    search.fit(features, labels)
+    accuracies = 100 * search.cv_results_["mean_test_score"]
+    by_strength = {f"C={strength:g}": float(value) for strength, value in zip(strengths, accuracies, strict=True)}
+    record = {"folds": folds.n_splits, "accuracy": float(accuracies.max()), "accuracies": by_strength}
+    return search.best_estimator_, record
 
 
 def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:
@@ -138,21 +111,17 @@ def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -
     return 100 * float(np.mean(classifier.predict(features) == np.array(labels)))
 
 
-def _write_csv(path: Path, classifier: Any, new: Embeddings, kind: str, top: int) -> None:
-    """The most probable classes of every new image, with their probabilities."""
+def _prediction_rows(classifier: Any, new: Embeddings, kind: str, top: int) -> Iterator[tuple[Any, ...]]:
+    """Names of columns, then the most probable classes of every new image, with their probabilities."""
     top = min(top, len(classifier.classes_))
-    names = ["prediction", "probability"]
-    for number in range(2, top + 1):
-        names += [f"prediction_{number}", f"probability_{number}"]
-    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        table = csv.writer(file)
-        table.writerow(("row", "path", *names))
-        for start in range(0, len(new.index["path"]), BLOCK_ROWS):
-            probabilities = classifier.predict_proba(new.vectors(kind, slice(start, start + BLOCK_ROWS)))
-            order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
-            for row, (of_image, best) in enumerate(zip(probabilities, order, strict=True), start):
-                cells = [cell for i in best for cell in (classifier.classes_[i], f"{of_image[i]:.6f}")]
-                table.writerow((row, new.index["path"][row], *cells))
+    names = [f"{name}_{number}" for number in range(2, top + 1) for name in ("prediction", "probability")]
+    yield "row", "path", "prediction", "probability", *names
+    for start in range(0, len(new.index["path"]), BLOCK_ROWS):
+        probabilities = classifier.predict_proba(new.vectors(kind, slice(start, start + BLOCK_ROWS)))
+        order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
+        for row, (of_image, best) in enumerate(zip(probabilities, order, strict=True), start):
+            cells = [cell for i in best for cell in (classifier.classes_[i], f"{of_image[i]:.6f}")]
+            yield row, new.index["path"][row], *cells
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -14,9 +14,8 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.options import FEATURES
-from dino_sparo.runtime.records import differences, write_json
+from dino_sparo.runtime.records import differences, write_json, writing
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
 CHUNK_BATCHES = 16  # most batches between two files in `chunks/`
@@ -48,25 +47,12 @@ class Embeddings:
     record: dict[str, Any]
 
     def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
-        """Features in memory, float32, each image's numbers in one vector of length one.
-
-        Args:
-            kind: of feature.
-            rows: indices of rows, or a slice.
-            slot: number of the slot whose numbers are taken alone.
-
-        Raises:
-            ValueError: there are no such features.
-        """
+        """Features in memory, float32, each image's numbers in one vector of length one."""
         array = self.arrays.get(kind)
         if array is None:
-            raise ValueError(
-                f"--what {kind}: the folder has {', '.join(self.arrays)}; embed the images with --what {kind}"
-            )
+            raise ValueError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
         if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
-            raise ValueError(
-                f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots and its numbers"
-            )
+            raise ValueError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
         features = np.asarray(array[rows] if slot is None else array[rows, slot], dtype=np.float32)
         features = features.reshape(len(features), -1)
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -74,11 +60,7 @@ class Embeddings:
 
 
 def load_embeddings(folder: str | Path) -> Embeddings:
-    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used.
-
-    Raises:
-        ValueError: the folder has no embeddings, or they are not complete.
-    """
+    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used."""
     folder = Path(folder)
     record = read_record(folder)
     if record is None:
@@ -131,42 +113,27 @@ class EmbeddingWriter:
         """Size of all arrays on disk."""
         return self.num_images * self.dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes.values())
 
-    @property
-    def num_free_bytes(self) -> int:
-        """Space that the arrays can have: what is free, and what they have already."""
-        taken = sum(path.stat().st_blocks * 512 for path in map(self._path, self.shapes) if path.is_file())
-        return shutil.disk_usage(self.folder).free + taken
-
     def open(self, record: dict[str, Any], overwrite: bool) -> None:
-        """Create the folder's files, or take up those of a run that was killed; called on one process.
-
-        Raises:
-            ValueError: the folder holds other embeddings, or the disk has too little space.
-        """
+        """Create the folder's files, or take up those of a run that was killed; called on one process."""
         self.folder.mkdir(parents=True, exist_ok=True)
         saved = None if overwrite else read_record(self.folder)
-        if saved is not None and (different := differences(saved["settings"], record["settings"], "there", "now")):
-            raise ValueError(
-                f"{self.folder} holds other embeddings ({'; '.join(different)}); give another --output_dir, or "
-                "--overwrite"
-            )
-        if saved is not None and saved["complete"]:
+        if saved is not None:
+            if different := differences(saved["settings"], record["settings"], "there", "now"):
+                raise ValueError(f"{self.folder} holds other embeddings ({'; '.join(different)}); give --overwrite")
             return
-        if saved is None:
-            shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
-            for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
-                (self.folder / name).unlink(missing_ok=True)
-        free = self.num_free_bytes
+        shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
+        for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
+            (self.folder / name).unlink(missing_ok=True)
+        free = shutil.disk_usage(self.folder).free
         if self.num_bytes > free:
             raise ValueError(
                 f"the embeddings take {self.num_bytes / 1e9:.2f} GB, but {self.folder} has {free / 1e9:.2f} GB left; "
                 "embed fewer kinds (--what), take --dtype float16, or give an --output_dir on a larger disk"
             )
-        if saved is None:
-            (self.folder / CHUNKS).mkdir()
-            for name, shape in self.shapes.items():
-                np.lib.format.open_memmap(self._path(name), "w+", self.dtype, (self.num_images, *shape)).flush()
-            write_json({**record, "complete": False}, self.folder / RECORD)
+        (self.folder / CHUNKS).mkdir()
+        for name, shape in self.shapes.items():
+            np.lib.format.open_memmap(self._path(name), "w+", self.dtype, (self.num_images, *shape)).flush()
+        write_json({**record, "complete": False}, self.folder / RECORD)
 
     def remaining(self) -> list[int]:
         """Numbers of the chunks that are not finished."""
@@ -187,12 +154,7 @@ class EmbeddingWriter:
             file.write(rows.tobytes())
 
     def finish_chunk(self, chunk: int, unreadable: list[tuple[int, str, str]]) -> None:
-        """Note that a chunk is on the disk.
-
-        Args:
-            chunk: its number.
-            unreadable: (index, path, reason) of the images in it that could not be read.
-        """
+        """Note that a chunk is on the disk."""
         for name in self.shapes:
             with open(self._path(name), "r+b") as file:
                 os.fsync(file.fileno())
@@ -205,8 +167,7 @@ class EmbeddingWriter:
         kept = np.setdiff1d(np.arange(self.num_images), [index for index, _, _ in unreadable])
         for name in self.shapes:
             self._keep_rows(name, kept)
-        with open(self.folder / UNREADABLE, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            csv.writer(file).writerows([("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
+        write_csv(self.folder / UNREADABLE, [("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
         _write_index(self.folder, kept, source, captions)
         counts = {"num_images": len(kept), "num_unreadable": len(unreadable)}
         write_json({**record, **counts, "complete": True}, self.folder / RECORD)
@@ -233,38 +194,33 @@ class EmbeddingWriter:
         return self.folder / CHUNKS / f"{chunk:08d}-{self.chunk_images}.json"
 
 
-def _index_rows(
-    kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None
-) -> Iterator[tuple[int | str, ...]]:
-    """Row, path and label of each readable image, and its caption if there are any."""
-    for row, image in enumerate(map(int, kept)):
-        label = -1 if source.labels is None else int(source.labels[image])
-        texts = () if captions is None else (captions[image],)
-        yield row, source.location(image), (source.classes or [])[label] if label >= 0 else "", *texts
-
-
 def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None) -> None:
     """index.parquet, or index.csv where pyarrow is not installed."""
-    rows = _index_rows(kept, source, captions)
-    names = ["row", "path", "label", *([] if captions is None else ["caption"])]
+    images = kept.tolist()
+    labels = [-1] * len(images) if source.labels is None else [int(source.labels[image]) for image in images]
+    columns: dict[str, Sequence[Any]] = {
+        "row": list(range(len(images))),
+        "path": [source.location(image) for image in images],
+        "label": [(source.classes or [])[label] if label >= 0 else "" for label in labels],
+        **({} if captions is None else {"caption": [captions[image] for image in images]}),
+    }
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        with open(folder / "index.csv", "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            csv.writer(file).writerow(names)
-            csv.writer(file).writerows(rows)
+        write_csv(folder / "index.csv", [tuple(columns), *zip(*columns.values(), strict=True)])
         return
-    schema = pa.schema([(name, pa.int64() if name == "row" else pa.string()) for name in names])
-    with parquet.ParquetWriter(folder / "index.parquet", schema) as writer:
-        for _ in range(0, len(kept), BLOCK_ROWS):
-            numbers, *texts = zip(*islice(rows, BLOCK_ROWS), strict=True)
-            writer.write_table(pa.table([numbers, *map(_valid_text, texts)], schema=schema))
+    for name in columns.keys() - {"row"}:  # file names as valid UTF-8
+        columns[name] = [text.encode("utf-8", "backslashreplace").decode() for text in columns[name]]
+    parquet.write_table(
+        pa.table({name: pa.array(values) for name, values in columns.items()}), folder / "index.parquet"
+    )
 
 
-def _valid_text(names: Iterable[str]) -> list[str]:
-    """File names as valid UTF-8."""
-    return [name.encode("utf-8", "backslashreplace").decode() for name in names]
+def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write rows, the first of them the names of the columns."""
+    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        csv.writer(file).writerows(rows)
 
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
