@@ -376,7 +376,7 @@ MASKED_IMAGES: Group = {
     ),
 }
 MEASURES: Group = {
-    "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO."),
+    "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO.", share),
     "maps": Option(
         None,
         "Number of maps to score, as a mean over 5 random subsets per image; by default all maps. To compare "

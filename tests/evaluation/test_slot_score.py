@@ -170,9 +170,6 @@ def test_vocs_layout_gives_objects_classes_and_void(voc: Path) -> None:
     (voc / "SegmentationObject" / "2.png").unlink()
     with pytest.raises(CorruptImageError, match="there is no such mask"):
         source.objects(2)
-    Image.fromarray(np.arange(24 * 64, dtype=np.uint16).reshape(24, 64)).save(voc / "SegmentationObject" / "2.png")
-    with pytest.raises(CorruptImageError, match="has 1,536 different numbers, more than 1,000: is it a mask"):
-        source.objects(2)
 
 
 def coco_file(folder: Path) -> Path:
@@ -259,12 +256,11 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
     ("make", "message"),
     [
         (lambda p: open_objects(str(p / "nowhere")), "nowhere' is no folder"),
-        (lambda p: open_objects(str(p / "empty")), r"has neither SegmentationObject/ nor .* it holds nothing"),
-        (lambda p: open_objects(str(p / "empty"), str(p / "empty")), "holds no images"),
+        (lambda p: open_objects(str(p / "empty")), "lacks SegmentationObject/, or images/ and masks/"),
         (lambda p: open_objects(str(p / "empty"), str(p / "nowhere")), "neither a folder nor a .json file"),
         (lambda p: open_objects("scenes", str(p / "empty")), "has masks of its own"),
         (lambda p: open_objects(str(p / "empty"), str(p / "captions.json")), "missing 'categories'"),
-        (lambda p: open_objects(str(p / "empty"), str(p / "broken.json")), "cannot be read as JSON"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "broken.json")), "is no JSON"),
         (lambda p: open_objects(str(p / "voc")), "has no ImageSets/Segmentation/val.txt"),
     ],
 )
@@ -610,14 +606,10 @@ def test_images_that_read_the_same_backwards_are_shuffled_too(monkeypatch: pytes
     assert result["shuffled_images"]["mean"] < 0.3
 
 
-def test_a_matching_of_few_images_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_matching_of_few_images_is_refused() -> None:
     """Whatever the slots are, those of few images look alike."""
     with pytest.raises(ValueError, match=r"--match needs at least 20 images; 19 could be read"):
         matched(np.ones((19, 5, 7), dtype=np.float32), small_encoder(0), BOXES)
-    path = checkpoint(tmp_path, "sparo")
-    with pytest.raises(SystemExit):  # before anything is computed
-        score("--pretrained_weights", path, "--match", path, "--data_path", "scenes:60:32", "--num_images", 19)
-    assert "--num_images 19: --match needs at least 20" in caplog.text
 
 
 def test_the_untrained_control_of_a_matching_is_not_the_start_of_a_run() -> None:
@@ -676,7 +668,7 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         (("--pretrained_weights", gap), "readout='gap' averages all tokens and has none"),
         (("--pretrained_weights", cls, "--match", cls), "readout='cls' of .* has no slots"),
         (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
-        (("--pretrained_weights", cls, "--num_images", 1), "num_images=1; give at least 2"),
+        (("--pretrained_weights", cls, "--num_images", 1), "1 images have objects in view.*needs at least 2"),
         (("--pretrained_weights", cls, "--maps", 5), "maps=5, but the encoder has 4; give 1 to 4, or leave --maps out"),
     ):
         caplog.clear()

@@ -19,7 +19,6 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects
 from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
 from dino_sparo.evaluation.objects.slots import describe_maps, match_held_out
@@ -38,7 +37,6 @@ from dino_sparo.runtime.records import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
-FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
 
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -51,7 +49,8 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     if task is None:
         return None
     require_matplotlib()
-    check_options(args)
+    if args.match:
+        require("scipy", "matched slots")
     subject = task.subject
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
@@ -86,27 +85,11 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     return result
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range, and --match without scipy or enough images."""
-    check_share("share", args.share)
-    if args.num_images < 2:
-        raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
-    if args.seed < 0:
-        raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
-    if args.match:
-        require("scipy", "matched slots")
-        if args.num_images < MIN_MATCH_IMAGES:
-            raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
-
-
 def check_has_maps(subject: Subject, other: Subject | None) -> None:
     """Refuse an encoder that averages all tokens, and encoders without slots that are to be matched."""
     config = subject.encoder.config
     if config.kind.shows == "average":
-        raise ValueError(
-            f"slots score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
-            "checkpoint whose read-out has slots or heads"
-        )
+        raise ValueError(f"slots score needs maps; readout={config.readout!r} averages all tokens and has none")
     for compared in (subject, other) if other is not None else ():
         if not compared.encoder.config.kind.has_slots:
             raise ValueError(
@@ -162,7 +145,7 @@ def match_models(
     """The best matching of this encoder's slots and another one's, and what chance gives."""
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
-        raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read. {FEW_IMAGES}")
+        raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read")
     own, size = np.concatenate(survey.values), args.img_size and [args.img_size]
     # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
@@ -173,20 +156,21 @@ def match_models(
     shuffled = np.random.default_rng(args.seed).permutation(theirs)
     others = {"matched": theirs, "untrained": untrained, "shuffled_images": shuffled}
     matchings = {name: match_held_out(own, values) for name, values in others.items()}
-    best, mean_of_all_pairs = matchings["matched"]
+    pairs = {name: table[slots, partners] for name, (slots, partners, table) in matchings.items()}
+    slots, partners, table = matchings["matched"]
     return {
         "encoder": other.record,
         "similarity": "linear CKA",
         "matching_images": len(own[::2]),
         "num_images": len(own[1::2]),
-        "mean_of_all_pairs": mean_of_all_pairs,
+        "mean_of_all_pairs": float(table.mean()),
         **{
-            name: {"mean": float(matching.similarity.mean()), "pairs": np.sort(matching.similarity)[::-1].tolist()}
-            for name, (matching, _) in matchings.items()
+            name: {"mean": float(similarity.mean()), "pairs": np.sort(similarity)[::-1].tolist()}
+            for name, similarity in pairs.items()
         },
         "partners": [
             {"slot": int(slot), "partner": int(partner), "similarity": float(value)}
-            for slot, partner, value in zip(*best, strict=True)
+            for slot, partner, value in zip(slots, partners, pairs["matched"], strict=True)
         ],
     }
 

@@ -19,15 +19,13 @@ from PIL import Image
 
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.files import open_regular, parse_json
+from dino_sparo.runtime.files import open_regular, parse_object
 
 UNKNOWN = -1  # class of an object whose class nobody says
 VOC_VOID, NO_VOID = 255, -1  # numbers of void pixels
-MAX_NUMBERS = 1000  # of a mask: each object takes a mask of its own, so that a picture of depths would fill the memory
 # VOC's classes 1 to 20; 0 is the background.
 VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -35,7 +33,6 @@ VOC_CLASSES = (
 )
 MAX_REACH = 10  # sides of an image that a polygon may reach; hostile ones would fill the memory
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of images whose pixels are numbers
-MAX_PIXELS = DEFAULT_LIMITS.max_mpix * 1e6
 
 
 class ObjectMasks(NamedTuple):
@@ -71,12 +68,6 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
     """The objects in an encoder's view, cut and resampled as the image is, by the nearest pixel.
 
     Objects without a pixel in the view are left out.
-
-    Args:
-        objects: of the whole image.
-        view: the part of the image that is seen.
-        location: where the image lies, for errors.
-        image_size: width and height of the image, pixels.
     """
     height, width = objects.void.shape
     if (width, height) != image_size:
@@ -103,19 +94,12 @@ def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
         scenes = Scenes(*parse_scenes_spec(data_path), split="val")
         return ObjectSource(scenes, list(scenes.classes or []), partial(_scene_objects, scenes))
     if not data_path or not root.is_dir():
-        raise ValueError(
-            f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give scenes, a folder in VOC's layout, or a "
-            "folder of images with --masks"
-        )
+        raise ValueError(f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give one with images")
     if is_voc:
         return _open_voc(root)
     if masks is None:
         if not ((root / "images").is_dir() and (root / "masks").is_dir()):
-            holds = ", ".join(sorted(os.listdir(root))[:10])
-            raise ValueError(
-                f"--data_path {data_path!r} has neither SegmentationObject/ nor images/ and masks/; it holds "
-                f"{holds or 'nothing'}. Give the masks' folder or COCO's annotations with --masks"
-            )
+            raise ValueError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
         return _open_pairs(root / "images", root / "masks")
     path = Path(masks).expanduser()
     if path.suffix.lower() == ".json":
@@ -143,8 +127,6 @@ def _open_voc(root: Path) -> ObjectSource:
     if not listing.is_file():
         raise ValueError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
     stems = listing.read_text(encoding="utf-8").split()
-    if not stems:
-        raise ValueError(f"{listing} lists no images; give VOC's own list")
     has_classes = (root / "SegmentationClass").is_dir()
 
     def objects(index: int) -> ObjectMasks:
@@ -159,10 +141,6 @@ def _open_voc(root: Path) -> ObjectSource:
 def _open_pairs(images: Path, masks: Path) -> ObjectSource:
     """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
     names = sorted(path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
-    if not names:
-        raise ValueError(
-            f"{str(images)!r} holds no images: looked for {', '.join(IMAGE_EXTENSIONS)}, not in subfolders"
-        )
     files = _image_files(f"folder {images}", images, names)
     return ObjectSource(files, [], lambda index: _objects_in_files(masks / f"{Path(names[index]).stem}.png"))
 
@@ -171,10 +149,6 @@ def _objects_in_files(path: Path, class_path: Path | None = None, void: int = NO
     """The objects of an image, by their numbers; `class_path` is a mask whose pixels are VOC's classes."""
     ids = _read_numbers(path)
     numbers = np.unique(ids)
-    if len(numbers) > MAX_NUMBERS:
-        raise CorruptImageError(
-            str(path), f"has {len(numbers):,} different numbers, more than {MAX_NUMBERS:,}: is it a mask?"
-        )
     masks = ids == numbers[(numbers > 0) & (numbers != void)][:, None, None]
     if class_path is None:
         return ObjectMasks(masks, np.full(len(masks), UNKNOWN), ids == void)
@@ -194,16 +168,13 @@ def _read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
     """The pixels of a mask as they are stored, without a palette's colours."""
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
-            mode, size = image.mode, image.width * image.height
-            if mode in MASK_MODES and size <= MAX_PIXELS:
-                return np.asarray(image).astype(np.int64)
+            if image.mode not in MASK_MODES:
+                raise ValueError(f"has colours ({image.mode}), but a mask has one number per pixel")
+            return np.asarray(image).astype(np.int64)
     except FileNotFoundError as error:
         raise CorruptImageError(str(path), "there is no such mask") from error
     except Exception as error:  # Pillow raises anything for damaged files
-        raise CorruptImageError(str(path), f"is no PNG that can be read ({error})") from error
-    reason = f"has {size:,} pixels" if mode in MASK_MODES else f"has colours ({mode})"
-    allowed = f"a mask is a PNG with one number per pixel, of at most {MAX_PIXELS / 1e6:g} million pixels"
-    raise CorruptImageError(str(path), f"{reason}; {allowed}")
+        raise CorruptImageError(str(path), f"is no PNG that can be read as a mask ({error})") from error
 
 
 # COCO's annotations.
@@ -212,11 +183,8 @@ def _read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
 def _open_coco(folder: Path, path: Path) -> ObjectSource:
     """The images of a folder that COCO's annotations describe: instances_val2017.json or alike."""
     require("pycocotools", "masks of COCO's annotations")
-    try:
-        with open_regular(path) as file:
-            content = parse_json(file.read())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--masks {str(path)!r} cannot be read as JSON ({error})") from error
+    with open_regular(path) as file:
+        content = parse_object(file.read(), f"--masks {str(path)!r}")
     try:
         names = {category["id"]: str(category["name"]) for category in content["categories"]}
         annotations: dict[int, list[dict]] = {}
@@ -225,13 +193,7 @@ def _open_coco(folder: Path, path: Path) -> ObjectSource:
         entries = [(image["id"], image["height"], image["width"]) for image in content["images"]]
         files = _image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]])
     except (KeyError, TypeError) as error:
-        keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(
-            f"--masks {str(path)!r} has not the form of COCO's instances (images, annotations, categories; missing "
-            f"{error}); it holds {keys}"
-        ) from error
-    if not entries:
-        raise ValueError(f"--masks {str(path)!r} lists no images")
+        raise ValueError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
     class_numbers = {identity: number for number, identity in enumerate(sorted(names))}
 
     def objects(index: int) -> ObjectMasks:
@@ -247,8 +209,6 @@ def _open_coco(folder: Path, path: Path) -> ObjectSource:
 
 def _coco_objects(annotations: list[dict], height: int, width: int, class_numbers: dict[int, int]) -> ObjectMasks:
     """The objects of an image; annotations with `iscrowd` mark groups, which are void where no object is."""
-    if height * width > MAX_PIXELS:
-        raise ValueError(f"{height} x {width} pixels")
     masks = np.zeros((len(annotations), height, width), dtype=bool)
     for mask, annotation in zip(masks, annotations, strict=True):
         mask[:] = segmentation_mask(annotation["segmentation"], height, width)

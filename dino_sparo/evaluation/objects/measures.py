@@ -148,10 +148,7 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
     """
     size = num_maps if size is None else size
     if not 1 <= size <= num_maps:
-        raise ValueError(
-            f"maps={size}, but the encoder has {num_maps}; give 1 to {num_maps}, or leave --maps out to score all maps "
-            "together"
-        )
+        raise ValueError(f"maps={size}, but the encoder has {num_maps}; give 1 to {num_maps}, or leave --maps out")
     rng = np.random.default_rng(seed)
     subsets: set[tuple[int, ...]] = set()
     while len(subsets) < min(NUM_SUBSETS, math.comb(num_maps, size)):

@@ -129,14 +129,11 @@ def draw_bars(
     axis: Any, scores: Sequence[Mapping[str, Any]], colours: list[str], scale: float, number_format: str
 ) -> None:
     """Horizontal bars with their numbers and intervals; `scale` 100 shows percent."""
-    for position, (score, colour) in enumerate(zip(scores, colours, strict=True)):
-        if score["mean"] is None:
-            continue
-        mean, low, high = (scale * value for value in (score["mean"], *score["interval_95"]))
-        axis.barh(position, mean, color=colour, height=0.7)
-        axis.plot([low, high], [position, position], color=INK, linewidth=1.2 * (low < high))
-        end = max(high, mean, 0) + 0.02 * scale
-        axis.text(end, position, format(mean, number_format), va="center", color=INK, fontsize=10)
+    means = scale * np.array([score["mean"] for score in scores], dtype=float)  # NaN for None: no bar
+    ends = scale * np.array([score["interval_95"] or (None, None) for score in scores], dtype=float).T
+    line = {"ecolor": INK, "elinewidth": 1.2}
+    bars = axis.barh(range(len(scores)), means, xerr=abs(ends - means), color=colours, height=0.7, error_kw=line)
+    axis.bar_label(bars, fmt=f"{{:{number_format}}}", padding=3, color=INK, fontsize=10)
     axis.set_ylim(len(colours) - 0.5, -0.5)
     axis.set_xlim(min(0, axis.get_xlim()[0]), AXIS_END / 100 * scale)
     ticks = [scale * quarter / 4 for quarter in range(5)]

@@ -1,7 +1,7 @@
 """Single maps and slots: which finds which class, how alike they are; two models' slots matched in pairs."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -21,15 +21,7 @@ def describe_maps(
     class_names: Sequence[str],
     seed: int,
 ) -> dict[str, Any]:
-    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare.
-
-    Args:
-        jaccards: of the model's maps.
-        untrained: of an untrained encoder's maps.
-        classes: (own objects,) of each image.
-        class_names: names of all classes.
-        seed: of shuffled classes.
-    """
+    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare."""
     found = jaccards.max(axis=1) > 0
     wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
     maps: list[dict[str, Any]] = [
@@ -173,38 +165,18 @@ def slot_similarity(
     return np.clip(together / np.where(scale > 0, scale, 1), 0, 1)
 
 
-class Matching(NamedTuple):
-    """Slots of two models in pairs, each slot in one pair at most.
-
-    Attributes:
-        first: (pairs,), slots of the first model, ascending.
-        second: (pairs,), their partners.
-        similarity: (pairs,), of each pair.
-    """
-
-    first: Int[np.ndarray, " pairs"]
-    second: Int[np.ndarray, " pairs"]
-    similarity: Float[np.ndarray, " pairs"]
-
-
-def match_slots(similarity: Float[np.ndarray, "L others"]) -> Matching:
-    """The matching of the largest total similarity; where one model has more slots, some of them stay alone."""
-    from scipy.optimize import linear_sum_assignment
-
-    slots, partners = linear_sum_assignment(similarity, maximize=True)
-    return Matching(slots, partners, similarity[slots, partners])
-
-
 def match_held_out(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
-) -> tuple[Matching, float]:
-    """Match slots on every second image, and compare the pairs on the other images.
+) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"], Float[np.ndarray, "L others"]]:
+    """Match slots on every second image, so that the total similarity is largest, and compare them on the other images.
 
-    On the images that chose it even a matching of noise looks better than its slots are.
+    On the images that chose it even a matching of noise looks better than its slots are. Where one model has more
+    slots, some of them stay alone.
 
     Returns:
-        The matching with the similarities on the other images, and the mean similarity of all pairs of slots there.
+        Slots of the first model, their partners, and the similarities of all slots on the other images.
     """
-    slots, partners, _ = match_slots(slot_similarity(first[::2], second[::2]))
-    similarity = slot_similarity(first[1::2], second[1::2])
-    return Matching(slots, partners, similarity[slots, partners]), float(similarity.mean())
+    from scipy.optimize import linear_sum_assignment
+
+    slots, partners = linear_sum_assignment(slot_similarity(first[::2], second[::2]), maximize=True)
+    return slots, partners, slot_similarity(first[1::2], second[1::2])

@@ -209,14 +209,7 @@ def _check(survey: Survey, source: ObjectSource) -> None:
 def slot_values(
     encoder: Encoder, source: ObjectSource, indices: Sequence[int], view: PatchView
 ) -> Float[np.ndarray, "images L V"]:
-    """The slots of an encoder on some images, in their order; the images have been read before.
-
-    Args:
-        encoder: in eval mode, on its device.
-        source: the images.
-        indices: which.
-        view: what is seen of them.
-    """
+    """The slots of an encoder on some images, in their order; the images have been read before."""
     parts = []
     for start in progress(range(0, len(indices), BATCH_SIZE), desc="other model"):
         images = [view(source.images.read(index))[0] for index in indices[start : start + BATCH_SIZE]]
