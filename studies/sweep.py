@@ -18,7 +18,7 @@ import torch
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config
-from dino_sparo.draw.plots import colour_of, panels, spaced
+from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.runtime.cli import Option, Parser
@@ -186,9 +186,7 @@ def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, lette
     ticks = sorted({getattr(point, x) for point in points})
     if ticks:
         axis.set_xscale("log", base=2)
-        shown = spaced(ticks)
-        axis.set_xticks(shown, [str(tick) for tick in shown])
-        axis.set_xticks([tick for tick in ticks if tick not in shown], minor=True)
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("")
         place_above = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": min(len(values), MAX_COLUMNS)}
         axis.legend(frameon=False, fontsize=9, handletextpad=0.2, columnspacing=1.2, **place_above)

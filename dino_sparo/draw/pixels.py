@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 from torchvision.utils import make_grid
 
@@ -74,11 +74,7 @@ def mask_overlay(picture: Picture, mask: Bool[np.ndarray, "h w"]) -> Picture:
     shown = np.where(chosen[..., None], picture, _dimmed(picture, MASKED_BRIGHTNESS))
     # A pixel lies on the outline if it is chosen and a pixel within the line's width of it is not.
     line = max(1, picture.shape[0] // 100)
-    height, width = chosen.shape
-    padded = np.pad(chosen, line, mode="edge")
-    inner = chosen.copy()
-    for top, left in ((0, line), (2 * line, line), (line, 0), (line, 2 * line)):
-        inner &= padded[top : top + height, left : left + width]
+    inner = np.asarray(Image.fromarray(chosen).convert("L").filter(ImageFilter.MinFilter(2 * line + 1))) > 0
     shown[chosen & ~inner] = RAMP_COLOURS[3]
     return (shown + 0.5).astype(np.uint8)
 

@@ -1,7 +1,6 @@
 """Plots of numbers in the style of all figures; the same numbers give the same bytes."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
 MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
-LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
 
 
 # One per curve, dark to light as the maps' colours are, so that their order can be seen.
@@ -53,23 +51,6 @@ def panels(
     save_figure(figure, path)
 
 
-def count_ticks(axis: Any) -> None:
-    """Whole numbers along x, for counts."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def spaced(ticks: Sequence[int]) -> list[int]:
-    """The positive numbers, from the smallest, whose labels have room on a logarithmic axis."""
-    shown: list[int] = []
-    gap = LABEL_SHARE * math.log(max(ticks) / min(ticks))
-    for tick in sorted(ticks):
-        if not shown or math.log(tick / shown[-1]) >= gap:
-            shown.append(tick)
-    return shown
-
-
 def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:
     """A bar per part in the order given, the first `marked` in colour; numbers below where they have room."""
     positions = range(1, len(numbers) + 1)
@@ -78,7 +59,7 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
     if len(numbers) <= MAX_NUMBERS:
         axis.set_xticks(positions, [str(number) for number in numbers])
     else:
-        count_ticks(axis)
+        axis.locator_params(axis="x", integer=True)
 
 
 def draw_training_curve(log: Path, path: Path) -> None:

@@ -4,7 +4,6 @@ matplotlib (the extra `plots`) writes the words; a PNG keeps every picture's pix
 before they get their place, so that pictures of any shape leave room for them. Sizes are in pixels.
 """
 
-import logging
 import math
 import re
 from bisect import bisect_right
@@ -20,8 +19,6 @@ from jaxtyping import UInt8
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, runs_of_words
 from dino_sparo.draw.pixels import fitted, framed, ramp
 from dino_sparo.runtime.faults import require
-
-logger = logging.getLogger(__name__)
 
 DPI = 100
 INK, SOFT, PAPER = "#16161d", "#74747f", "#ffffff"
@@ -143,10 +140,6 @@ def save_sheet(figure: Figure, path: Path) -> None:
             sheet.place(part, MARGIN + column * step, y)
             y += part.height + gap
         bottom = max(bottom, y - gap)
-    letters = set("".join(item for _, _, item, _ in sheet.items if isinstance(item, str)))
-    missing = sorted(letter for letter in letters if not letter.isspace() and ord(letter) not in _letters())
-    if missing:
-        logger.info("the font of the sheet has no %s; the page shows such letters", " ".join(missing))
     save_figure(sheet.render(width + 2 * MARGIN, bottom + MARGIN), path)
 
 
@@ -354,14 +347,8 @@ def _without_middle(words: str, letters: int) -> str:
 
 def wrap(words: str, width: int, size: float = TEXT_SIZE, weight: str = "normal") -> list[str]:
     """Break words into lines of a width at their spaces; what is longer than a line loses its middle."""
-    lines: list[str] = []
-    for word in drawable(words).split(" "):
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and text_width(longer, size, weight) <= width:
-            lines[-1] = longer
-        else:
-            lines.append(shorten(word, width, size, weight))
-    return lines
+    parts = [Word(part) for part in drawable(words).split(" ")]
+    return [" ".join(word.text for word in line) for line in flow(parts, width, size, weight)]
 
 
 def flow(words: Sequence[Word], width: int, size: float = WORD_SIZE, weight: str = "normal") -> list[list[Word]]:

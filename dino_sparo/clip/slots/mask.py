@@ -26,7 +26,7 @@ from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.slots.subsets import ReducedClip, SlotMask, mask_features, whole_model
 from dino_sparo.data.sources.decode import ImageLimits
-from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
+from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.evaluation.task import start_evaluation
@@ -329,7 +329,7 @@ def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
         fit.set(xlabel="epoch", ylabel="right of the pairs, %")
         fit.set_title("Fit to true and false captions", **TITLE)
         fit.legend(frameon=False, loc="best")
-        count_ticks(fit)
+        fit.locator_params(axis="x", integer=True)
         if len(weights) <= MAX_BARS:
             ranked_bars(mask, order, weights, above)
         else:

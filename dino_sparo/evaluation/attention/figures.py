@@ -89,20 +89,15 @@ class MapSet:
         words = f"{number} {self.kind}{'s' if number > 1 else ''}"
         return f"{self.model}  ·  {words if len(order) == number else f'{len(order)} of {words}'}"
 
-    def summary(self, order: Int[np.ndarray, " _"]) -> list[str]:
+    def summary(self) -> list[str]:
         """Sentences about the labels: what the number of patches is, and what a letter means."""
         if self.kind == "average":
             return ["This model averages all tokens: its attention is the same everywhere, on every image."]
         rows, columns = self.maps.shape[-2:]
-        words = [
+        return [
             f"Patches, of {rows} x {columns}: exp(entropy) of the attention, which is 1 for a single patch and "
-            f"{rows * columns} for an even spread."
+            f"{rows * columns} for an even spread. A letter and a panel mark maps that look alike."
         ]
-        if any(self.letters(order)):
-            words.append("A letter and a panel mark maps that look alike.")
-        elif len(np.unique(self.groups)) < len(self.groups):
-            words.append(f"Of {self.kind}s that look alike one is shown.")
-        return words
 
     def tiles(self, order: Int[np.ndarray, " _"], image: int, threshold: float | None) -> list[Tile]:
         """Maps of one image, each with its number, the patches it looks at and the class token's share."""
@@ -157,7 +152,7 @@ def maps_figure(
         ]
         lead = Tile(first.pictures[image], first.names[image])
         sections.append(Section(bands, picture=lead, about=short_name(lead.name) if len(images) > 1 else ""))
-    words = dict.fromkeys(words for side, order in zip(sides, orders, strict=True) for words in side.summary(order))
+    words = dict.fromkeys(words for side in sides for words in side.summary())
     summary = [" ".join([_order_in_words(first), *words])]
     if threshold is not None:
         summary.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {first.kind}'s attention.")

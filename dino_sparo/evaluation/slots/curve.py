@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
+from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT
 from dino_sparo.evaluation.slots.choice import SlotSelection
 
@@ -34,14 +34,7 @@ def best_number(curve: Rows) -> int:
 
 
 def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha256: str | None) -> dict[str, Any]:
-    """The selection as every evaluation takes it, and its accuracy on held-out images.
-
-    Args:
-        ranking: of all slots.
-        curve: accuracies; its last row is that of all slots.
-        keep: number of slots; None: the best one.
-        weights_sha256: of the checkpoint.
-    """
+    """The selection as every evaluation takes it, and its accuracy on held-out images."""
     number = keep or best_number(curve)
     slots = tuple(sorted(int(row["slot"]) for row in ranking[:number]))
     return {
@@ -122,10 +115,10 @@ def _draw_curve(axis: Any, curve: Curve, kept: int) -> None:
         axis.axhline(curve.chance, color=SOFT, linestyle=DOTTED, linewidth=1, label="chance")
     if is_sparse and len(numbers) > 1:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(spaced(numbers), [str(number) for number in spaced(numbers)])
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
     else:
-        count_ticks(axis)
+        axis.locator_params(axis="x", integer=True)
     axis.set(xlabel="slots kept, best first", ylabel=f"{curve.score}, %")
     axis.legend(frameon=False, loc="best")
     axis.set_title(curve.title, **TITLE)
