@@ -159,19 +159,15 @@ def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> I
     # The patch projection is a convolution, which cuDNN would otherwise compute in TF32 and by a varying algorithm.
     # Matrix products are `runtime.precision.set_tf32`' concern.
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
+    is_compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
     encoder.eval()
     try:
-        with torch.inference_mode(), autocast, exact, _without_compiling():
+        with torch.inference_mode(), autocast, exact, eager:
             yield
     finally:
         encoder.train(was_training)
-
-
-def _without_compiling() -> contextlib.AbstractContextManager[Any]:
-    """Importing the compiler takes seconds; where nobody has, nothing is compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 def gather_features(part: Features, device: torch.device, on_rank_0: bool = False) -> Features:
@@ -203,33 +199,6 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     if not is_kept:
         return part
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
-
-
-def require_memory(
-    num_images: int, feature_dim: int, storage: torch.device, option: str, remedy: str, more_rows: int = 0
-) -> None:
-    """Refuse to gather features that do not fit into a GPU.
-
-    Args:
-        num_images: size of the training set.
-        feature_dim: numbers of fp32 per image.
-        storage: where features are kept.
-        option: the option that gathers them, for the message.
-        remedy: advice beside --use_cuda false.
-        more_rows: further features that are kept there at the same time.
-    """
-    if storage.type != "cuda":
-        return
-    # While a block is put into its place, it is there twice: in parts, and as one.
-    rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
-    needed = 4 * (rows + more_rows) * feature_dim
-    free, _ = torch.cuda.mem_get_info(storage)
-    if needed > free:
-        raise ValueError(
-            f"{option}: {num_images} features of {feature_dim} numbers take {needed / 1e9:.1f} GB on each GPU, of "
-            f"which {free / 1e9:.1f} GB are free; --use_cuda false keeps them in the host's memory, once per process, "
-            f"and {remedy}"
-        )
 
 
 def total_images(share: Features, device: torch.device) -> tuple[int, int]:

@@ -52,9 +52,6 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
     Args:
         path: anything that this package writes; also "demo", a repository of the hub, and weights of others.
         defaults_of: name of a training command -> its options' defaults.
-
-    Raises:
-        ValueError: there is no such file, it is damaged, or this package writes no such file.
     """
     folder = Path(path)
     if folder.suffix == ".json" and folder.is_file():

@@ -79,10 +79,7 @@ def trained_encoder(
 ) -> Subject:
     """The encoder of one of our checkpoints, or of the reference's; the last three options describe foreign weights."""
     if not pretrained_weights:
-        raise ValueError(
-            "--pretrained_weights is empty: there is nothing to evaluate; give the path of a checkpoint, or ask for a "
-            "random encoder with --untrained"
-        )
+        raise ValueError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
     checkpoint = load_checkpoint(pretrained_weights)
     encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
     record = {
@@ -121,9 +118,7 @@ def encoder_of_options(args: argparse.Namespace) -> Subject:
     """
     given = vars(args)
     if args.pretrained_weights and (readout := given.get("readout")):
-        raise ValueError(
-            f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own; leave out one"
-        )
+        raise ValueError(f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own")
     seed = given.get("seed", 0)
     if args.untrained:
         logger.warning("the encoder is untrained: random weights from seed %d", seed)
@@ -184,10 +179,7 @@ class EvaluationTask:
         """The labelled training and validation images, their classes numbered alike."""
         args = self.args
         if not args.data_path:
-            raise ValueError(
-                "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or "
-                "scenes"
-            )
+            raise ValueError("--data_path is empty; give a folder with train/ and val/, cifar10:DIR, or scenes")
         columns = TableColumns(args.path_column, args.label_column, args.split_column)
         with rank_0_first():
             train, val = (

@@ -265,9 +265,9 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5, numbered 0 to 4"),
+        (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5"),
         (["--slots", 1, 1], "slot 1 twice"),
-        (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots select"),
+        (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots, or numbers"),
         (["--slots", "nowhere.json"], "does not exist"),
         (["--min_cosine", 0], r"min_cosine=0.0 is not a share; give a number in \(0, 1\]"),
         (["--min_sharpness", 1.5], "min_sharpness=1.5 is not a share"),

@@ -187,7 +187,7 @@ def test_a_choice_may_be_written_by_hand(tmp_path):
     ("text", "message"),
     [
         ("nothing", "is no JSON"),
-        ("[1, 2]", "is no choice of slots; expected"),
+        ("[1, 2]", "is no JSON object"),
         ('{"slots": [1.5]}', "is no choice of slots"),
         ('{"slots": [true]}', "is no choice of slots"),
         ('{"mask": ["a"]}', "is no choice of slots"),
@@ -195,7 +195,7 @@ def test_a_choice_may_be_written_by_hand(tmp_path):
         ('{"slots": [1, 2, 1]}', "slot 1 twice"),
         (
             '{"slots": [1, 5], "num_slots": 5}',
-            "slot 5, which does not exist: the model has num_slots=5, numbered 0 to 4",
+            "slot 5, which does not exist: the model has num_slots=5",
         ),
         ('{"slots": [-1], "num_slots": 5}', "slot -1, which does not exist"),
         ('{"slots": [1], "num_slots": "5"}', "slots.json: "),
@@ -258,5 +258,5 @@ def test_a_checkpoint_is_opened_with_its_choice_and_no_other(tmp_path: Path):
     assert said is not None
     assert (said["kind"], said["num_parts"], said["mean_weight"]) == ("mask", 5, 0.5)
     path.write_text(json.dumps(SlotSelection((1, 4), 5, "0" * 64).to_dict()))
-    with pytest.raises(ValueError, match=r"chosen in a checkpoint with SHA-256 0000.* remove weights_sha256"):
+    with pytest.raises(ValueError, match="of a checkpoint with SHA-256 0000"):
         open_slots(path, loaded)

@@ -18,8 +18,7 @@ import eval_linear
 from dino_sparo.data.crops import sample_box
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.evaluation import features
-from dino_sparo.evaluation.features import Features, require_memory
+from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear import command as linear_command
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
@@ -478,19 +477,3 @@ def test_the_options_are_these_and_no_others(options: Callable[[], argparse.Argu
     parser = options()
     assert vars(parser.parse_args([])).keys() == {*SHARED.split(), *own.split()}
     assert parser.format_help()
-
-
-def test_features_that_do_not_fit_into_a_gpu_are_refused_before_they_are_extracted(monkeypatch) -> None:
-    """The bug: after an hour of encoding ImageNet, with `--fast`, every GPU ran out of memory."""
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 10**9, 80 * 10**9))
-    with pytest.raises(ValueError, match=r"take 28\.7 GB on each GPU, of which 20\.0 GB are free; --use_cuda false"):
-        require_memory(1_281_167, 5_600, gpu, "--fast", "")
-    require_memory(1_281_167, 3_000, gpu, "--fast", "")
-    with pytest.raises(ValueError, match=r"--probe: 1281167 features of 3000 numbers take 20\.4 GB on each GPU"):
-        require_memory(1_281_167, 3_000, gpu, "--probe", "", more_rows=420_000)
-    require_memory(1_281_167, 5_600, torch.device("cpu"), "--fast", "")
-    # Of all images, of an eighth of them, and twice 16,384 that travel: 4 * (1,281,167 * 9 / 8 + 32,768) * 4,000 bytes.
-    monkeypatch.setattr(features, "world_size", lambda: 8)
-    with pytest.raises(ValueError, match=r"take 23\.6 GB on each GPU, of which 20\.0 GB are free"):
-        require_memory(1_281_167, 4_000, gpu, "--fast", "")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, ProbeSGD, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
-from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots
 from dino_sparo.evaluation.slots.command import (
-    ProbeSettings,
     StudyImages,
     accuracy_curve,
     choosing_rows,
@@ -34,7 +33,7 @@ from dino_sparo.evaluation.slots.command import (
     spread,
     table,
 )
-from dino_sparo.evaluation.task import EvaluationTask, encoder_of_options
+from dino_sparo.evaluation.task import encoder_of_options
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description
@@ -107,7 +106,7 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
         (
             "1,x",
             None,
-            "slots='1,x' does not exist; give a file of dino-sparo slots study or dino-sparo slots select",
+            "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers",
         ),
         ("slots.json", '{"mask": [0.5]}', "no choice of slots; expected .*; masks are for CLIP"),
         ("slots.json", '{"slots": [0, 9], "num_slots": 4}', r"slots\.json: slots name slot 9"),
@@ -235,7 +234,7 @@ def test_the_choosing_images_are_the_same_for_any_number_of_processes() -> None:
     whole = share(0, 1)
     assert int(whole.sum()) == 61 // 5
     assert torch.equal(torch.cat([share(rank, 3) for rank in range(3)]), whole)
-    with pytest.raises(ValueError, match="choosing_images=0 of 61 training images"):
+    with pytest.raises(ValueError, match="choosing_images=0 of 61 images"):
         choosing_rows(Features(torch.zeros(1, 2), torch.zeros(1).long(), torch.zeros(1).long()), 61, 0, seed=3)
 
 
@@ -314,35 +313,17 @@ def test_the_choosing_images_choose_how_many_slots_are_kept(checkpoint: Path) ->
     assert (result["slots"], result["top1_selected"]) == ([0, 2], 20.0)
 
 
-def test_features_that_probes_cannot_hold_are_refused_before_any_image_is_encoded(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def refuse(*arguments: object, more_rows: int) -> None:
-        asked.append((*arguments[:4], more_rows))
-        raise ValueError("too many")
-
-    monkeypatch.setattr(slot_study_command, "require_memory", refuse)
-    monkeypatch.setattr(EvaluationTask, "features", lambda *_, **__: pytest.fail("encoded"))
-    with pytest.raises(SystemExit):
-        command("slots study", "--pretrained_weights", checkpoint, *STUDY)
-    ((num_images, width, device, option, more_rows),) = asked
-    assert (num_images, width, device.type, option) == (40, SLOTS * SLOT_DIM, "cpu", "--probe")
-    assert more_rows == 40 + 2 * 40
-
-
 def test_probes_are_not_trained_on_the_images_that_choose() -> None:
-    images, settings = images_of_known_slots(), ProbeSettings(epochs=3, learning_rates=(1.0,))
+    images, settings = images_of_known_slots(), {"epochs": 3, "learning_rates": (1.0,)}
     labels = torch.where(images.chooses, (images.train.labels + 1) % CLASSES, images.train.labels)
     spoilt = replace(images, train=replace(images.train, labels=labels))
-    of_both = [probe_slots(one, [PARITY], settings) for one in (images, spoilt)]
+    of_both = [probe_slots(one, [PARITY], **settings) for one in (images, spoilt)]
     assert of_both[0]["top1_held_out"] == of_both[1]["top1_held_out"]
     assert of_both[0]["top1_choosing"] != of_both[1]["top1_choosing"]
 
 
 def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
-    images, settings = images_of_known_slots(), ProbeSettings(epochs=3, learning_rates=(0.3,), seed=2)
+    images, settings = images_of_known_slots(), {"epochs": 3, "learning_rates": (0.3,), "seed": 2}
     few = replace(images, chooses=images.chooses | (torch.arange(400) >= 100))
     slots = [NOTHING, PARITY]
     train = slot_columns(few.train, slots, few.num_slots, ~few.chooses)
@@ -351,7 +332,7 @@ def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
     batches = cached_batches(train, few.device, batch_size=256, seed=2)
     run.train(batches, slot_columns(few.val, slots, few.num_slots))
     assert len(train.features) < 100
-    assert probe_slots(few, slots, settings)["top1_held_out"] == run.table()[0]["top1"]
+    assert probe_slots(few, slots, **settings)["top1_held_out"] == run.table()[0]["top1"]
 
 
 def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
@@ -364,11 +345,13 @@ def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
 
 
 def test_probes_learn_what_the_slots_know_and_the_validation_images_choose_nothing() -> None:
-    images, settings = images_of_known_slots(), ProbeSettings(epochs=10, learning_rates=(1e-6, 1.0))
-    knows_all, knows_parity = probe_slots(images, [ALL], settings), probe_slots(images, [PARITY], settings)
+    images, settings = images_of_known_slots(), {"epochs": 10, "learning_rates": (1e-6, 1.0)}
+    knows_all, knows_parity = probe_slots(images, [ALL], **settings), probe_slots(images, [PARITY], **settings)
     assert knows_all == {"lr": 1.0, "top1_choosing": 100, "top1_held_out": 100}
     assert knows_parity["top1_held_out"] == pytest.approx(50, abs=10)
-    shifted = probe_slots(images_of_known_slots(val_shift=1), [ALL], settings)
+    shifted = probe_slots(images_of_known_slots(val_shift=1), [ALL], **settings)
     assert shifted == {**knows_all, "top1_held_out": 0}
-    (row,) = accuracy_curve(settings.accuracies(images), [[ALL, PARITY], [PARITY, ALL], [ALL, PARITY]], [1])
+    (row,) = accuracy_curve(
+        partial(probe_slots, images, **settings), [[ALL, PARITY], [PARITY, ALL], [ALL, PARITY]], [1]
+    )
     assert row == {"num_kept": 1, **knows_all, "random": spread([knows_parity["top1_held_out"], 100.0])}

@@ -163,7 +163,7 @@ def read_slots(text: str | Path) -> SlotSelection | SlotMask:
             return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
         return None
 
-    return parse_slots(str(text), mask_in, "dino-sparo slots select or dino-sparo slots mask", FORMS)
+    return parse_slots(str(text), mask_in, FORMS)
 
 
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
-from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
-from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
@@ -27,6 +25,7 @@ from dino_sparo.evaluation.attention.maps import (
     letters_of_groups,
     maps_and_slots,
 )
+from dino_sparo.evaluation.features import share_loader
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.logs import progress
@@ -158,8 +157,7 @@ def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers:
         Places in the source (images,), effective patches (images, maps), class-token shares (images, maps), slots
         (images, L, V), and the maps of at most GROUPING_IMAGES images.
     """
-    dataset = ImageDataset(source, view)
-    loader = create_loader(dataset, ShardSampler(len(source), BATCH_SIZE), num_workers=num_workers)
+    loader = share_loader(source, view, torch.device("cpu"), BATCH_SIZE, num_workers)
     parts: list[tuple[np.ndarray, ...]] = []
     sample: list[np.ndarray] = []
     stride = max(1, len(source) // GROUPING_IMAGES)

@@ -62,9 +62,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if args.compare:
         compared = compared_encoder(args.compare, args)
         if (in_chans := compared.encoder.config.in_chans) != limits.in_chans:
-            raise ValueError(
-                f"--compare {args.compare} takes {in_chans} channels, --pretrained_weights {limits.in_chans}"
-            )
+            raise ValueError(f"--compare takes {in_chans} channels, --pretrained_weights {limits.in_chans}")
         compared.encoder.to(task.device)
         other = map_images(compared, runs[1], images, args.img_size, channels)
         written.append(folder / f"compare.{args.figure_format}")

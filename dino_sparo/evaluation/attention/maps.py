@@ -42,9 +42,6 @@ def maps_and_slots(
 
     Returns:
         Maps (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size; slots (B, L, V).
-
-    Raises:
-        ValueError: read-out `cls`, and the last block of the backbone computes no attention of a class token.
     """
     images = images.to(next(encoder.backbone.parameters()).device)
     tokens = encoder.backbone(images)

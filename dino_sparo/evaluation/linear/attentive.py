@@ -54,10 +54,7 @@ SIZES: dict[str, Callable[[argparse.Namespace, int], dict[str, int]]] = {
 def part_of(width: int, parts: int, option: str) -> int:
     """The width of one of `parts` equal parts of a token."""
     if width % parts:
-        divisors = [number for number in range(1, width + 1) if width % number == 0]
-        raise ValueError(
-            f"{option} is {parts}, which does not divide the tokens' width {width}; choose one of {divisors}"
-        )
+        raise ValueError(f"{option} is {parts}, which does not divide the tokens' width {width}")
     return width // parts
 
 
@@ -65,16 +62,7 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
     """Probe -> the configuration of the frozen backbone with this read-out; the encoder's own for `linear`."""
     own = encoder.config
     if own.kind.takes_raw_tokens:
-        raise ValueError(
-            f"--probe reads tokens after the last LayerNorm, and readout {own.readout!r} leaves none in the backbone; "
-            "give weights with another read-out"
-        )
-    for option, given, default in (
-        ("--n_last_blocks", args.n_last_blocks, 4),
-        ("--avgpool_patchtokens", args.avgpool_patchtokens, False),
-    ):
-        if given != default:
-            raise ValueError(f"{option} {given} beside --probe: these probes read the last tokens; leave it out")
+        raise ValueError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
     width = encoder.backbone.embed_dim
     shared: dict[str, Any] = {"replace_block": own.replaces_block, "group_size": 1}
     return {
@@ -214,23 +202,13 @@ def save_readouts(
     configs: Mapping[str, EncoderConfig],
     path: Path,
 ) -> None:
-    """Write the frozen backbone with the best read-out of each kind as an encoder, which every command takes.
-
-    Args:
-        probes: trained.
-        rows: accuracies, one per probe.
-        subject: the encoder.
-        configs: kind of a probe -> its configuration.
-        path: of the saved probes, probes.pth; an encoder is probe_KIND.pth beside it.
-    """
-    backbone = {f"backbone.{name}": value for name, value in subject.encoder.backbone.state_dict().items()}
+    """Write the frozen backbone with the best read-out of each kind as an encoder, which every command takes."""
     for kind, row in best_of_each(rows).items():
         if kind == OWN or not is_main():
             continue
-        readout = probes.readouts[rows.index(row)].state_dict()
-        weights = {**backbone, **{f"readout.{name}": value for name, value in readout.items()}}
+        encoder = Encoder(subject.encoder.backbone, probes.readouts[rows.index(row)], configs[kind])
         description = encoder_description(configs[kind], subject.mean, subject.std)
-        teacher = {name: value.cpu() for name, value in weights.items()}
+        teacher = {name: value.cpu() for name, value in encoder.state_dict().items()}
         save_checkpoint(
             {"teacher": teacher, "encoder": description},
             path.with_name(path.name.replace("probes", f"probe_{kind}", 1)),

@@ -30,7 +30,7 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data.sources.image_source import fingerprint_of
-from dino_sparo.evaluation.features import Features, require_memory, total_images
+from dino_sparo.evaluation.features import Features, total_images
 from dino_sparo.evaluation.linear.attentive import (
     ProbeLARS,
     ReadoutProbes,
@@ -185,8 +185,9 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
     probes, scaled = probed.new_probes(len(args.lr)), scaled_learning_rates(args.lr, probed.global_batch_size)
-    is_attentive = isinstance(probes, ReadoutProbes)
-    optimizer = ProbeLARS(probes, probes.rates(scaled)) if is_attentive else ProbeSGD(probes, scaled)
+    optimizer: ProbeLARS | ProbeSGD = ProbeSGD(probes, scaled)
+    if isinstance(probes, ReadoutProbes):
+        optimizer = ProbeLARS(probes, probes.rates(scaled))
     run = ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
     run.resume()
     if run.epoch < args.epochs:
@@ -216,9 +217,8 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
     task, args = probed.task, probed.task.args
     source = task.splits[0]
     if args.fast:
-        with all_or_none("finding memory for all features"):
-            remedy = "a smaller --n_last_blocks makes them smaller"
-            require_memory(len(source), probed.feature_dim, task.storage, "--fast", remedy)
+        with all_or_none("finding memory for all features"):  # before they are computed
+            torch.empty(len(source), probed.feature_dim, device=task.storage)
         train = task.features(source, probed.encode, gather=True)
         batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}

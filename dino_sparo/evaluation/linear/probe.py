@@ -351,21 +351,13 @@ class ProbeRun:
         logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
 
     def train(self, epoch_batches: Callable[[int], Batches], val: Features, val_freq: int = 1) -> None:
-        """Train to the end; a log beside `path` gets one JSON line per epoch.
-
-        Args:
-            epoch_batches: epoch -> this process' batches.
-            val: this process' share of the validation features.
-            val_freq: epochs between two validations; the last epoch is always validated.
-        """
+        """Train to the end, validating every `val_freq` epochs and the last; the log beside `path` has a line each."""
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
             factors = repeat(schedule) if self.factors is None else self.factors(epoch)
             losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), factors)
             if not any(map(math.isfinite, losses)):
-                raise ValueError(
-                    f"every probe diverged (training losses {losses}); give smaller learning rates with --lr"
-                )
+                raise ValueError(f"every probe diverged (training losses {losses}); give smaller rates with --lr")
             line: dict[str, Any] = {"epoch": epoch, "schedule": schedule, "train_loss": losses}
             if epoch % val_freq == 0 or epoch == self.epochs - 1:
                 line["test"] = probe_accuracy(self.probe, val.features, val.labels)
@@ -419,7 +411,4 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     """Refuse probes of another encoder, of other data or of other options."""
     if differing := differences(saved, wanted, "in the file", "now"):
-        raise ValueError(
-            f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or another "
-            f"--output_dir, or delete the file"
-        )
+        raise ValueError(f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options")

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
-from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import file_sha256
 
-MAKERS = "dino-sparo slots study or dino-sparo slots select"
 FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional; masks are for CLIP'
 Choice = TypeVar("Choice")
 
@@ -52,15 +51,10 @@ class SlotSelection:
     def check_fits(self, num_slots: int) -> None:
         """Refuse slots that were chosen among another number of them, or do not exist."""
         if self.num_slots not in (None, num_slots):
-            raise ValueError(
-                f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}; select among its own"
-            )
+            raise ValueError(f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}")
         unknown = [index for index in self.indices if not 0 <= index < num_slots]
         if unknown:
-            raise ValueError(
-                f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}, numbered 0 "
-                f"to {num_slots - 1}"
-            )
+            raise ValueError(f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
@@ -76,7 +70,6 @@ def numbers_in(text: str) -> list[str]:
 def parse_slots(
     text: str,
     other: Callable[[dict[str, Any]], Choice | None] = lambda content: None,
-    makers: str = MAKERS,
     form: str = FORM,
 ) -> SlotSelection | Choice:
     """The selection that `--slots` gives: numbers with commas between them, or a file.
@@ -84,18 +77,13 @@ def parse_slots(
     Args:
         text: the option.
         other: content of a file -> another kind of choice; None: it holds none.
-        makers: commands that write such files.
         form: of such files.
     """
     if numbers := numbers_in(text):
         return SlotSelection(tuple(map(int, numbers)))
     if not Path(text).is_file():
-        raise ValueError(f"slots={text!r} does not exist; give a file of {makers}, or numbers such as 0,3,7")
-    try:
-        content = parse_json(Path(text).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"slots={text!r} is no JSON ({error})") from error
-    content = content if isinstance(content, dict) else {}
+        raise ValueError(f"slots={text!r} does not exist; give a file of dino-sparo slots, or numbers such as 0,3,7")
+    content = parse_object(Path(text).read_bytes(), f"slots={text!r}")
     chosen = content.get("slots")
     try:
         if isinstance(chosen, list) and all(type(index) is int for index in chosen):
@@ -110,11 +98,7 @@ def parse_slots(
 def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
     """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared."""
     if None not in (weights_sha256, chosen_in) and weights_sha256 != chosen_in:
-        raise ValueError(
-            f"the slots were chosen in a checkpoint with SHA-256 {chosen_in}, this one has {weights_sha256}; slots of "
-            f"different trainings have nothing in common. To apply them nevertheless, remove weights_sha256 from the "
-            f"file"
-        )
+        raise ValueError(f"the slots are of a checkpoint with SHA-256 {chosen_in}: slots of different trainings differ")
 
 
 def origin_of(slots: str) -> dict[str, str]:
@@ -125,10 +109,7 @@ def origin_of(slots: str) -> dict[str, str]:
 def check_has_slots(config: EncoderConfig) -> None:
     """Refuse an encoder whose encoding does not consist of slots."""
     if not config.kind.has_slots:
-        raise ValueError(
-            f"readout {config.readout!r} has no slots to choose among; that takes an encoder whose read-out has slots, "
-            f"such as sparo"
-        )
+        raise ValueError(f"readout {config.readout!r} has no slots to choose among; take another one, such as sparo")
 
 
 def keep_slots(output: ReadoutOutput, kept: Int64[Tensor, " k"]) -> ReadoutOutput:

@@ -28,7 +28,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.features import Features, gather_features, require_memory
+from dino_sparo.evaluation.features import Features, gather_features
 from dino_sparo.evaluation.knn.classify import classify_shards
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
@@ -80,39 +80,11 @@ class StudyImages:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class ProbeSettings:
-    """Linear probes: epochs, learning rates for a batch of 256, and the seed of weights and order."""
-
-    epochs: int = 30
-    learning_rates: tuple[float, ...] = (0.01, 0.1, 1.0)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
-        scaled_learning_rates(self.learning_rates, PROBE_BATCH)
-
-    def accuracies(self, images: StudyImages) -> Accuracies:
-        """Slots -> the accuracies of their probe; each set of slots is trained once."""
-        return cache(lambda slots: probe_slots(images, slots, self))
-
-
 def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int) -> Bool[Tensor, " images"]:
-    """Which of this process' training images rank the slots: a random part, the same for any number of processes.
-
-    Args:
-        train: this process' share.
-        num_images: size of the source.
-        num_choosing: at most a fifth of the source.
-        seed: of the choice.
-    """
+    """Which of this process' training images rank the slots: a random part, the same for any number of processes."""
     number = min(num_choosing, num_images // MAX_CHOOSING_SHARE)
     if number < 1:
-        raise ValueError(
-            f"choosing_images={num_choosing} of {num_images} training images: a fifth of them, at least one image, "
-            f"must rank the slots; give more images"
-        )
+        raise ValueError(f"choosing_images={num_choosing} of {num_images} images: a fifth of them must rank the slots")
     chosen = np.random.default_rng(seed).permutation(num_images)[:number]
     return torch.isin(train.indices, torch.from_numpy(chosen).to(train.indices.device))
 
@@ -120,14 +92,7 @@ def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int
 def slot_columns(
     features: Features, slots: Sequence[int], num_slots: int, rows: Bool[Tensor, " images"] | None = None
 ) -> Features:
-    """Encodings (images, L*V) -> those of some slots (chosen images, k*V), in the order of `slots`, copied once.
-
-    Args:
-        features: of all images.
-        slots: to keep.
-        num_slots: L.
-        rows: images to keep; None: all.
-    """
+    """Encodings (images, L*V) -> those of some slots (chosen images, k*V), in the order of `slots`, copied once."""
     values = features.features.unflatten(1, (num_slots, -1))
     if rows is None:
         return replace(features, features=values[:, list(slots)].flatten(1))
@@ -172,11 +137,6 @@ def accuracy_curve(
 ) -> list[dict[str, Any]]:
     """Accuracy of the first k slots of the ranking and of random orders, for some k.
 
-    Args:
-        accuracies: slots, ascending -> accuracies.
-        orders: the ranking, then random orders.
-        numbers: k.
-
     Returns:
         For each k `num_kept`, the ranked slots' accuracies, and `random`, see `spread`.
     """
@@ -194,7 +154,9 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "std": deviation, "draws": list(values)}
 
 
-def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettings) -> dict[str, float]:
+def probe_slots(
+    images: StudyImages, slots: Sequence[int], epochs: int, learning_rates: Sequence[float], seed: int = 0
+) -> dict[str, float]:
     """Top-1 accuracy of a linear probe on some slots' values: `lr`, and `top1_choosing` and `top1_held_out` with it.
 
     The probes see the training images that do not choose; the choosing images pick the learning rate; the validation
@@ -205,16 +167,16 @@ def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettin
     val = slot_columns(images.val, slots, images.num_slots)
     train = gather_features(train, images.device)
     batch_size = max(PROBE_BATCH // world_size(), 1)
-    size = train.features.shape[1], images.num_classes, len(settings.learning_rates)
-    probe = LinearProbe(*size, settings.seed).to(images.device)
-    optimizer = ProbeSGD(probe, scaled_learning_rates(settings.learning_rates, batch_size * world_size()))
-    batches = cached_batches(train, images.device, batch_size=batch_size, seed=settings.seed)
-    for epoch in range(settings.epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, settings.epochs)))
+    size = train.features.shape[1], images.num_classes, len(learning_rates)
+    probe = LinearProbe(*size, seed).to(images.device)
+    optimizer = ProbeSGD(probe, scaled_learning_rates(learning_rates, batch_size * world_size()))
+    batches = cached_batches(train, images.device, batch_size=batch_size, seed=seed)
+    for epoch in range(epochs):
+        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, epochs)))
     top1 = [row["top1"] for row in probe_accuracy(probe, choosing.features, choosing.labels)]
     best = top1.index(max(top1))
     held_out = probe_accuracy(probe, val.features, val.labels)[best]["top1"]
-    return {"lr": settings.learning_rates[best], "top1_choosing": top1[best], "top1_held_out": held_out}
+    return {"lr": learning_rates[best], "top1_choosing": top1[best], "top1_held_out": held_out}
 
 
 # The command.
@@ -227,14 +189,14 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     config = task.subject.encoder.config
     check_has_slots(config)
     numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
-    settings = ProbeSettings(args.epochs, tuple(args.lr), args.seed)
     path = task.result_path("slot_study")
     images, record = extract(task)
     accuracies = knn_accuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
     orders = [[int(row["slot"]) for row in ranking], *random_orders(images.num_slots, args.draws, args.seed)]
     curve = accuracy_curve(accuracies, orders, numbers)
-    probes = accuracy_curve(settings.accuracies(images), orders, numbers) if args.probe else None
+    probe = cache(lambda slots: probe_slots(images, slots, args.epochs, args.lr, args.seed))
+    probes = accuracy_curve(probe, orders, numbers) if args.probe else None
     result = describe(args, task.subject, ranking, curve, probes) | record
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,11 +220,11 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
     args, encoder = task.args, task.encoder
     num_train, num_val = map(len, task.splits)
     if args.probe:
-        with all_or_none("finding memory for all features"):
-            remedy = f"{args.nb_knn}-NN alone, without --probe, needs no more than a process' share"
+        with all_or_none("finding memory for all features"):  # before they are computed
             # A probe also needs this process' share, and twice that of the validation images.
-            more = (num_train + 2 * num_val) // world_size()
-            require_memory(num_train, encoder.encoding_dim, task.storage, "--probe", remedy, more_rows=more)
+            torch.empty(
+                num_train + (num_train + 2 * num_val) // world_size(), encoder.encoding_dim, device=task.storage
+            )
     train, val = map(task.features, task.splits)
     chooses = choosing_rows(train, num_train, args.choosing_images, args.seed)
     images = StudyImages(train, val, chooses, encoder.config.num_slots, task.num_classes, task.device)

@@ -18,7 +18,6 @@ import argparse
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ from torch import Tensor
 from dino_sparo.data.dataset import align_classes, require_labels
 from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
 from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.linear.attentive import warmup_cosine
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
     ProbeAdamW,
     ProbeSampler,
     cached_batches,
-    cosine_factor,
     probe_accuracy,
     train_one_epoch,
 )
@@ -80,9 +79,8 @@ def train_probes(
     optimizer = ProbeAdamW(probe, settings.lr, weight_decays)
     batches = cached_batches(train, settings.device, batch_size=share, seed=settings.seed, rows=rows)
     num_steps = len(ProbeSampler(len(rows), share))
-    factors = (cosine_factor(step, settings.epochs * num_steps) for step in range(settings.epochs * num_steps))
     for epoch in range(settings.epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), islice(factors, num_steps))
+        train_one_epoch(probe, optimizer, batches(epoch), warmup_cosine(epoch, settings.epochs, 0, num_steps))
     return probe
 
 
@@ -122,10 +120,7 @@ def choose_weight_decay(
     number = len(train.features)
     num_val = round(val_share * number)
     if not 0 < num_val < number:
-        raise ValueError(
-            f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2, or choose the "
-            f"decay yourself with --weight_decay"
-        )
+        raise ValueError(f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2")
     order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
     val_rows, rows = (part.sort().values for part in order.tensor_split([num_val]))
     own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
