@@ -22,6 +22,7 @@ from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.slots.choice import keep_encoder_slots
+from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.agree import rank_0_first, require_same_options
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
@@ -129,8 +130,10 @@ def encoder_of_options(args: argparse.Namespace) -> Subject:
         if not args.untrained:
             return trained
         return untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
-    architecture = {name: given.get(name) for name in ("arch", "patch_size", "readout", "img_size")}
-    config = EncoderConfig(**{name: value for name, value in architecture.items() if value is not None})
+    architecture = {name: given.get(name) for name in ("arch", "readout", "img_size")}
+    architecture["patch_size"] = args.patch_size or own_patch_size(args.arch or EncoderConfig.arch)
+    # Several numbers in --img_size are the size of a picture.
+    config = EncoderConfig(**{name: value for name, value in architecture.items() if isinstance(value, int | str)})
     return untrained_encoder(config, seed)
 
 
@@ -302,7 +305,8 @@ def write_result(result: dict[str, Any], table: str, path: Path) -> None:
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
     """The folder of results: `output_dir`, which is created, else the checkpoint's, else the current one."""
     if not output_dir:
-        return Path(pretrained_weights).parent if pretrained_weights else Path()
+        beside = Path(pretrained_weights).parent  # of a model's name, such as timm/NAME, there is none
+        return beside if beside.is_dir() else Path()
     folder = Path(output_dir)
     if folder.is_file():
         raise ValueError(f"--output_dir {output_dir} is a file; give a folder")

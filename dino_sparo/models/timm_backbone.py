@@ -15,7 +15,7 @@ from typing import Any, cast
 import timm
 import torch
 from jaxtyping import Float
-from timm.models import adapt_input_conv, group_parameters
+from timm.models import adapt_input_conv, get_arch_pretrained_cfgs, group_parameters
 from torch import Tensor, nn
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
@@ -200,6 +200,7 @@ class TimmPlan:
         img_size: height in pixels of the images that the published weights were trained with, cut to whole patches.
         num_prefix_tokens, has_class_token, has_blocks: as in `TimmBackbone`.
         channels_last: maps are (B, rows, columns, D).
+        mean, std: of the images that the published weights were trained with, per channel.
         parameters: arguments of the model's constructor.
     """
 
@@ -210,6 +211,8 @@ class TimmPlan:
     has_class_token: bool
     has_blocks: bool
     channels_last: bool
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     parameters: frozenset[str]
 
     def settings(self, name: str, patch_size: int, img_size: int, drop_path_rate: float) -> dict[str, Any]:
@@ -236,8 +239,12 @@ class TimmPlan:
         return {argument: value for argument, value in sizes.items() if argument in self.parameters}
 
 
-def pretrained_weights(name: str) -> dict[str, Tensor]:
+def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
     """Timm's weights of a model under timm's names, from its cache or from the network.
+
+    Args:
+        name: the model's name in timm.
+        options: that take a file of such weights, for the message.
 
     Raises:
         ValueError: there are none, or they can neither be found nor downloaded.
@@ -245,11 +252,10 @@ def pretrained_weights(name: str) -> dict[str, Tensor]:
     plan_of(name)
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # the hub's client raises errors of other libraries, too
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"--pretrained: no weights of timm/{name} ({reason}); download them where there is network and give "
-            "--init_from FILE"
+            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}"
         ) from error
 
 
@@ -266,6 +272,9 @@ def plan_of(name: str) -> TimmPlan:
         raise ValueError(
             f"unknown arch 'timm/{name}'; the nearest are {', '.join(near) or 'none'}, and timm.list_models() has all"
         )
+    tagged = [f"timm/{known}" for known in get_arch_pretrained_cfgs(architecture)]
+    if name != architecture and f"timm/{name}" not in tagged:
+        raise ValueError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0).eval()
         model.prune_intermediate_layers()
@@ -297,6 +306,8 @@ def plan_of(name: str) -> TimmPlan:
         has_class_token=has_class_token and prefix > 0,
         has_blocks=len(shape) == 3 and len(strides) == 1 and hasattr(model, "blocks"),
         channels_last=channels_last,
+        mean=model.pretrained_cfg["mean"],
+        std=model.pretrained_cfg["std"],
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
     )
 

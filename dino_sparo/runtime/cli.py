@@ -392,7 +392,11 @@ PRETRAINED = Option(
     False,
     "Start a model timm/NAME from timm's weights, which are downloaded once. Without a network, give --init_from FILE.",
 )
-WEIGHTS = Option("", "A checkpoint, an export or released weights; demo: the small encoder of this package.")
+WEIGHTS = Option(
+    "",
+    "A checkpoint, an export or released weights; timm/NAME: a model of timm with timm's weights, which are downloaded "
+    "once; demo: the small encoder of this package.",
+)
 DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.")
 
 DEVICE: Group = {

@@ -34,6 +34,7 @@ its full checkpoints and raw ViT weights. Exports of `export.py` are read wherev
 needed, a CLIP (ours, OpenCLIP's or sparo-clip's) gives its image tower.
 """
 
+import hashlib
 import logging
 import math
 import random
@@ -45,12 +46,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
+from dino_sparo.models.timm_backbone import TimmBackbone, plan_of, pretrained_weights
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
     IMAGENET_MEAN,
@@ -108,13 +110,17 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
 
     Args:
         path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights
-            are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...).
+            are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...). timm/NAME: timm's own
+            weights of that model, with an entry `encoder`.
         verify: False if `verify_checkpoint` has just read the file.
         mmap: leave tensors in the file until they are used.
 
     Raises:
         CheckpointError: the file is missing, damaged, compressed or no checkpoint, or its pickle asks for code to run.
     """
+    if is_timm_model(path):
+        plan, weights = plan_of(str(path).removeprefix(TIMM)), timm_model_weights(path)
+        return {**weights, "encoder": encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
     path = located(path)
     if not path.is_file():
         raise CheckpointError(
@@ -127,6 +133,16 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
         kind = type(checkpoint).__name__
         raise CheckpointError(f"{path} holds a {kind}, not a dict of weights; save a model's state_dict()")
     return _with_published(checkpoint, path)
+
+
+def is_timm_model(path: str | Path) -> bool:
+    """Whether a path is timm/NAME, which stands for a model of timm with timm's weights."""
+    return str(path).startswith(TIMM) and bool(REPOSITORY.fullmatch(str(path))) and not Path(path).exists()
+
+
+def timm_model_weights(path: str | Path) -> dict[str, Tensor]:
+    """Timm's own weights of timm/NAME; ValueError if they can neither be found nor downloaded."""
+    return pretrained_weights(str(path).removeprefix(TIMM), f"--pretrained_weights FILE --arch {path}")
 
 
 def located(path: str | Path) -> Path:
@@ -152,7 +168,11 @@ def located(path: str | Path) -> Path:
 
 
 def weights_sha256(path: str | Path) -> str:
-    """SHA-256 of the file of weights that a path, "demo" or a repository's name stands for."""
+    """SHA-256 of the file of weights that a path, "demo" or a repository's name stands for; for timm/NAME, of weights."""
+    if is_timm_model(path):
+        weights = timm_model_weights(path).items()
+        content = save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights})
+        return hashlib.sha256(content).hexdigest()
     return file_sha256(located(path))
 
 
@@ -400,8 +420,8 @@ def load_encoder(
     Its `transform` turns one PIL image or array, or a list, into a batch (B, C, H, W), normalised as in training.
 
     Args:
-        path: one of our checkpoints or exports; a folder or a repository, USER/NAME, of Hugging Face; "demo"; or
-            weights of the reference, of timm or OpenCLIP.
+        path: one of our checkpoints or exports; a folder or a repository, USER/NAME, of Hugging Face; "demo";
+            timm/NAME; or weights of the reference, of timm or OpenCLIP.
         which: `teacher`, `student`, or another entry with weights; ignored for raw weights.
         arch: architecture of foreign weights; None: inferred.
         patch_size: patch side of foreign weights in pixels; None: inferred.

@@ -100,7 +100,7 @@ def initialize_encoder_of(
 def initialize_pretrained(encoder: Encoder) -> InitReport:
     """Initialize the backbone of a timm model, in place, from timm's own weights; ValueError if there are none."""
     arch = encoder.config.arch
-    weights = pretrained_weights(arch.removeprefix(TIMM))
+    weights = pretrained_weights(arch.removeprefix(TIMM), "--init_from FILE")
     return initialize_from(encoder, {f"backbone.{name}": value for name, value in weights.items()}, arch)
 
 
