@@ -28,7 +28,7 @@ from dino_sparo.runtime.lazy import lazy_names
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip
+    from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip, train_simdino
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
     from dino_sparo.dino.head import DINOHead
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # The modules import torch, which takes seconds.
 _NAMES = {
-    "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip"),
+    "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip", "train_simdino"),
     "evaluation.embed.store": ("load_embeddings",),
     "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
     "data.crops": ("MultiCropAugmentation",),

@@ -128,6 +128,15 @@ def train(**options: Any) -> Result:
     return call("train", **options)
 
 
+def train_simdino(**options: Any) -> Result:
+    """Train an encoder with SimDINO on images; see `train`.
+
+    Args:
+        options: of `dino-sparo train-simdino`.
+    """
+    return call("train-simdino", **options)
+
+
 def train_clip(**options: Any) -> Result:
     """Train image and text encoders with CLIP on images with captions, by options of `dino-sparo train-clip`."""
     return call("train-clip", **options)

@@ -121,7 +121,7 @@ def test_any_command_can_be_called_and_one_without_a_checkpoint_has_no_encoder(t
 
 def test_a_call_of_simdino_gives_its_checkpoint_and_history(tmp_path: Path) -> None:
     options = {name: value for name, value in TINY.items() if name != "out_dim"}
-    run = call("train-simdino", output_dir=tmp_path, epochs=1, z_dim=7, **options)
+    run = dino_sparo.train_simdino(output_dir=tmp_path, epochs=1, z_dim=7, **options)
     assert (run.checkpoint, run.results) == (tmp_path / "checkpoint.pth", run.history[-1])
     assert run.encoder().encoding_dim == 15
 

@@ -16,6 +16,8 @@ from dino_sparo.dino.train import build_network
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import build_model as build_oc_clip
 from dino_sparo.oc_clip.train import check_options as check_oc_clip
+from dino_sparo.simdino.train import build_network as build_simdino
+from dino_sparo.simdino.train import check_options as check_simdino
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 MILLIONS = {  # parameters of the encoder, of both of a CLIP
@@ -25,6 +27,7 @@ MILLIONS = {  # parameters of the encoder, of both of a CLIP
     "dino_sparo_10k_images": 21.5,
     "dino_sparo_100k_images": 21.5,
 }
+SIMDINO = "simdino_vitb16_imagenet"
 PRESETS = {
     "clip_sparo_cc3m": "cc3m",
     "clip_sparo_cc12m": "cc12m",
@@ -68,8 +71,20 @@ def test_a_recipe_of_a_paper_is_the_preset_of_its_name_and_its_networks_can_be_b
         assert sum(parameter.numel() for parameter in build(args).parameters()) > 1e8
 
 
+def test_the_recipe_of_simdino_is_the_authors_command_and_its_networks_can_be_built() -> None:
+    """Their command names --arch, --local_crops_number, --eps and --coeff; all else is the default, theirs and ours."""
+    args, defaults = recipe(SIMDINO), options_of("train-simdino", "--warmup_epochs", "10", "--patch_size", "16")
+    as_lists = [{k: list(v) if isinstance(v, tuple) else v for k, v in vars(a).items()} for a in (args, defaults)]
+    changed = {name for name, value in as_lists[0].items() if value != as_lists[1][name]}
+    assert changed == {"readout", "arch", "local_crops_number"}
+    check_simdino(args)
+    with torch.device("meta"):
+        network = build_simdino(args, args.drop_path_rate)
+    assert sum(parameter.numel() for parameter in network.encoder.parameters()) == pytest.approx(85.8e6, abs=1e5)
+
+
 def test_every_recipe_is_among_these() -> None:
-    assert {file.stem for file in FILES} == MILLIONS.keys() | PRESETS.keys()
+    assert {file.stem for file in FILES} == MILLIONS.keys() | PRESETS.keys() | {SIMDINO}
 
 
 def test_dino_with_sparo_on_imagenet_is_the_default_and_differs_from_dino_in_the_readout_alone() -> None:
