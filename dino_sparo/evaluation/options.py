@@ -7,6 +7,7 @@ from dino_sparo.runtime.cli import (
     COLUMNS,
     DEVICE,
     DOWNLOAD,
+    EVALUATION_LIMITS,
     FEATURE_FILES,
     FIGURE_FORMAT,
     FOREIGN_WEIGHTS,
@@ -69,7 +70,7 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
         {
             "encoder: what is evaluated": ENCODER,
             "images": IMAGES,
-            "files of images": COLUMNS | IMAGE_LIMITS,
+            "files of images": COLUMNS | EVALUATION_LIMITS,
             **groups,
             "computation and result": RESULT,
             "foreign weights": FOREIGN_WEIGHTS,
@@ -306,7 +307,7 @@ DRAWN_IMAGES: Group = {
         "An image, a folder, or any data that training takes; by default a built-in scene.",
         spellings=("image_path",),
     ),
-    **IMAGE_LIMITS,
+    **EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Size of the image in pixels: one number for the short side (several images are cropped to the central "
@@ -367,7 +368,7 @@ MASKED_IMAGES: Group = {
         "value: an object), or COCO's annotations (.json).",
     ),
     "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
-    **IMAGE_LIMITS,
+    **EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Side of the central square in pixels; by default twice the training size, for finer maps.",

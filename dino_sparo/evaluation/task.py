@@ -25,7 +25,7 @@ from dino_sparo.evaluation.slots.choice import keep_encoder_slots
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.agree import rank_0_first, require_same_options
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
@@ -35,6 +35,7 @@ from dino_sparo.weights.checkpoint import (
     activation_of,
     encoder_of,
     load_checkpoint,
+    max_value_of,
     network_name,
     normalization_of,
     weights_sha256,
@@ -54,12 +55,14 @@ class Subject:
         mean: of its images' pixels in 0..1, per channel.
         std: of these pixels.
         record: plain values: weights, hash, key, epoch, architecture.
+        max_value: value of 16-bit images that was white in training.
     """
 
     encoder: Encoder
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]
+    max_value: int = MAX_VALUE
 
     def patch_view(self, image_size: Sequence[int] | None, **options: Any) -> PatchView:
         """The view in which maps are drawn and scored; `options` of `PatchView`.
@@ -91,7 +94,7 @@ def trained_encoder(
         "untrained": False,
         **asdict(encoder.config),
     }
-    return Subject(encoder, *normalization_of(checkpoint), record)
+    return Subject(encoder, *normalization_of(checkpoint), record, max_value_of(checkpoint))
 
 
 def untrained_encoder(
@@ -129,7 +132,8 @@ def encoder_of_options(args: argparse.Namespace) -> Subject:
         )
         if not args.untrained:
             return trained
-        return untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
+        untrained = untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
+        return replace(untrained, max_value=trained.max_value)
     architecture = {name: given.get(name) for name in ("arch", "readout", "img_size")}
     architecture["patch_size"] = args.patch_size or own_patch_size(args.arch or EncoderConfig.arch)
     # Several numbers in --img_size are the size of a picture.
@@ -196,9 +200,10 @@ class EvaluationTask:
 
     @property
     def limits(self) -> ImageLimits:
-        """The images that are read: their largest size, and the encoder's channels."""
-        args, in_chans = self.args, self.subject.encoder.config.in_chans
-        return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans)
+        """The images that are read: their largest size, and the encoder's channels and, by default, their range."""
+        args, subject = self.args, self.subject
+        max_value = subject.max_value if args.max_value is None else args.max_value
+        return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value, subject.encoder.config.in_chans)
 
     @property
     def num_classes(self) -> int:

@@ -16,9 +16,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
-from dino_sparo.image_text.pairs.run_data import micro_batch_size, number_pairs, stream_pairs
+from dino_sparo.image_text.pairs.run_data import micro_batch_size, number_pairs, stream_pairs, training_limits
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
@@ -105,7 +104,8 @@ class PairObjective(Objective[AnyBatch]):
         self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits_of(args))
+            limits = training_limits(args)
+            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits)
 
     @abstractmethod
     def build_model(self) -> tuple[Any, list[ModelPart]]:

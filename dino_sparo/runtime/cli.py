@@ -459,6 +459,13 @@ IMAGE_LIMITS: Group = {
         MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for 12-bit images.", positive_int
     ),
 }
+EVALUATION_LIMITS: Group = {
+    **IMAGE_LIMITS,
+    "max_value": IMAGE_LIMITS["max_value"]._replace(
+        default=None,
+        help=f"Value of 16-bit images that becomes white. By default the value of the training, else {MAX_VALUE}.",
+    ),
+}
 SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if its name is not recognised.")}
 COLUMNS: Group = {
     "path_column": Option(None, "Column of the paths in a table, if its name is not recognised."),

@@ -168,7 +168,7 @@ def located(path: str | Path) -> Path:
 
 
 def weights_sha256(path: str | Path) -> str:
-    """SHA-256 of the file of weights that a path, "demo" or a repository's name stands for; for timm/NAME, of weights."""
+    """SHA-256 of the file of weights that a path, "demo" or a repository's name stands for; of timm/NAME's weights."""
     if is_timm_model(path):
         weights = timm_model_weights(path).items()
         content = save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights})
@@ -461,8 +461,7 @@ def encoder_of(
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
-    options = checkpoint.get("args") or checkpoint.get("recipe") or {}
-    max_value = options.get("max_value", MAX_VALUE) if isinstance(options, dict) else MAX_VALUE
+    max_value = max_value_of(checkpoint)
     view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
     logger.info("%s of %s: %s", network, source, encoder.summary)
@@ -476,6 +475,12 @@ def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], 
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
     entry = entry or checkpoint.get(PUBLISHED, {})
     return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
+
+
+def max_value_of(checkpoint: Mapping[str, Any]) -> int:
+    """Value of 16-bit images that was white in training; the highest if the checkpoint does not say."""
+    options = checkpoint.get("args") or checkpoint.get("recipe") or {}
+    return options.get("max_value", MAX_VALUE) if isinstance(options, dict) else MAX_VALUE
 
 
 def has_clips_images(checkpoint: Mapping[str, Any]) -> bool:

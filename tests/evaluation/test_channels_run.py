@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dino_sparo
 from dino_sparo.__main__ import main
 from dino_sparo.data.sources import ImageLimits, open_source
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.weights.export import export
 from dino_sparo.weights.initialize import initialize_encoder
 
@@ -61,7 +63,7 @@ def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     centre = np.load(file).transpose(2, 0, 1) / 1000  # the training's --max_value
     expected = (centre.mean((1, 2)) - STACKS["norm_mean"]) / 0.1
     np.testing.assert_allclose(images[0].mean((1, 2)), expected, atol=0.3)
-    options = {"pretrained_weights": checkpoint, "max_value": 1000, "num_workers": 0, "device": "cpu"}
+    options = {"pretrained_weights": checkpoint, "num_workers": 0, "device": "cpu"}
     embedded = dino_sparo.embed(data_path=stacks / "val", output_dir=tmp_path / "embeddings", **options)
     assert (embedded.results["num_images"], embedded.results["num_unreadable"]) == (4, 0)
     assert dino_sparo.knn(data_path=stacks, nb_knn=[3], output_dir=tmp_path, **options)
@@ -72,6 +74,46 @@ def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     assert (drawn / "attention.png").is_file()
     exported = dino_sparo.load_encoder(export(checkpoint, tmp_path / "stacks"))
     assert torch.equal(exported(exported.transform(np.load(file))), encoder(images))
+
+
+def test_evaluations_take_the_range_of_the_training_unless_another_is_given(
+    stacks: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    exported = export(checkpoint, tmp_path / "stacks")
+    cases = {
+        "own": (checkpoint, None),
+        "same": (checkpoint, 1000),
+        "other": (checkpoint, 500),
+        "export": (exported, None),
+    }
+    rows = {}
+    for name, (weights, max_value) in cases.items():
+        options = {"data_path": stacks / "val", "num_workers": 0, "device": "cpu", "max_value": max_value}
+        dino_sparo.embed(pretrained_weights=weights, output_dir=tmp_path / name, **options)
+        rows[name] = dino_sparo.load_embeddings(tmp_path / name).arrays["encoding"]
+    np.testing.assert_array_equal(rows["own"], rows["same"])
+    np.testing.assert_array_equal(rows["own"], rows["export"])
+    assert not np.allclose(rows["own"], rows["other"], atol=1e-3)
+
+
+def test_an_untrained_control_and_a_probe_read_the_images_of_the_training(
+    stacks: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    options = {"data_path": stacks, "output_dir": tmp_path, "num_workers": 0, "device": "cpu"}
+
+    def read(source: FileSource, index: int) -> Image.Image:
+        seen.append(source.limits.max_value)
+        return reading(source, index)
+
+    reading = FileSource.read
+    monkeypatch.setattr(FileSource, "read", read)
+    dino_sparo.knn(pretrained_weights=checkpoint, untrained=True, nb_knn=[3], **options)
+    probe = {"probe": ["ep"], "ep_queries": 2, "fast": True, "epochs": 1, "lr": [0.1], "batch_size_per_gpu": 4}
+    dino_sparo.linear(pretrained_weights=checkpoint, **probe, **options)
+    dino_sparo.knn(pretrained_weights=tmp_path / "probe_ep.pth", nb_knn=[3], **options)
+    assert set(seen) == {1000}
+    assert len(seen) == 3 * 12
 
 
 def test_weights_of_three_channels_are_adapted_as_timm_does(tmp_path: Path) -> None:

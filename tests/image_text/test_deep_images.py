@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import oc_clip_fakes
 import pytest
+import torch
 from clip_fakes import call, evaluate, small_checkpoint
 from PIL import Image
 
@@ -60,6 +61,13 @@ def test_the_largest_value_of_16_bit_images_becomes_white(
     name: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: without --max_value these images were nearly black."""
+    checkpoint = oc_clip_fakes.small_checkpoint if name == "oc-pictures" else small_checkpoint
+    weights = checkpoint(data / "checkpoint.pth")
+    assert levels(name, monkeypatch, "--pretrained_weights", weights, *DATA[name], "--max_value", "4095") == {255}
+
+
+def levels(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any) -> set[int]:
+    """The highest level of each image that a command reads."""
     seen = set[int]()
 
     def read(*args: Any, **options: Any) -> Image.Image:
@@ -68,10 +76,20 @@ def test_the_largest_value_of_16_bit_images_becomes_white(
         return image
 
     monkeypatch.setattr(image_source, "read_image", read)
-    checkpoint = oc_clip_fakes.small_checkpoint if name == "oc-pictures" else small_checkpoint
-    words = ["--pretrained_weights", checkpoint(data / "checkpoint.pth"), *DATA[name], "--max_value", "4095"]
     if "pictures" in name:
         call(name, [*words, "--device", "cpu"])
     else:
         evaluate(name, *words)
-    assert seen == {255}
+    return seen
+
+
+@pytest.mark.parametrize("name", ["zero-shot", "compositional", "pictures"])
+def test_the_range_is_that_of_the_training_unless_another_is_given(
+    name: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_checkpoint(data / "checkpoint.pth")
+    torch.save({**torch.load(path), "args": {"max_value": 4095}}, path)
+    words = ("--pretrained_weights", path, *DATA[name])
+    assert levels(name, monkeypatch, *words) == {255}
+    if name == "zero-shot":
+        assert levels(name, monkeypatch, *words, "--max_value", "8190") == {128}

@@ -210,7 +210,7 @@ def save_readouts(
         description = encoder_description(configs[kind], subject.mean, subject.std)
         teacher = {name: value.cpu() for name, value in encoder.state_dict().items()}
         save_checkpoint(
-            {"teacher": teacher, "encoder": description},
+            {"teacher": teacher, "encoder": description, "recipe": {"max_value": subject.max_value}},
             path.with_name(path.name.replace("probes", f"probe_{kind}", 1)),
         )
 

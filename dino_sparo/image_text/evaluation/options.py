@@ -6,9 +6,9 @@ from dino_sparo.runtime.cli import (
     DEVICE,
     DEVICE_OPTION,
     DOWNLOAD,
+    EVALUATION_LIMITS,
     FEATURE_FILES,
     FIGURE_FORMAT,
-    IMAGE_LIMITS,
     Group,
     Option,
     Parser,
@@ -61,7 +61,7 @@ LABELLED_IMAGES: Group = {
     "data_path": Option("", "Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes."),
     "split": SPLIT,
     "download": DOWNLOAD,
-    **IMAGE_LIMITS,
+    **EVALUATION_LIMITS,
 }
 CLASSES: Group = {
     "classnames": Option(
@@ -78,7 +78,7 @@ CLASSES: Group = {
     ),
 }
 ANNOTATED_IMAGES: Group = {
-    **IMAGE_LIMITS,
+    **EVALUATION_LIMITS,
     "allow_outside": Option(
         False,
         "Read images outside the images' folder, which annotations name by absolute paths or ../. Only for "
@@ -121,7 +121,7 @@ def picture_groups(weights: str) -> dict[str, Group]:
     )
     return {
         "model": {"pretrained_weights": Option("", weights)},
-        "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **IMAGE_LIMITS},
+        "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **EVALUATION_LIMITS},
     }
 
 
@@ -240,7 +240,7 @@ def probe_parser() -> Parser:
     return Parser(
         {
             "model: what is evaluated": MODEL,
-            "images": {"data_path": data_path, "download": DOWNLOAD, **IMAGE_LIMITS},
+            "images": {"data_path": data_path, "download": DOWNLOAD, **EVALUATION_LIMITS},
             "features": FEATURE_FILES,
             "probe": PROBE,
             **computation("probe.json"),

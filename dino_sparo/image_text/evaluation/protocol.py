@@ -17,15 +17,20 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.agree import rank_0_first
+from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.records import file_sha256
+from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]
 
 
 def limits_of(args: argparse.Namespace) -> ImageLimits:
-    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`."""
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
+    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`, by default that of the checkpoint."""
+    max_value = args.max_value
+    if max_value is None and args.pretrained_weights:
+        max_value = max_value_of(load_checkpoint(args.pretrained_weights, verify=False, mmap=True))
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value or MAX_VALUE)
 
 
 def open_evaluation_images(

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from dino_sparo.data.dataset import open_together, require_same_source
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.image_text.evaluation.protocol import limits_of
+from dino_sparo.data.sources import ImageLimits
 from dino_sparo.image_text.evaluation.validation import hold_out
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import PairPath
@@ -53,7 +53,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
     number, accum_steps = args.epoch_pairs, args.grad_accum_steps
     sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    sizes = sampler, args.context_length, args.caption_key, limits_of(args)
+    sizes = sampler, args.context_length, args.caption_key, training_limits(args)
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
     # `default_convert` leaves a batch of pairs as it is.
@@ -81,6 +81,11 @@ def _transform(args: argparse.Namespace) -> PairTransform:
     return PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
 
 
+def training_limits(args: argparse.Namespace) -> ImageLimits:
+    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`."""
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
+
+
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
     return _open_together(args, args.val_path, default_split="val") if args.val_path else None
 
@@ -97,7 +102,7 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
         args.download,
         split_column=args.split_column,
         negative_key=getattr(args, "negative_key", None),
-        limits=limits_of(args),
+        limits=training_limits(args),
         **split,
     )
     return open_together(pairs.open, pairs.index, f"opening {path}")

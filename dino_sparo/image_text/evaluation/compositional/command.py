@@ -31,7 +31,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     write_failures,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import is_main
@@ -66,10 +66,9 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     results, written = {}, []
     for label, weights in zip(labels_of(args.pretrained_weights), args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
-        scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
-        result, failures = evaluate(
-            scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, rules.limits
-        )
+        of_model = argparse.Namespace(**{**vars(args), "pretrained_weights": weights})
+        scorer, limits = open_model(of_model, process), limits_of(of_model)
+        result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, limits)
         results[label] = result
         if is_main():
             path = result_path(weights, label, args.output_dir)
@@ -77,7 +76,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
             written.append(path)
             if args.failures:
                 stem = path.with_name(f"{path.stem}_failures")
-                written += write_failures(scorer, label, failures, stem, rules.limits)
+                written += write_failures(scorer, label, failures, stem, limits)
     if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.scoring.image_files import MAX_MISSING, file_of, find_images, image_path
 
 logger = logging.getLogger(__name__)
@@ -59,20 +57,18 @@ class ImageRules:
         images: folder of the images; None: try the folders of the benchmark.
         max_missing: largest share of missing files in a part of the images. A part without any image is left out.
         allow_outside: whether annotations may name files outside of `root` and `images`.
-        limits: larger images count as unreadable.
     """
 
     root: Path
     images: Path | None = None
     max_missing: float = MAX_MISSING
     allow_outside: bool = False
-    limits: ImageLimits = DEFAULT_LIMITS
 
     @classmethod
     def of(cls, args: argparse.Namespace, root: Path, default_images: Path | None = None) -> "ImageRules":
         """The rules that the options give; `default_images` takes the place of --images."""
         images = Path(args.images) if args.images else default_images
-        return cls(root, images, args.max_missing, args.allow_outside, limits_of(args))
+        return cls(root, images, args.max_missing, args.allow_outside)
 
 
 def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Path]]:
