@@ -37,7 +37,7 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
         diagnose: also report the teacher's entropies.
     """
     updater, loss_of = dino.updater, dino.loss
-    updater.begin_step()
+    dino.begin_step()
     losses, koleo, logits_sum, num_logits = [], list[Tensor](), torch.zeros_like(loss_of.center), 0
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1

@@ -168,6 +168,14 @@ class DistillationObjective(Objective[Batch]):
                 "file (--init_from), from timm (--pretrained), or leave the option out"
             )
 
+    def begin_step(self) -> None:
+        """Begin a step of the updater; in frozen steps batch norm in the backbones keeps and uses its statistics."""
+        self.updater.begin_step()
+        if self.frozen_steps:
+            for part in (*self.network.backbone.modules(), *self.teacher.backbone.modules()):
+                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                    part.train(self.updater.step >= self.frozen_steps)
+
     def is_evaluated(self, epoch: int) -> bool:
         """Every `--knn_freq` epochs."""
         return self.args.knn_freq > 0 and (epoch + 1) % self.args.knn_freq == 0

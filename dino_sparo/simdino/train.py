@@ -54,7 +54,7 @@ class SimDINOObjective(DistillationObjective):
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
         """One step. With several micro-batches, each has a coding rate of its own."""
         updater = self.updater
-        updater.begin_step()
+        self.begin_step()
         terms = []
         for index, batch in enumerate(batches):
             crops = crops_on_device(batch, self.distort, updater.device)

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 import main_dino
-from dino_sparo import CheckpointError, load_checkpoint, load_encoder
+from dino_sparo import CheckpointError, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.data.dataset import Batch
+from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, defaults_of
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
+from dino_sparo.simdino import options as simdino_options
+from dino_sparo.simdino.train import SimDINOObjective
 from dino_sparo.training.images import knn_probe
 from dino_sparo.training.optim import layer_factors
 from dino_sparo.training.resume import Run
@@ -277,6 +280,32 @@ def test_frozen_epochs_change_no_weight_of_the_backbones_and_the_next_does(sourc
             assert "head.mlp.0.weight" in moved
             backbone = {name for name in old if name.startswith("backbone.")}
             assert not moved & backbone if is_frozen else backbone <= moved
+
+
+@pytest.mark.parametrize("method", [dino_options, simdino_options], ids=["dino", "simdino"])
+def test_statistics_of_batch_norm_stay_in_frozen_epochs_and_move_afterwards(method: Any, tmp_path: Path) -> None:
+    torch.save(create_encoder("timm/test_resnet", readout="gap").backbone.state_dict(), tmp_path / "raw.pth")
+    is_dino = method is dino_options
+    words = (TINY if is_dino else TINY.replace("--out_dim 33", "").replace("--freeze_last_layer 0", "")).split()
+    words += ["--arch", "timm/test_resnet", "--patch_size", "32", "--readout", "gap", "--global_crops_size", "64"]
+    words += ["--local_crops_size", "32", "--freeze_backbone_epochs", "1", "--init_from", str(tmp_path / "raw.pth")]
+    args = method.get_args_parser().parse_args(words)
+    method.defaults_of(args)
+    method.check_options(args)
+    dino = (DINOObjective if is_dino else SimDINOObjective)(args, Distributed(0, 1, 0, CPU))
+    dino.initialize()
+    backbones = dino.network.backbone, dino.teacher.backbone
+    before = [copy.deepcopy(dict(backbone.named_buffers())) for backbone in backbones]
+    assert any(name.endswith("running_var") for name in before[0])
+    for step, is_frozen in ((0, True), (2, True), (3, False)):
+        for network in dino.networks.values():
+            network.train()  # as every epoch begins
+        dino.updater.step = step
+        crops = [torch.randn(7, 3, side, side) for side in (64, 64, 32)]
+        dino.step([Batch(crops, torch.full((7,), -1), torch.arange(7), [])], epoch=step // 3, is_last=False)
+        for old, backbone in zip(before, backbones, strict=True):
+            moved = {name for name, value in backbone.named_buffers() if not torch.equal(value, old[name])}
+            assert moved == (set() if is_frozen else old.keys())
 
 
 def test_frozen_random_weights_and_too_many_frozen_epochs_are_refused() -> None:
