@@ -66,7 +66,7 @@ def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(t
     ("keywords", "message"),
     [
         ({"reedout": "sparo"}, r"unrecognized arguments: --reedout=sparo; did you mean --readout\?"),
-        ({"epochs": "many"}, "argument --epochs: invalid int value: 'many'"),
+        ({"epochs": "many"}, "argument --epochs: 'many' is not a whole number; give a positive number"),
         ({"epochs": [1, 2]}, "argument --epochs: expected one value"),
         ({"epochs": 0}, r"epochs"),
         ({"output_dir": None}, "give --output_dir"),

@@ -35,6 +35,7 @@ from dino_sparo.runtime.cli import (
     Group,
     Option,
     Parser,
+    any_number,
     bool_flag,
     positive_int,
     positive_number,
@@ -261,7 +262,7 @@ CHOICE: Group = {
     "max_slots": Option(3, "Number of slots to show, if --slots is not given.", positive_int),
     "max_columns": Option(4, "Number of pairs to show.", positive_int),
     "min_cosine": Option(
-        Criteria().min_cosine, "Choose slots whose cosine between image and caption is at least this.", float
+        Criteria().min_cosine, "Choose slots whose cosine between image and caption is at least this.", any_number
     ),
     "min_sharpness": Option(
         Criteria().min_sharpness, "Choose slots that give at least this share of their attention to one word."

@@ -57,11 +57,15 @@ def number(kind: type[int] | type[float], fits: Callable[[float], bool], valid: 
     """The type of an option that takes numbers in a range; `valid` is the range in words."""
 
     def parse(text: str) -> int | float:
-        if not fits(value := kind(text)):
+        try:
+            value = kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}; give {valid}") from None
+        if not fits(value):
             raise argparse.ArgumentTypeError(f"{text}: give {valid}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names the type: "invalid int value"
     return parse
 
 
@@ -69,6 +73,7 @@ positive_int = number(int, lambda value: value > 0, "a positive number")
 positive_number = number(float, lambda value: value > 0, "a positive number")
 whole_number = number(int, lambda value: value >= 0, "0 or more")
 number_from_0 = number(float, lambda value: value >= 0, "0 or more")
+any_number = number(float, lambda value: True, "one such as 0.5")
 share = number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 share_below_1 = number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
@@ -473,8 +478,8 @@ COLUMNS: Group = {
     **SPLIT_COLUMN,
 }
 NORMALIZATION: Group = {
-    "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", float),
-    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", float),
+    "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),
+    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", any_number),
 }
 CHANNELS: Group = {
     "in_chans": Option(

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_predictions_name_the_groups_of_new_images(labelled: Path, tmp_path: Pat
     assert result["cross_validation"]["accuracy"] == 100
     assert result["accuracy_on"] == {str(new): 100, str(labelled): 100}
     assert result["cross_validation"]["folds"] == 5
+
+
+@pytest.mark.parametrize(("images", "is_warned"), [("same", True), ("copied", True), ("new", False)])
+def test_predicting_the_labelled_images_themselves_is_warned_of(
+    images: str, is_warned: bool, labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = labelled if images == "same" else tmp_path / images
+    if images == "copied":
+        shutil.copytree(labelled, folder)
+    elif images == "new":
+        write_embeddings(folder, tmp_path / "others", seed=1)
+    assert run("predict", [str(labelled), "--images", str(folder)])["accuracy_on"] == {str(folder): 100}
+    assert (f"{folder} has the images that the classifier is fitted on" in caplog.text) == is_warned
 
 
 def test_wrong_labels_lower_the_accuracy_by_cross_validation(labelled: Path, tmp_path: Path) -> None:

@@ -224,7 +224,10 @@ def expand_shards(pattern: str) -> list[str]:
         for name in _expand_braces(os.path.expanduser(part)):
             matches = [name] if os.path.isfile(name) else sorted(glob.glob(name))
             if not matches:
-                raise ValueError(f"data_path={pattern!r}: {name!r} does not exist (in {os.getcwd()})")
+                raise ValueError(
+                    f"data_path={pattern!r}: {name!r} does not exist (in {os.getcwd()}); name the shards that exist, "
+                    f"for example {os.path.join(os.path.dirname(name), '*.tar')!r} for all of a folder"
+                )
             shards += matches
     for shard in shards:
         refuse_compressed(shard)

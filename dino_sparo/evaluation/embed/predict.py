@@ -10,8 +10,10 @@ The classifier is a logistic regression on features of length one. Its accuracy 
 """
 
 import argparse
+import filecmp
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import differences, versions, write_json
+
+logger = logging.getLogger(__name__)
 
 MAX_STEPS = 1000  # of the solver
 
@@ -42,6 +46,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     for folder, other in others.items():
         _require_same_encoder(labelled, args.folder, other, folder)
     features, labels = _labelled_rows(labelled, args.what, args.folder)
+    _warn_of_fitted_images(args.folder, others, args.what)
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
     result = {
         "evaluation": "predict",
@@ -75,6 +80,17 @@ def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, 
     )
     if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
         raise ValueError(f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}")
+
+
+def _warn_of_fitted_images(folder: str, others: Iterable[str], kind: str) -> None:
+    """Warn of each of `others` whose features are those in `folder`, on which the classifier is fitted."""
+    for other in others:
+        if filecmp.cmp(Path(folder) / f"{kind}.npy", Path(other) / f"{kind}.npy", shallow=False):
+            logger.warning(
+                "%s has the images that the classifier is fitted on, so the accuracy on them is too high; report the "
+                "accuracy by cross-validation, or give other images",
+                other,
+            )
 
 
 def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Float[np.ndarray, "rows F"], list[str]]:

@@ -12,6 +12,7 @@ from dino_sparo.runtime.cli import (
     Group,
     Option,
     Parser,
+    any_number,
     positive_int,
     positive_number,
     share,
@@ -228,7 +229,7 @@ PROBE: Group = {
     "probe_batch_size": Option(
         PROBE_BATCH_SIZE, "Images per step, over all processes; CLIP benchmark's protocol has 64.", positive_int
     ),
-    "weight_decay": Option(None, "Weight decay of the probe; by default a sweep chooses it.", type=float),
+    "weight_decay": Option(None, "Weight decay of the probe; by default a sweep chooses it.", any_number),
     "val_share": Option(0.2, "Share of the training images on which the sweep compares weight decays.", share_below_1),
     "seed": Option(0, "Random seed of the weights, the order of the images, and the choice of the --val_share."),
 }
