@@ -134,10 +134,11 @@ def encoder_of_options(args: argparse.Namespace) -> Subject:
             return trained
         untrained = untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
         return replace(untrained, max_value=trained.max_value)
-    architecture = {name: given.get(name) for name in ("arch", "readout", "img_size")}
+    architecture: dict[str, Any] = {name: given.get(name) for name in ("arch", "readout")}
     architecture["patch_size"] = args.patch_size or own_patch_size(args.arch or EncoderConfig.arch)
-    # Several numbers in --img_size are the size of a picture.
-    config = EncoderConfig(**{name: value for name, value in architecture.items() if isinstance(value, int | str)})
+    if isinstance(given.get("img_size"), int):  # a list is the size of a picture
+        architecture["img_size"] = given["img_size"]
+    config = EncoderConfig(**{name: value for name, value in architecture.items() if value is not None})
     return untrained_encoder(config, seed)
 
 
