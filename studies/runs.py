@@ -16,6 +16,7 @@ from typing import Any
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import option_words
 from dino_sparo.runtime.faults import MendableError
+from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import differences, git_hash, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
@@ -48,21 +49,11 @@ class Run:
         return STUDIES[self.study].options(self.variant, self.lr, self.seed)
 
     def result(self, results: Path) -> dict[str, Any] | None:
-        """Its result; None before the run is finished.
-
-        Raises:
-            ValueError: the result belongs to another recipe, or is damaged.
-        """
+        """Its result, None before the run is finished; ValueError if it belongs to another recipe, or is damaged."""
         path = results / self.study / f"{self.name}.json"
         if not path.exists():
             return None
-        try:
-            result: dict[str, Any] = json.loads(path.read_text())
-            is_whole = "diverged" in result or len(result["epochs"]) == int(result["options"]["epochs"])
-        except (ValueError, KeyError, TypeError):
-            is_whole = False
-        if not is_whole:
-            raise ValueError(f"{path} is damaged, or its run was cut off; delete it and start the study again")
+        result = parse_object(path.read_text(), str(path))
         self.require_recipe(result, path)
         return result
 

@@ -79,15 +79,12 @@ def box_weights(radius: float) -> tuple[float, ...]:
     where Pillow's BoxBlur.c rounds.
 
     Returns:
-        `BLUR_TAPS` integers, in units of 1 / `BLUR_UNIT`; ValueError for a wider box.
+        `BLUR_TAPS` integers, in units of 1 / `BLUR_UNIT`, which hold radii below 2.45.
     """
     # Every operand is np.float32: beside Python's numbers some versions of numpy compute in float64.
     one, two, three, six, unit = (np.float32(number) for number in (1, 2, 3, 6, BLUR_UNIT))
     variance = np.float32(radius) * np.float32(radius) / np.float32(BLUR_PASSES)
     whole = math.floor((float(np.float32(math.sqrt(12.0 * float(variance) + 1.0))) - 1.0) / 2.0)
-    if whole + 2 > BLUR_TAPS:
-        limit = math.sqrt(((2 * BLUR_TAPS - 1) ** 2 - 1) * BLUR_PASSES / 12)
-        raise ValueError(f"blur_radius={radius} px is too wide; give less than {limit:.2f}")
     length = np.float32(whole)
     next_length = length + one
     share = (two * length + one) * (length * next_length - three * variance)

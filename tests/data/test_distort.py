@@ -152,11 +152,6 @@ def test_a_boxs_weights_add_up_to_one_and_to_the_blurs_variance() -> None:
         assert math.sqrt(variance) == pytest.approx(radius, rel=1e-5)
 
 
-def test_a_blur_that_is_too_wide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"blur_radius=2.5 px is too wide; give less than 2.45"):
-        pack_parameters(**{**NOTHING, "blur_radius": 2.5})
-
-
 # What was drawn, packed.
 
 
