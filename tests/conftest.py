@@ -10,10 +10,13 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
+import jaxtyping
 import pytest
+import shape_checks
 import torch
 from two_ranks import TwoRanks
 
+jaxtyping.jaxtyped = shape_checks.jaxtyped  # what the hook of `--jaxtyping-packages` decorates the package with
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
 
