@@ -69,7 +69,12 @@ def train_step(objective: "PairObjective[Any]", batches: Sequence[Any]) -> StepR
     batches = [batch.to(updater.device) for batch in batches]
     backward = backward_at_once if len(batches) == 1 else backward_in_parts
     loss, scalars = backward(objective, batches)
-    grad_norm = _update(objective, loss)
+    grad_norm = updater.finish_gradients(loss).norm()
+    if objective.clip_grad:
+        torch.nn.utils.clip_grads_with_norm_(updater.parameters, objective.clip_grad, grad_norm)
+    updater.update()
+    with torch.no_grad():
+        objective.bound_weights()
     report: dict[str, Tensor | float] = {"lr": updater.hyperparameter("lr"), **scalars, "grad_norm": grad_norm}
     updater.step += 1
     return StepReport(loss, updater.nonfinite.clone(), report)
@@ -122,15 +127,3 @@ def loss_gradients(
         value, scalars = loss(leaves)
     gradients = torch.autograd.grad(value, [*leaves, *parameters], materialize_grads=True)
     return value.detach(), scalars, gradients[: len(leaves)], gradients[len(leaves) :]
-
-
-def _update(objective: "PairObjective[Any]", loss: Tensor) -> Tensor:
-    """Clip, step, keep weights in their range; returns the gradients' norm."""
-    updater = objective.updater
-    grad_norm = updater.finish_gradients(loss).norm()
-    if objective.clip_grad:
-        torch.nn.utils.clip_grads_with_norm_(updater.parameters, objective.clip_grad, grad_norm)
-    updater.update()
-    with torch.no_grad():
-        objective.bound_weights()
-    return grad_norm

@@ -51,7 +51,6 @@ class CaptionGraphs:
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         max_missing: share of captions without a graph that `check` tolerates.
-        option: name of the command's option for `max_missing`, for messages.
         counts: sums over all calls in this process. Workers of a loader have copies of this object: they return their
             counts from `lookup`.
         num_expected: captions that will be looked up, of which `max_missing` is a share; 0: not known.
@@ -62,7 +61,6 @@ class CaptionGraphs:
     max_nodes: int = MAX_NODES
     max_relations: int = MAX_RELATIONS
     max_missing: float = MAX_MISSING
-    option: str = "--max_missing_graphs"
     counts: LookupCounts = field(default_factory=LookupCounts)
     num_expected: int = 0
 
@@ -102,7 +100,7 @@ class CaptionGraphs:
             raise ValueError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}; at most "
                 f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
-                f"{self.option}, and each becomes one entity"
+                "--max_missing_graphs (of a training --max_corrupt), and each becomes one entity"
             )
 
 
@@ -111,7 +109,7 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
 
     Args:
         spec: a key of `PARSERS`, or the path of a file.
-        caps: `max_nodes`, `max_relations`, `max_missing` and `option` of `CaptionGraphs`.
+        caps: `max_nodes`, `max_relations` and `max_missing` of `CaptionGraphs`.
 
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph

@@ -72,8 +72,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations}
-        caps |= {"max_missing": args.max_corrupt, "option": "--max_corrupt"}
+        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
         with all_or_none("opening graphs"):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)

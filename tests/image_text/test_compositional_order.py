@@ -15,7 +15,7 @@ from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.sets.aro import Words, cleaned, options_of
+from dino_sparo.image_text.evaluation.compositional.sets.aro import cleaned, options_of
 from dino_sparo.runtime.faults import MissingPackageError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "compositional.json").read_text())
@@ -26,9 +26,9 @@ def reversing(x: int) -> Any:
     return np.arange(x)[::-1]
 
 
-def words_of(caption: str) -> Words:
+def words_of(caption: str) -> tuple[list[tuple[str, str]], list[str]]:
     pairs = tagged(caption)
-    return Words(pairs, [word for word, _ in pairs])
+    return pairs, [word for word, _ in pairs]
 
 
 def text_of(caption: str) -> str:
@@ -36,13 +36,13 @@ def text_of(caption: str) -> str:
 
 
 def test_shuffled_captions_are_those_of_aros_own_code_for_the_same_tags_and_draws():
-    options = [options_of(text_of(caption), words_of(caption), reversing) for caption in TAGGED_CAPTIONS]
+    options = [options_of(text_of(caption), *words_of(caption), reversing) for caption in TAGGED_CAPTIONS]
     assert options == OFFICIAL["aro"]["order_captions"]
 
 
 def test_a_draw_keeps_what_it_should_and_moves_the_rest():
     words = words_of(TAGGED_CAPTIONS[0])
-    drawn = [options_of("x", words, np.random.default_rng(seed).permutation) for seed in range(40)]
+    drawn = [options_of("x", *words, np.random.default_rng(seed).permutation) for seed in range(40)]
     _, nouns, others, within, groups = (set(column) for column in zip(*drawn, strict=True))
     assert nouns == {f"a {a} {n} left of a {b} {m}" for a, b in (("red", "blue"), ("blue", "red"))
                      for n, m in (("star", "ring"), ("ring", "star"))}  # fmt: skip

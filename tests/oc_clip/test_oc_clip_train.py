@@ -498,7 +498,7 @@ def test_too_many_captions_without_a_graph_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"\d of \d+ captions have no graph in .*graphs\.jsonl; at most 0\.2 of them may be missing\. "
-        r"Parse these captions with dino-sparo parse; or raise --max_corrupt",
+        r"Parse these captions with dino-sparo parse; or raise .*--max_corrupt",
     ):
         run(tmp_path / "run", data_path=table, graphs=tmp_path / "graphs.jsonl", max_corrupt=0.2, batch_size=12)
     run(tmp_path / "more", data_path=table, graphs=tmp_path / "graphs.jsonl", max_corrupt=0.7, batch_size=12, epochs=3)

@@ -26,7 +26,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -76,11 +76,6 @@ def attribute_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     return equal_means([pair for pair, count in counts.items() if count >= MIN_CASES])
 
 
-def relation_of(entry: Any) -> str:
-    """Split of an entry about a relation."""
-    return entry["relation_name"]
-
-
 def attributes_of(entry: Any) -> str:
     """Split of an entry about attributes: the first two, in their order."""
     first, second = list_of(entry["attributes"])[:2]
@@ -118,7 +113,7 @@ def order(name: str, folders: tuple[str, ...], total: int) -> Benchmark:
 
 BENCHMARKS = (
     crops(
-        *("Relation", "visual_genome_relation.json", relation_of, "relation_name"),
+        *("Relation", "visual_genome_relation.json", lambda entry: entry["relation_name"], "relation_name"),
         total=23_937,
         means=relation_means,
     ),
@@ -141,33 +136,21 @@ PURPOSE = "captions with shuffled words"
 PERTURBATIONS = ("nouns and adjectives", "all but nouns and adjectives", "within trigrams", "trigrams")
 
 
-class Words(NamedTuple):
-    """A caption in words.
-
-    Attributes:
-        tagged: spaCy's words, each with its tag in the Penn Treebank.
-        plain: nltk's words.
-    """
-
-    tagged: Sequence[tuple[str, str]]
-    plain: Sequence[str]
-
-
 # A number -> the numbers below it in a drawn order, such as a numpy Generator's `permutation`.
 Draw = Callable[[int], Any]
 
 
-def options_of(caption: str, words: Words, draw: Draw) -> list[str]:
+def options_of(caption: str, tagged: Sequence[tuple[str, str]], plain: Sequence[str], draw: Draw) -> list[str]:
     """The caption and its four shuffled ones, in the order of `PERTURBATIONS`, which is the authors'.
 
     Nouns change places with nouns and adjectives with adjectives; all other words; words within each three; threes, of
-    which the last may be shorter.
+    which the last may be shorter. spaCy's words have their tags in the Penn Treebank; nltk's words are plain.
     """
-    texts, tags = [text for text, _ in words.tagged], [tag for _, tag in words.tagged]
+    texts, tags = [text for text, _ in tagged], [tag for _, tag in tagged]
     swapped = _permuted(texts, [tag in NOUNS for tag in tags], draw)
     swapped = _permuted(swapped, [tag in ADJECTIVES for tag in tags], draw)
     others = _permuted(texts, [tag not in NOUNS + ADJECTIVES for tag in tags], draw)
-    groups = [words.plain[start : start + GROUP] for start in range(0, len(words.plain), GROUP)]
+    groups = [plain[start : start + GROUP] for start in range(0, len(plain), GROUP)]
     within = [group[number] for group in groups for number in draw(len(group))]
     moved = [word for number in draw(len(groups)) for word in groups[number]]
     return [cleaned(caption), *(cleaned(" ".join(each)) for each in (swapped, others, within, moved))]
@@ -205,8 +188,8 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     documents = spacy_documents(caption for _, caption in pairs)
     for number, document in enumerate(progress(documents, len(pairs), "shuffling")):
         image, caption = pairs[number]
-        words = Words([(token.text, token.tag_) for token in document], nltk.word_tokenize(document.text))
-        options = options_of(caption, words, np.random.default_rng([args.seed, number]).permutation)
+        tagged, plain = [(token.text, token.tag_) for token in document], nltk.word_tokenize(document.text)
+        options = options_of(caption, tagged, plain, np.random.default_rng([args.seed, number]).permutation)
         entries.append({"image": image, "caption_options": options})
         for name, option in zip(PERTURBATIONS, options[1:], strict=True):
             unchanged[name] += option == options[0]
