@@ -151,7 +151,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
 def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     paint(tmp_path / "red" / "0.png", "red")
     model = TwoSlots()
-    monkeypatch.setattr(model, "encode_image", lambda images, normalize: torch.full((len(images), 6), torch.nan))
+    monkeypatch.setattr(model, "encode_image", lambda images: torch.full((len(images), 6), torch.nan))
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
     with pytest.raises(ValueError, match="not finite"):

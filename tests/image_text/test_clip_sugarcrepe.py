@@ -82,9 +82,7 @@ def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
     encoder = colour_encoder()
     seen = []
     encode_text = encoder.model.encode_text
-    monkeypatch.setattr(
-        encoder.model, "encode_text", lambda ids, normalize: (seen.append(len(ids)), encode_text(ids, normalize))[1]
-    )
+    monkeypatch.setattr(encoder.model, "encode_text", lambda ids: (seen.append(len(ids)), encode_text(ids))[1])
     pairs = local(crepe, crepe / "images").questions
     encoded = encode_questions(encoder, [*pairs, *pairs])
     assert len(encoded.images) == 3

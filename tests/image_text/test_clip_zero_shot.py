@@ -143,9 +143,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     paint(tmp_path / "red" / "0.png", "red")
     paint(tmp_path / "blue" / "0.png", "blue")
     encoder = colour_encoder()
-    monkeypatch.setattr(
-        encoder.model, "encode_image", lambda images, normalize: torch.full((len(images), 3), torch.nan)
-    )
+    monkeypatch.setattr(encoder.model, "encode_image", lambda images: torch.full((len(images), 3), torch.nan))
     with pytest.raises(ValueError, match="not finite"):
         evaluate_zero_shot(encoder, open_source(str(tmp_path)), ["blue", "red"], ("{}",))
 
