@@ -114,7 +114,7 @@ def pair_loss(
     appendix 0.C.1.
     """
     lengths = (products[2] @ weights.square()).sqrt()
-    cosines = (products[:2] @ weights).t() / lengths[:, None]
+    cosines = torch.stack((products[0] @ weights, products[1] @ weights), dim=1) / lengths[:, None]
     return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
 
 
