@@ -37,6 +37,7 @@ COMMAND = re.compile(
 )
 # Options of programs that are not ours: torchrun, Slurm, zip, git, pip, CLIP benchmark.
 FOREIGN_OPTIONS = {
+    "index-url",
     *(
         "nproc_per_node",
         "nnodes",

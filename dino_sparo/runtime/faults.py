@@ -12,7 +12,7 @@ from typing import Any
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
-RESUME_HINT = "The last checkpoint is complete: run the same command to resume"
+RESUME_HINT = "If a checkpoint was saved, it is complete: run the same command to resume"
 
 # How to install what may be missing.
 INSTALL = {

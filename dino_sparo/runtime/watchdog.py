@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dino_sparo.runtime.faults import FAULT_STATUS
+from dino_sparo.runtime.faults import FAULT_STATUS, RESUME_HINT
 from dino_sparo.runtime.launch import CONTROL_FACTOR
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,9 @@ class Watchdog:
     def _say_why(self) -> None:
         logger.error(
             "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs. "
-            "The last checkpoint is complete: run the same command to resume. If something is only slow, raise "
-            "--dist_timeout_min",
+            "%s. If something is only slow, raise --dist_timeout_min",
             self.seconds,
+            RESUME_HINT,
         )
         logging.shutdown()
 
