@@ -15,7 +15,7 @@ from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import weights_sha256
-from dino_sparo.weights.file import CheckpointError, read_torch_file
+from dino_sparo.weights.file import read_torch_file
 
 # The reference's names.
 CACHE_FILES = {
@@ -85,7 +85,7 @@ def _load_tensor(path: Path) -> Tensor:
         raise ValueError(f"no cached features at {path}; {again}")
     try:
         tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
-    except CheckpointError as error:
+    except ValueError as error:  # also of a damaged name in the archive
         raise ValueError(f"{error}; {again}") from error
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; {again}")
