@@ -1,6 +1,9 @@
 """A model of timm with timm's weights in place of a checkpoint; its weights come from a seed, not from the hub."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from hub import Hub
+from safetensors.torch import save
 from torch import Tensor
 
 import dino_sparo
@@ -18,6 +23,7 @@ from dino_sparo.models import timm_backbone
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import weights_sha256
 
+ROOT = Path(__file__).resolve().parents[2]
 CREATE = timm.create_model
 # With a class token; with a map alone. timm's images of both have 160 pixels, and a mean and a deviation of 0.5.
 MODELS = ("test_vit", "test_resnet")
@@ -143,3 +149,20 @@ def test_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.Monke
     remedy = r"no weights of timm/test_vit \(no network\).* give --pretrained_weights FILE --arch timm/test_vit$"
     with pytest.raises(ValueError, match=remedy):
         dino_sparo.load_encoder("timm/test_vit")
+
+
+def test_a_model_is_downloaded_once_and_then_read_without_a_network(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, dino_sparo\n"
+        "encoder = dino_sparo.load_encoder('timm/test_vit')\n"
+        "assert torch.equal(encoder.backbone.model.cls_token, torch.load('token.pth'))\n"
+    )
+    model = CREATE("test_vit")  # with the classifier, as published
+    torch.save(model.cls_token.detach(), tmp_path / "token.pth")
+    own = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
+    with Hub() as hub:
+        hub.repositories["timm/test_vit.r160_in1k"] = {"model.safetensors": save(model.state_dict())}
+        for more in ({"HF_ENDPOINT": hub.url}, {"HF_HUB_OFFLINE": "1"}):
+            environment = {**os.environ, **own, **more}
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+            assert done.returncode == 0, done.stderr
