@@ -51,6 +51,11 @@ def measure_channels(args: argparse.Namespace) -> dict[str, Any]:
     mean = first / number
     std = (second / number - mean**2).clip(min=0).sqrt()
     values = {name: [round(value, 4) for value in of.tolist()] for name, of in (("mean", mean), ("std", std))}
-    options = {"in_chans": [args.in_chans], "norm_mean": values["mean"], "norm_std": values["std"]}
+    options = {
+        "max_value": [args.max_value],
+        "in_chans": [args.in_chans],
+        "norm_mean": values["mean"],
+        "norm_std": values["std"],
+    }
     say("\n".join(f"--{name} {' '.join(map(str, option))}" for name, option in options.items()))
     return {"num_images": num_images, **values}

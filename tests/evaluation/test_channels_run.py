@@ -45,8 +45,8 @@ def test_statistics_are_those_of_all_pixels(stacks: Path, capsys: pytest.Capture
     main(["statistics", "--data_path", str(stacks), "--in_chans", "5", "--max_value", "1000", "--num_workers", "0"])
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
     pixels = np.stack([np.load(path) for path in (stacks / "train").rglob("*.npy")]).reshape(-1, 5) / 1000
-    assert words[0] == ["--in_chans", "5"]
-    for name, expected, line in (("mean", pixels.mean(0), words[1]), ("std", pixels.std(0), words[2])):
+    assert words[:2] == [["--max_value", "1000"], ["--in_chans", "5"]]
+    for name, expected, line in (("mean", pixels.mean(0), words[2]), ("std", pixels.std(0), words[3])):
         assert line[0] == f"--norm_{name}"
         np.testing.assert_allclose([float(word) for word in line[1:]], expected, atol=6e-5)
 

@@ -63,6 +63,10 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
     own = encoder.config
     if own.kind.takes_raw_tokens:
         raise ValueError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
+    if args.n_last_blocks != 4 or args.avgpool_patchtokens:
+        raise ValueError(
+            "--n_last_blocks and --avgpool_patchtokens do not apply to --probe, which reads the last tokens"
+        )
     width = encoder.backbone.embed_dim
     shared: dict[str, Any] = {"replace_block": own.replaces_block, "group_size": 1}
     return {
