@@ -72,9 +72,12 @@ class Trainer:
 
     def __call__(self) -> None:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
+        import torch  # not above: submitting does not need torch
+
         job = submitit.JobEnvironment()
         trainer = trainer_of(self.args.module)
         with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
+            check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":  # under Slurm, `runtime/launch.py` gives each attempt a port of its own
                 TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -85,6 +88,35 @@ class Trainer:
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit when the job is requeued: the same again, which goes on from the checkpoint."""
         return DelayedSubmission(type(self)(self.args))
+
+
+def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gpus: int) -> None:
+    """Refuse to train with other processes than were asked for.
+
+    Args:
+        args: the options.
+        num_tasks: tasks that were started.
+        num_nodes: nodes they run on.
+        num_gpus: GPUs that this task sees.
+
+    Raises:
+        ValueError: the numbers do not match.
+    """
+    if (num_tasks, num_nodes) != (args.nodes * args.ngpus, args.nodes):
+        raise ValueError(
+            f"{num_tasks} tasks on {num_nodes} nodes were started, but --nodes {args.nodes} --ngpus {args.ngpus} means "
+            f"{args.nodes * args.ngpus} on {args.nodes}; does --slurm_additional change the number of tasks?"
+        )
+    if args.device != "cpu" and num_gpus == 0:
+        raise ValueError(
+            f"this task sees no GPU, and --device {args.device} asks for {args.ngpus} per node. Give --device cpu, or "
+            f"a --partition with GPUs; does `torch.cuda.is_available()` say True on that node?"
+        )
+    if args.device in ("auto", "cuda") and num_gpus not in (1, args.ngpus):
+        raise ValueError(
+            f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
+            f"does --slurm_additional change the number of GPUs?"
+        )
 
 
 MODULE = Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS))
@@ -157,7 +189,8 @@ def check_submission(args: argparse.Namespace) -> None:
         ValueError: names the option and what would do.
     """
     for name, value in vars(args).items():
-        if not all(str(text).isprintable() for text in (value if isinstance(value, list) else [value])):
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
             raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
     if args.gres is not None and not re.fullmatch(r"gpu(:(?!\d+$)[^:,=]+)?", args.gres):
         raise ValueError(f"--gres {args.gres}: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number")

@@ -15,6 +15,7 @@ from dino_sparo import submit as submission
 from dino_sparo.submit import (
     DO_NOT_REQUEUE,
     additional_parameters,
+    check_tasks,
     get_submission_parser,
     job_parameters,
     main,
@@ -110,6 +111,32 @@ def test_a_job_whose_packages_are_missing_is_not_submitted(module: str, monkeypa
 
 def test_additional_options_may_hold_equal_signs() -> None:
     assert additional_parameters(["--export=A=1", "gres=disk:2"]) == {"export": "A=1", "gres": "disk:2"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "gpus", "message"),
+    [
+        (8, 1, 4, r"8 tasks on 1 nodes were started, but --nodes 2 --ngpus 4 means 8 on 2"),
+        (6, 2, 4, r"6 tasks on 2 nodes"),
+        (8, 2, 3, r"sees 3 GPUs, but --ngpus 4 asks for 4"),
+    ],
+)
+def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int, gpus: int, message: str) -> None:
+    args = get_submission_parser().parse_args(["--nodes", "2", "--ngpus", "4"])
+    check_tasks(args, 8, 2, 4)
+    check_tasks(args, 8, 2, 1)  # Slurm shows each task its own
+    with pytest.raises(ValueError, match=message):
+        check_tasks(args, tasks, nodes, gpus)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_node_without_gpus_does_not_train_on_its_cpu(device: str) -> None:
+    """The job asked for GPUs; `auto` would have gone on for days at a hundredth of the speed."""
+    args = get_submission_parser().parse_args(["--ngpus", "8", "--device", device])
+    with pytest.raises(ValueError, match=f"sees no GPU, and --device {device} asks for 8 per node. Give --device cpu"):
+        check_tasks(args, 8, 1, 0)
+    args.device = "cpu"
+    check_tasks(args, 8, 1, 0)
 
 
 @pytest.mark.parametrize("status", [137, 143])

@@ -30,13 +30,27 @@ LEGEND = Template(
     f'<p class="ramp">$low<i style="background: linear-gradient(90deg, rgb(128 128 128), {RAMP})"></i>$high $words</p>'
 )
 
+NAV = Template("""<nav aria-label="What is shown"><div>
+$sorting
+<label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
+<output></output>
+</div></nav>""")
+# Where sections have keys.
+SORTING = """<fieldset><legend>Sort by</legend><span class="segments">
+<label><input type="radio" name="sort" value="peakedness" checked>Peakedness</label>
+<label><input type="radio" name="sort" value="group">Group</label>
+<label><input type="radio" name="sort" value="number">Number</label>
+</span></fieldset>
+<label class="check"><input type="checkbox" id="distinct">One of each group</label>"""
+
 
 def save_page(figure: Figure, path: Path) -> None:
     """Write a figure as one self-contained page; an older page stays until all of the new one is written."""
-    legend, hint = "", ""
+    legend, nav, hint = "", "", ""
     if figure.ends is not None:
         low, high = map(escape, figure.ends)
         legend = LEGEND.substitute(low=low, high=high, words=_marked(figure.legend))
+        nav = NAV.substitute(sorting=SORTING if figure.sections[0].keys else "")
         hint = "Click an image to switch its map on and off."
         hint += " Rest on a word to see its share." if figure.legend else ""
     bands = [band for section in figure.sections for band in section.bands]
@@ -45,6 +59,7 @@ def save_page(figure: Figure, path: Path) -> None:
         about=escape(figure.about),
         explanation=escape(figure.explanation),
         legend=legend,
+        nav=nav,
         count=max([4, *(min(len(band.tiles), figure.layout.per_line) for band in bands)]),
         gap=max(figure.layout.gap, 8),
         sections="\n".join(_section(number, section) for number, section in enumerate(figure.sections)),

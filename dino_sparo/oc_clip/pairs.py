@@ -143,7 +143,13 @@ def draw_negatives(
 
 def read_symmetric(path: Path) -> frozenset[str]:
     """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces."""
-    return frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
+    try:
+        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
+    if not predicates:
+        raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
+    return predicates
 
 
 def shuffled_choices(graph: SceneGraph, relation: Relation) -> list[tuple[int, int]]:

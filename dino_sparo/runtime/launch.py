@@ -112,6 +112,7 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = fresh_store(store, rank, size, timeout)
+        require_one_device_type(store, rank, size, device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -161,6 +162,24 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
                 store.set(f"{name}/joins{rank}", "")
         time.sleep(ASK_SECONDS)
     return dist.PrefixStore(name, store)
+
+
+def require_one_device_type(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """ValueError on every process unless all compute on GPUs, or all on CPUs: NCCL and gloo wait for each other."""
+    store.set(f"device{rank}", f"{device.type} of {socket.gethostname()}")
+    if rank == 0:
+        devices = [store.get(f"device{other}").decode() for other in range(size)]
+        others = [f"rank {number} on {name}" for number, name in enumerate(devices) if name.split()[0] != device.type]
+        message = (
+            f"rank 0 computes on {devices[0]}, but {', '.join(others[:3])}; does torch see the GPUs of all machines? "
+            "--device cuda or --device cpu says what all processes take"
+        )
+        store.set("devices", message if others else "alike")
+    if (message := store.get("devices").decode()) != "alike":
+        store.set(f"read{rank}", "")
+        if rank == 0:  # the store may end with this process
+            store.wait([f"read{other}" for other in range(size)])
+        raise ValueError(message)
 
 
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:

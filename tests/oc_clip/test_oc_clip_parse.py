@@ -331,12 +331,6 @@ def test_lines_whose_captions_are_gone_from_the_input_are_named(
     assert len(lines_of(tmp_path / "g.jsonl")) == 3
 
 
-def test_captions_of_several_lines_are_named_once_per_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "t.csv").write_text('image,caption\n1.png,"a dog\non a mat"\n')
-    parse(tmp_path / "t.csv", tmp_path / "g.jsonl")
-    assert caplog.text.count("a row spans several lines") == 1
-
-
 def test_a_language_model_needs_a_name_and_one_place_to_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "c.txt").write_text("a dog\n")
     for options in ((), ("--model", "m"), ("--model", "m", "--local", "--server", "http://x")):

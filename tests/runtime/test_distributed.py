@@ -9,6 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from dino_sparo.runtime.launch import (
     init_distributed,
     is_main,
     rank,
+    require_one_device_type,
     select_device,
     shutdown,
     world_size,
@@ -160,6 +162,25 @@ def test_a_process_that_does_not_come_is_named() -> None:
     for number, message in ((0, r"processes \[1, 2\] have not come"), (1, "process 0 has not come")):
         with pytest.raises(RuntimeError, match=message):
             fresh_store(dist.HashStore(), number, 3, timedelta(seconds=0.1))
+
+
+def test_processes_on_gpus_and_on_cpus_refuse_each_other() -> None:
+    """The bug: a node without GPUs took its CPU and waited for gloo's group, the others for NCCL's."""
+    devices = [torch.device(kind) for kind in ("cuda", "cuda", "cpu")]
+
+    def join(store: dist.Store, number: int, device: torch.device) -> str:
+        try:
+            require_one_device_type(store, number, 3, device)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for kinds, refused in ((devices, True), (devices[:1] * 3, False), (devices[2:] * 3, False)):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(3) as threads:
+            messages = set(threads.map(partial(join, store), range(3), kinds))
+        assert len(messages) == 1
+        assert bool(re.match(r"rank 0 computes on cuda of \S+, but rank 2 on cpu of", messages.pop())) == refused
 
 
 @pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_GPUS", "0"), ("SLURM_GPUS_ON_NODE", "8")])

@@ -80,7 +80,7 @@ def train_probes(
     batches = cached_batches(train, settings.device, batch_size=share, seed=settings.seed, rows=rows)
     num_steps = len(ProbeSampler(len(rows), share))
     for epoch in range(settings.epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), warmup_cosine(epoch, settings.epochs, 0, num_steps))
+        train_one_epoch(probe, optimizer, batches(epoch), warmup_cosine(epoch, settings.epochs, 0.0, num_steps))
     return probe
 
 

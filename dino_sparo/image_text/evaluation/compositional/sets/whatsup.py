@@ -28,7 +28,7 @@ REPOSITORY = "https://github.com/amitakamath/whatsup_vlms"
 
 def controlled_question(_: str, entry: Any) -> Question:
     """A question about a controlled image; its split is the preposition."""
-    path = entry["image_path"]
+    path = str(entry["image_path"])
     return Question(set_and_preposition(path)[1], (path,), tuple(list_of(entry["caption_options"], 4)))
 
 
