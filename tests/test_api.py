@@ -126,6 +126,7 @@ def test_a_call_of_simdino_gives_its_checkpoint_and_history(tmp_path: Path) -> N
     assert run.encoder().encoding_dim == 15
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_twice_and_evaluates(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="the extra `test` is not installed")
     pytest.importorskip("ipykernel", reason="the extra `test` is not installed")

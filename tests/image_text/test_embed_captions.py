@@ -116,6 +116,7 @@ def test_other_captions_of_the_same_number_are_other_embeddings(
     assert "holds other embeddings (captions" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_result(
     pairs: Path, tmp_path: Path, two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
