@@ -410,9 +410,11 @@ def test_a_study_that_is_asked_to_stop_saves_its_run_and_leaves_no_process(tmp_p
     study = subprocess.Popen([sys.executable, "-m", "studies", *words], cwd=ROOT, start_new_session=True)
     folder = tmp_path / "out" / "scenes" / "cls_lr0.002_seed100"
     console = folder / "console.txt"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not (console.exists() and "step" in console.read_text()):
-        assert time.monotonic() < deadline, "the first run never began"
+        if time.monotonic() > deadline:
+            os.killpg(study.pid, signal.SIGKILL)
+            pytest.fail("the first run never began")
         time.sleep(0.2)
     os.killpg(study.pid, signal.SIGINT)  # as Ctrl-C in a terminal
     assert study.wait(timeout=60) != 0
