@@ -192,6 +192,7 @@ def test_saved_probes_are_tested_again_with_equal_accuracy(folder: Path, result:
         assert row["loss"] == pytest.approx(trained["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sparo", "ep", "attention"])
 def test_a_trained_probe_is_an_encoder_that_is_drawn_scored_and_evaluated(
     kind: str, folder: Path, result: dict[str, Any]

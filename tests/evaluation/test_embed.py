@@ -170,6 +170,7 @@ def embed_on_a_rank(weights: Path, images: Path, out: Path) -> None:
     embed_images(embed_parser().parse_args([*map(str, words), "--num_workers", "0", "--device", "cpu"]))
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_result(
     weights: Path, photographs: Path, tmp_path: Path, two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_encoding_is_the_class_token_or_the_mean_of_the_map_of_images_as_tim
     torch.testing.assert_close(encoder(images), expected)
 
 
+@pytest.mark.slow
 @every_model
 def test_knn_probes_and_embeddings_take_the_name_and_write_no_folder_of_that_name(name: str, tmp_path: Path) -> None:
     result = evaluate("knn", name, nb_knn=3, **SCENES)

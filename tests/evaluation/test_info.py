@@ -55,6 +55,7 @@ def test_an_export_tells_where_it_comes_from(folder: Path, name: str) -> None:
     assert facts["scores"]["knn"].startswith("3-NN ")
 
 
+@pytest.mark.slow
 def test_an_onnx_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx", reason="ONNX exports")
     pytest.importorskip("onnxscript", reason="ONNX exports")
