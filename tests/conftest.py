@@ -6,8 +6,10 @@ has to wait for a core that another process keeps busy.
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -45,6 +47,12 @@ def two_ranks() -> Generator[TwoRanks, None, None]:
     ranks = TwoRanks()
     yield ranks
     ranks.end()
+
+
+@pytest.fixture
+def stopped(first_steps: Path, tmp_path: Path) -> Path:
+    """A copy of a run that a test may resume; `first_steps` is the stopped run of the test's file."""
+    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -171,10 +171,10 @@ class DistillationObjective(Objective[Batch]):
     def begin_step(self) -> None:
         """Begin a step of the updater; in frozen steps batch norm in the backbones keeps and uses its statistics."""
         self.updater.begin_step()
-        if self.frozen_steps:
+        if self.updater.step < self.frozen_steps:  # every epoch begins in training mode
             for part in (*self.network.backbone.modules(), *self.teacher.backbone.modules()):
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                    part.train(self.updater.step >= self.frozen_steps)
+                    part.eval()
 
     def is_evaluated(self, epoch: int) -> bool:
         """Every `--knn_freq` epochs."""

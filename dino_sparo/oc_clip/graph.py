@@ -142,12 +142,12 @@ def _without_article(phrase: str) -> str:
 
 
 def canonical_form(graph: SceneGraph) -> SceneGraph:
-    """Entities sorted by phrase and surroundings, relations renumbered and sorted; isomorphic graphs have one form.
+    """The form that isomorphic graphs share, with one exception: entities and relations in a fixed order.
 
     Entities begin with the rank of their phrase as colour, which `_refined` splits by the colours around them, then by
     the number of entities that relations connect them to. As long as entities share a colour, the first of them gets a
-    colour of its own. It may be any of them if they are symmetric, as dogs without relations or in a ring are. Graphs
-    of equal entities that look alike without being symmetric may have several forms.
+    colour of its own. Which one does not matter if they are symmetric, as dogs without relations or in a ring are. The
+    exception are graphs of equal entities that look alike without being symmetric: they may have several forms.
     """
     relations, entities = graph.relations, range(len(graph.entities))
     part = list(entities)

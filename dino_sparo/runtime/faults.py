@@ -53,7 +53,7 @@ TRAINING_REMEDY = (
     "activations; DINO's --loss_chunk computes the loss of a part of the prototypes at a time"
 )
 EVALUATION_REMEDY = (
-    "smaller batches or images; --use_cuda false, where there is one, keeps features in the host's memory"
+    "smaller batches or images; in commands that have it, --use_cuda false, which keeps features in the host's memory"
 )
 
 

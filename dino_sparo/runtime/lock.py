@@ -1,7 +1,7 @@
 """One run per output folder: the run holds a lock (flock) on a file that names it.
 
-The kernel gives the lock free when the process ends, however it ends; so does the server of a network disk. The file
-is only read for messages, and to recognise an attempt of the same Slurm job before the last requeue.
+The kernel releases the lock when the process ends, however it ends; so does the server of a network disk. The file is
+only read for messages, and to recognise an attempt of the same Slurm job before the last requeue.
 """
 
 import fcntl

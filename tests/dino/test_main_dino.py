@@ -106,12 +106,6 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("first_steps"), drop_path_rate=0.3, max_steps=6)
 
 
-@pytest.fixture
-def stopped(first_steps: Path, tmp_path: Path) -> Path:
-    """A copy of the stopped run, for a test to resume."""
-    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
-
-
 def test_a_run_leaves_log_checkpoints_and_tensorboard(whole: Path) -> None:
     epochs = epochs_of(whole)
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]

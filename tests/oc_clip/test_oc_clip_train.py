@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 import math
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -244,12 +243,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, stopped in the middle of its second epoch: an epoch of three steps, and two; 12 pairs."""
     return run(tmp_path_factory.mktemp("first_steps"), max_steps=5)
-
-
-@pytest.fixture
-def stopped(first_steps: Path, tmp_path: Path) -> Path:
-    """A copy of the stopped run, for a test to resume."""
-    return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
 
 
 def test_a_run_leaves_log_checkpoints_and_a_model_to_load(whole: Path) -> None:

@@ -217,7 +217,7 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
     task, args = probed.task, probed.task.args
     source = task.splits[0]
     if args.fast:
-        with all_or_none("finding memory for all features"):  # before they are computed
+        with all_or_none("finding memory for all features"):  # a run without enough memory ends now, not hours later
             torch.empty(len(source), probed.feature_dim, device=task.storage)
         train = task.features(source, probed.encode, gather=True)
         batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)

@@ -220,7 +220,7 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
     args, encoder = task.args, task.encoder
     num_train, num_val = map(len, task.splits)
     if args.probe:
-        with all_or_none("finding memory for all features"):  # before they are computed
+        with all_or_none("finding memory for all features"):  # a run without enough memory ends now, not hours later
             # A probe also needs this process' share, and twice that of the validation images.
             torch.empty(
                 num_train + (num_train + 2 * num_val) // world_size(), encoder.encoding_dim, device=task.storage
