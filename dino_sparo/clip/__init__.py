@@ -7,7 +7,7 @@ The second objective. The image encoder, its read-outs, the trainer, checkpoints
     slots -> loss                  loss.py
     a whole training               train.py  options.py
     checkpoint -> evaluation       load.py  adapter.py
-    interventions on slots         slots/
+    interventions on slots         subsets.py  select.py  mask.py
     what slots look at             concepts.py  pictures.py
     all of these, small            demo.py
 

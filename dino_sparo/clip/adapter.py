@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
+from dino_sparo.clip.subsets import ReducedClip, open_slots
 from dino_sparo.data.sources.decode import to_rgb
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.text import tokenize

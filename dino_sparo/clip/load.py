@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dino_sparo.clip.concepts import Word, caption_words, see, word_attention
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.slots.subsets import open_slots
+from dino_sparo.clip.subsets import open_slots
 from dino_sparo.data.views import ClipView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat

@@ -191,7 +191,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def select_parser() -> Parser:
-    """The options of `slots/select.py`, in data-flow order."""
+    """The options of `select.py`, in data-flow order."""
     return Parser(
         {
             "model: what is evaluated": CLIP_MODEL,
@@ -237,7 +237,7 @@ MASK: Group = {
 
 
 def mask_parser() -> Parser:
-    """The options of `slots/mask.py`, in data-flow order."""
+    """The options of `mask.py`, in data-flow order."""
     evaluate = Option(
         [],
         "Labelled images to classify with and without the mask, each with its own class names and templates; for "

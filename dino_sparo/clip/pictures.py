@@ -22,7 +22,7 @@ from jaxtyping import Bool
 
 from dino_sparo.clip.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
-from dino_sparo.clip.slots.subsets import check_fits, read_slots
+from dino_sparo.clip.subsets import check_fits, read_slots
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import (
     PICTURE_HEIGHT,

@@ -10,7 +10,7 @@ Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_spa
     scores -> loss, one step               step.py
     a whole training                       train.py  options.py
     checkpoint -> evaluation               load.py
-    checkpoint -> maps of entities         pictures/
+    checkpoint -> maps of entities         explain.py  pictures.py
     all of it on built-in scenes           demo.py
 
 Letters: E entities, R relations, U captions are the paper's M, P and B. `dim` is the paper's d, the width of entities,

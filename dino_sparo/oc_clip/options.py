@@ -256,7 +256,7 @@ def parse_parser() -> Parser:
 
 
 def pictures_parser() -> Parser:
-    """The options of `pictures/draw.py`, in data-flow order."""
+    """The options of `pictures.py`, in data-flow order."""
     return Parser(
         {
             **picture_groups("Checkpoint of OC-CLIP training."),

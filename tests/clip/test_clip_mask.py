@@ -16,10 +16,8 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import create_clip
-from dino_sparo.clip.options import mask_parser
-from dino_sparo.clip.slots import mask
-from dino_sparo.clip.slots.mask import (
+from dino_sparo.clip import create_clip, mask
+from dino_sparo.clip.mask import (
     Mask,
     fit_mask,
     masked_pairs,
@@ -28,7 +26,8 @@ from dino_sparo.clip.slots.mask import (
     part_products,
     relative_change,
 )
-from dino_sparo.clip.slots.subsets import SlotMask, read_slots
+from dino_sparo.clip.options import mask_parser
+from dino_sparo.clip.subsets import SlotMask, read_slots
 from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs

@@ -24,7 +24,7 @@ from figures import assert_readable, drawn_words
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.concepts import PairAttention, WordAttention, caption_words
 from dino_sparo.clip.pictures import level_of, slots_figure
-from dino_sparo.clip.slots.subsets import SlotMask
+from dino_sparo.clip.subsets import SlotMask
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dino_sparo.clip.slots.subsets import read_slots
+from dino_sparo.clip.subsets import read_slots
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler

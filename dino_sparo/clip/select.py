@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
+from dino_sparo.clip.subsets import check_has_slots, whole_model
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets

@@ -32,9 +32,7 @@ from dino_sparo.draw.pixels import Picture
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
-from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
-from dino_sparo.oc_clip.pictures.explain import (
+from dino_sparo.oc_clip.explain import (
     ENDS,
     EXPLANATIONS,
     RELATIONS_LEGEND,
@@ -43,6 +41,8 @@ from dino_sparo.oc_clip.pictures.explain import (
     explain_pair,
     tiles_of,
 )
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 
