@@ -2,8 +2,7 @@
 
     text.py            captions -> token ids -> slots: the text tower
     towers.py          sizes, start weights and checkpoints of both towers
-    classes.py         folders of images -> names of classes
-    prompts.py         names of classes -> captions
+    prompts.py         folders of images -> names of classes -> captions
     options.py         the options that trainings share
     objective.py       data, validation, optimizer of a training
     step.py            the contrastive loss; one step, whole or in parts

@@ -24,9 +24,8 @@ from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, deco
 from dino_sparo.data.sources.decode import IMAGE_FORMATS
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features
-from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.prompts import read_words
+from dino_sparo.image_text.prompts import open_classes, read_words
 from dino_sparo.runtime.files import open_regular, parse_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint

@@ -28,11 +28,19 @@ from dino_sparo.data.sources import open_source  # noqa: E402
 from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
-from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs  # noqa: E402
 from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
-from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
+from dino_sparo.image_text.prompts import (  # noqa: E402
+    TEMPLATES,
+    ClassList,
+    apply_classes,
+    open_classes,
+    open_templates,
+    prompts,
+    scene_templates,
+    wordnet_ids,
+)
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer, without_padding  # noqa: E402
 
 SLOTS, WIDTH = 5, 7

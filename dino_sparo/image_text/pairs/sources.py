@@ -31,11 +31,10 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.shard_index import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
-from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
-from dino_sparo.image_text.prompts import AUTO, open_templates, prompts
+from dino_sparo.image_text.prompts import AUTO, open_classes, open_templates, prompts
 
 logger = logging.getLogger(__name__)
 
