@@ -15,14 +15,14 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.data.scene_graphs import Ties
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.image_text.evaluation.compositional.answers import (
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import (
     EncodedQuestions,
+    Question,
     SplitResult,
     encode_questions,
     split_results,
 )
-from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
-from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, scene_pairs
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import (
     swapped_attribute,

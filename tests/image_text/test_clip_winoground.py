@@ -13,8 +13,8 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.image_text.evaluation.compositional.answers import Answer, answer_questions, judge
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import Answer, answer_questions, judge
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.winoground import outcomes, read
 

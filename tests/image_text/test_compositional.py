@@ -28,7 +28,6 @@ from PIL import Image
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, image_source
 from dino_sparo.data.sources.decode import read_image
-from dino_sparo.image_text.evaluation.compositional.answers import answer_questions, chunks, judge, with_shuffled_images
 from dino_sparo.image_text.evaluation.compositional.benchmark import (
     Benchmark,
     Outcome,
@@ -40,7 +39,13 @@ from dino_sparo.image_text.evaluation.compositional.benchmark import (
 from dino_sparo.image_text.evaluation.compositional.command import evaluate as evaluate_all
 from dino_sparo.image_text.evaluation.compositional.command import labels_of
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
-from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.questions import (
+    Question,
+    answer_questions,
+    chunks,
+    judge,
+    with_shuffled_images,
+)
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, aro, vl_checklist, whatsup
 from dino_sparo.image_text.scoring.image_files import Crop, named_source
 

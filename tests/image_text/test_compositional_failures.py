@@ -25,11 +25,6 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.image_text.evaluation.compositional.answers import (
-    Answer,
-    answer_questions,
-    judge,
-)
 from dino_sparo.image_text.evaluation.compositional.failures import (
     LAYOUT,
     TITLE,
@@ -40,7 +35,12 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     failure_section,
     write_failures,
 )
-from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.questions import (
+    Answer,
+    Question,
+    answer_questions,
+    judge,
+)
 from dino_sparo.image_text.scoring.image_files import Crop
 from dino_sparo.image_text.scoring.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of

@@ -11,8 +11,7 @@ from compositional_files import write_json
 from oc_clip_fakes import oc_clip_description
 
 from dino_sparo.__main__ import UNUSED_OPTIONS
-from dino_sparo.image_text.evaluation.compositional.answers import answer_questions
-from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.questions import Question, answer_questions
 from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
 
 pytest.importorskip("open_clip")

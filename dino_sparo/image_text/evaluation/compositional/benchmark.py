@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.image_text.evaluation.compositional.answers import Answer
-from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 NUM_RESAMPLES = 10_000

@@ -17,18 +17,18 @@ from typing import Any
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import result_folder, start_evaluation
-from dino_sparo.image_text.evaluation.compositional.answers import (
-    Answer,
-    answer_questions,
-    captions_of,
-    with_shuffled_images,
-)
 from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.failures import (
     Failures,
     clearest_failures,
     write_failures,
+)
+from dino_sparo.image_text.evaluation.compositional.questions import (
+    Answer,
+    answer_questions,
+    captions_of,
+    with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of

@@ -21,8 +21,7 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.image_text.evaluation.compositional.answers import Answer
-from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
 from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, named_source
 from dino_sparo.image_text.scoring.scorer import CaptionMaps, ExplainableScorer, Scorer
 

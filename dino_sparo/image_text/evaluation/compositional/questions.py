@@ -1,18 +1,41 @@
-"""Questions with true and false captions, and how annotation files are read into them.
+"""Annotation files -> questions with true and false captions -> a scorer's answers, some images at a time.
 
 images  captions  matches
 1       2         (0,)         SugarCrepe, ARO, VL-CheckList: a true and a false caption
 1       4 or 5    (0,)         What'sUp, the order of words in captions of COCO and Flickr
 2       2         (0, 1)       Winoground: each image has its caption
+
+The rule: right means strictly greater. Equal scores count as wrong, and ties are counted, so that a model which cannot
+tell captions apart gains nothing.
+
+Questions are sorted by the file of their first image, so that an image that several benchmarks share is decoded once.
+`chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.scoring.image_files import Crop, ImageName
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, file_of, named_source
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.files import read_json
+
+logger = logging.getLogger(__name__)
+
+CHUNK_IMAGES = 2048
 
 
 class Question(NamedTuple):
@@ -92,3 +115,226 @@ def list_of(value: Any, length: int | None = None) -> list[Any]:
     if not isinstance(value, list) or length not in (None, len(value)):
         raise ValueError(f"{value!r:.80} is no list" + (f" of {length}" if length else ""))
     return value
+
+
+# Answers.
+
+
+class Answer(NamedTuple):
+    """A scorer's answer to a question.
+
+    Attributes:
+        text: each image prefers its own caption to all others of the question.
+        image: the caption of each image prefers that image to all others.
+        text_tied: an image has equal scores for its own caption and the best of the others.
+        image_tied: a caption has equal scores for its own image and the best of the others.
+        worst_image: index of the image with the greatest difference between the best false score and the true score.
+        false_caption: index of the best false caption of that image.
+        true_score: score of that image with its own caption.
+        false_score: score of that image with the false caption.
+        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
+            one from another), or a mark of the model's own.
+    """
+
+    text: bool
+    image: bool
+    text_tied: bool
+    image_tied: bool
+    worst_image: int
+    false_caption: int
+    true_score: float
+    false_score: float
+    marks: Mapping[str, bool] = MappingProxyType({})
+
+
+class SplitResult(NamedTuple):
+    """Accuracy of a split in percent, with its numbers of questions and of ties."""
+
+    accuracy: float
+    num_questions: int
+    num_ties: int
+
+
+def judge(
+    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
+) -> list[Answer]:
+    """Scores -> answers, without marks.
+
+        text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
+        image  S(i, m_i) > S(j, m_i) for all images i and j other than i
+
+    Args:
+        scores: S of every image and caption, padded with -inf.
+        matches: m, index of the true caption of each image, padded with -1.
+    """
+    is_image = matches >= 0
+    own_caption = matches.clamp(min=0)[:, :, None]
+    own = scores.gather(2, own_caption)[:, :, 0]
+    best_caption, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
+    by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
+    is_own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
+    best_image = by_caption.masked_fill(is_own, -torch.inf).amax(dim=1)
+    right = [((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image)]
+    ties = [((own == best) & is_image).any(dim=1) for best in (best_caption, best_image)]
+    worst = torch.where(is_image, best_caption - own, -torch.inf).argmax(dim=1, keepdim=True)
+    confusion = [column.gather(1, worst)[:, 0] for column in (caption, own, best_caption)]
+    columns = (column.tolist() for column in (*right, *ties, worst[:, 0], *confusion))
+    return [Answer(*row) for row in zip(*columns, strict=True)]
+
+
+def by_split(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, SplitResult]:
+    """Accuracy of each split, in the order of the questions: the share of images that prefer their own caption."""
+    own: dict[str, list[Answer]] = defaultdict(list)
+    for question, answer in zip(questions, answers, strict=True):
+        own[question.split].append(answer)
+    return {
+        split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
+        for split, each in own.items()
+    }
+
+
+def macro(results: Mapping[str, SplitResult]) -> float:
+    """Mean of the splits' accuracies, in percent."""
+    return sum(result.accuracy for result in results.values()) / len(results)
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Questions whose images can be read, on every process.
+
+    Attributes:
+        questions: the questions.
+        images: payload of the different images.
+        texts: payload of the different captions.
+        image_of: (questions, images), rows of a question's images in `images`, padded with -1.
+        text_of: (questions, captions), rows of a question's captions in `texts`, padded with -1.
+        numbers: index of each question in the list that was to be encoded.
+        marks: marks of each question, as in `Answer`.
+        truncated: different captions that are longer than the context.
+    """
+
+    questions: list[Question]
+    images: Any
+    texts: Any
+    image_of: Int64[Tensor, "questions images"]
+    text_of: Int64[Tensor, "questions captions"]
+    numbers: Sequence[int] = ()
+    marks: Sequence[Mapping[str, bool]] = ()
+    truncated: Sequence[str] = ()
+
+
+def captions_of(questions: Sequence[Question]) -> list[str]:
+    """The different captions of all questions, in order."""
+    return list(dict.fromkeys(text for question in questions for text in question.captions))
+
+
+@torch.no_grad()
+def encode_questions(
+    scorer: Scorer, questions: Sequence[Question], limits: ImageLimits = DEFAULT_LIMITS
+) -> EncodedQuestions | None:
+    """Encode every image and every caption once; None if no question has its images."""
+    names = list(dict.fromkeys(name for question in questions for name in question.images))
+    images = scorer.encode_images(named_source(ROOT, names, list(map(file_of, names)), limits))
+    image_row = {names[index]: row for row, index in enumerate(images.indices.tolist())}
+    numbers = [n for n, question in enumerate(questions) if all(name in image_row for name in question.images)]
+    if not numbers:
+        return None
+    readable = [questions[number] for number in numbers]
+    captions = captions_of(readable)
+    text_row = {text: row for row, text in enumerate(captions)}
+    texts = scorer.encode_texts(captions)
+    image_of = _filled([[image_row[name] for name in question.images] for question in readable])
+    text_rows = [[text_row[text] for text in question.captions] for question in readable]
+    text_marks = {name: values.tolist() for name, values in texts.marks.items()}
+    marks = [{name: any(values[row] for row in rows) for name, values in text_marks.items()} for rows in text_rows]
+    if texts.alike is not None:
+        alike = texts.alike.tolist()
+        for own, rows, question in zip(marks, text_rows, readable, strict=True):
+            own["alike"] = [alike[row] for row in rows].count(alike[rows[question.matches[0]]]) > 1
+    truncated = list(compress(captions, text_marks.get("truncated", ())))
+    places = image_of.to(scorer.device), _filled(text_rows).to(scorer.device)
+    return EncodedQuestions(readable, images.payload, texts.payload, *places, numbers, marks, truncated)
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
+    """Rows of different lengths, padded with -1."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
+
+
+# Payload of images, rows of it, payload of captions, rows of it -> scores; `Scorer.score_pairs`.
+ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
+
+
+@torch.no_grad()
+def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answer]:
+    """The answer to each question; raises ValueError for scores that are not finite."""
+    is_pair = (encoded.image_of >= 0)[:, :, None] & (encoded.text_of >= 0)[:, None, :]
+    number, image, text = is_pair.nonzero().unbind(dim=1)
+    rows = encoded.image_of[number, image], encoded.text_of[number, text]
+    pairs = score_pairs(encoded.images, rows[0], encoded.texts, rows[1])
+    if not pairs.isfinite().all():
+        raise ValueError("the scores are not finite; the model is broken or overflowed")
+    scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
+    scores[is_pair] = pairs
+    answers = judge(scores, _filled([question.matches for question in encoded.questions]).to(pairs.device))
+    if not encoded.marks:
+        return answers
+    return [answer._replace(marks=marks) for answer, marks in zip(answers, encoded.marks, strict=True)]
+
+
+def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
+    """Accuracy per split; raises ValueError for scores that are not finite."""
+    return by_split(encoded.questions, answers_to(encoded, score_pairs))
+
+
+def answer_questions(
+    scorer: Scorer,
+    questions: Sequence[Question],
+    chunk_images: int = CHUNK_IMAGES,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> tuple[list[Answer | None], set[str]]:
+    """Answer all questions; `chunk_images` is the largest number of images encoded at a time.
+
+    Returns:
+        The answer to each question, None where an image cannot be read; and the captions that were truncated.
+    """
+    answers: list[Answer | None] = [None] * len(questions)
+    truncated: set[str] = set()
+    scorer.expect_texts(captions_of(questions))
+    parts = chunks(questions, chunk_images)
+    for number, part in enumerate(parts):
+        logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
+        encoded = encode_questions(scorer, [questions[index] for index in part], limits)
+        if encoded is not None:
+            for row, answer in zip(encoded.numbers, answers_to(encoded, scorer.score_pairs), strict=True):
+                answers[part[row]] = answer
+            truncated.update(encoded.truncated)
+    return answers, truncated
+
+
+def chunks(questions: Sequence[Question], chunk_images: int) -> list[list[int]]:
+    """Indices of the questions in equal parts of about `chunk_images` images; questions about a file lie together."""
+    order = sorted(range(len(questions)), key=lambda index: file_of(questions[index].images[0]))
+    most = max(len(question.images) for question in questions)
+    num_parts = min(len(order), math.ceil(len(order) * most / chunk_images))
+    return [part.tolist() for part in np.array_split(order, num_parts)]
+
+
+def with_shuffled_images(
+    questions: Sequence[Question], seed: int, group_of: Callable[[Question], str]
+) -> list[Question]:
+    """Each question with the images of the next question of its group, in a random order.
+
+    A model that still answers correctly does not need the images. `group_of` is the `blind_group` of a benchmark.
+    """
+    rng = np.random.default_rng(seed)
+    by_group: dict[str, list[int]] = defaultdict(list)
+    for index, question in enumerate(questions):
+        by_group[group_of(question)].append(index)
+    shuffled = list(questions)
+    for own in by_group.values():
+        order = rng.permutation(own)
+        for here, there in zip(order, np.roll(order, 1), strict=True):
+            shuffled[here] = questions[here]._replace(images=questions[there].images)
+    return shuffled

@@ -15,15 +15,15 @@ from typing import Any
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.evaluation.compositional.answers import (
+from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
+from dino_sparo.image_text.evaluation.compositional.command import Result, describe, labels_of, table
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import (
     Answer,
     EncodedQuestions,
     answer_questions,
     encode_questions,
 )
-from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
-from dino_sparo.image_text.evaluation.compositional.command import Result, describe, labels_of, table
-from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report

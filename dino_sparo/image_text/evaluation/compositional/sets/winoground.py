@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.answers import Answer
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome
-from dino_sparo.image_text.evaluation.compositional.questions import Question, questions_of
+from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question, questions_of
 from dino_sparo.runtime.files import parse_json
 
 EXAMPLES = "examples.jsonl"
