@@ -436,7 +436,7 @@ def sugarcrepe(args: argparse.Namespace) -> Any:
     dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017
     dino-sparo sugarcrepe --pretrained_weights clip.pth --data_root pairs
     """
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
 
     return evaluate_single(args, open_model, "sugarcrepe")
 
@@ -448,7 +448,7 @@ def winoground(args: argparse.Namespace) -> Any:
     dino-sparo winoground --pretrained_weights clip.pth --data_root winoground
     dino-sparo winoground --pretrained_weights oc.pth --data_root winoground --graphs winoground.jsonl
     """
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
 
     return evaluate_single(args, open_model, "winoground")
 

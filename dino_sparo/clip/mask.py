@@ -30,8 +30,8 @@ from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.image_text.evaluation.compositional.command import encode_folder, open_folder, pairs_record
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, SplitResult, macro, split_results
-from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates

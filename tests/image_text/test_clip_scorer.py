@@ -22,8 +22,8 @@ from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
+from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
 from dino_sparo.image_text.evaluation.compositional.questions import Question, judge
-from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
 from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, open_validation
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.sources import open_pairs

@@ -15,6 +15,7 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.data.scene_graphs import Ties
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.image_text.evaluation.compositional.command import encode_folder
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import (
     EncodedQuestions,
@@ -30,7 +31,6 @@ from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import (
     write_scene_pairs,
 )
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COUNTS, group_means, read
-from dino_sparo.image_text.evaluation.compositional.single import encode_folder
 from dino_sparo.image_text.scoring import dot_product
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 
