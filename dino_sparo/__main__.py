@@ -33,7 +33,7 @@ from dino_sparo.simdino import options as simdino_options
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
-    from dino_sparo.image_text.scoring.scorer import Scorer
+    from dino_sparo.image_text.scorer import Scorer
     from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger("dino_sparo")

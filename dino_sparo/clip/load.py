@@ -25,8 +25,7 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.scorer import CaptionMaps, Explanation
+from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed

@@ -35,7 +35,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import EncodedQues
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress

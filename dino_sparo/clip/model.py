@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import SLOT_SIZES, CLIPConfig, infer_clip_config, towers_of
 from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options, tower_configs

@@ -40,7 +40,7 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.launch import is_main, rank, world_size
 

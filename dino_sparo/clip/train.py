@@ -26,7 +26,7 @@ from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.launch import Distributed

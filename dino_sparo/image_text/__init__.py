@@ -2,6 +2,8 @@
 
     text.py            captions -> token ids -> slots: the text tower
     towers.py          sizes, start weights and checkpoints of both towers
+    scorer.py          images and captions -> scores
+    image_files.py     names of image files -> images, or crops of them
     prompts.py         folders of images -> names of classes -> captions
     options.py         the options that trainings share
     objective.py       data, validation, optimizer of a training
@@ -9,7 +11,6 @@
     picture_pairs.py   pairs that are drawn
     demos.py           the objectives' demos
     pairs/             any pairs of images and captions -> batches
-    scoring/           images and captions -> scores
     evaluation/        zero-shot, retrieval, probe, true or false captions
 
 Nothing here imports an objective: a model comes in as what encodes images and captions.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
 from dino_sparo.image_text.pairs.run_data import micro_batch_size, number_pairs, stream_pairs, training_limits
-from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.backbone import own_patch_size

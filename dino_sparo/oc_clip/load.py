@@ -23,7 +23,7 @@ from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
+from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up
 from dino_sparo.oc_clip.config import OCCLIPConfig

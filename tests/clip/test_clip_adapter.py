@@ -23,7 +23,7 @@ from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 
 SLOTS, WIDTH = 5, 7
 

@@ -30,7 +30,7 @@ from dino_sparo.clip.options import mask_parser
 from dino_sparo.clip.subsets import SlotMask, read_slots
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 
 PARTS, WIDTH = 5, 3
 NUM_PAIRS = 17

@@ -29,7 +29,7 @@ from dino_sparo.evaluation.slots.curve import best_number
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 
 SLOTS = 5
 TEMPLATES_USED = TEMPLATES["scenes"][:3]

@@ -24,7 +24,7 @@ from dino_sparo.clip.subsets import (
     whole_model,
 )
 from dino_sparo.evaluation.slots.choice import SlotSelection
-from dino_sparo.image_text.scoring.dot_product import ImageTextModel
+from dino_sparo.image_text.scorer import ImageTextModel
 
 SLOTS, WIDTH, PROJECTED = 5, 7, 12
 

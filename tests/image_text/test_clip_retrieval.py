@@ -15,6 +15,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.image_text import image_files
 from dino_sparo.image_text.evaluation import caption_sets, retrieval
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.retrieval import (
@@ -24,7 +25,6 @@ from dino_sparo.image_text.evaluation.retrieval import (
     recall,
 )
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.scoring import image_files
 
 
 def run(*options: object) -> dict:

@@ -28,8 +28,7 @@ from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, open_vali
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.scorer import EncodedImages, EncodedTexts, Scorer
+from dino_sparo.image_text.scorer import DotProductScorer, EncodedImages, EncodedTexts, Scorer
 from dino_sparo.runtime.launch import shutdown
 
 WORDS = [*COLOURS, *SHAPES, *SCENE_COLOURS, "left", "right", "above", "below"]

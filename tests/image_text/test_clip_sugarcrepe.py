@@ -15,6 +15,7 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.data.scene_graphs import Ties
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.image_text import scorer as scorer_file
 from dino_sparo.image_text.evaluation.compositional.command import encode_folder
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import (
@@ -31,8 +32,7 @@ from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import (
     write_scene_pairs,
 )
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COUNTS, group_means, read
-from dino_sparo.image_text.scoring import dot_product
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 
 
 def run(*options: object) -> dict:
@@ -92,7 +92,7 @@ def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
 
 def test_one_step_of_fp32_decides_and_less_is_a_tie(monkeypatch):
     """However many pairs are compared at a time; in bf16 all of these would be ties."""
-    monkeypatch.setattr(dot_product, "PAIR_CHUNK", 2)
+    monkeypatch.setattr(scorer_file, "PAIR_CHUNK", 2)
     texts = torch.tensor([[0.5, 0.1], [0.5 + 2**-24, 0.7], [0.5 + 2**-26, 0.2]])
     questions = [Question("swap_att", ("i",), ("", ""))] * 5
     text_of, image_of = torch.tensor([[1, 0], [0, 1], [2, 0], [1, 2], [0, 2]]), torch.zeros(5, 1, dtype=torch.int64)

@@ -19,7 +19,7 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
 from dino_sparo.image_text.pairs import run_data
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.weights.checkpoint import CheckpointError
 
 CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ from dino_sparo.image_text.prompts import (  # noqa: E402
     scene_templates,
     wordnet_ids,
 )
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer, without_padding  # noqa: E402
+from dino_sparo.image_text.scorer import DotProductScorer, without_padding  # noqa: E402
 
 SLOTS, WIDTH = 5, 7
 

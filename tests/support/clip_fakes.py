@@ -15,7 +15,7 @@ from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import clip_description, create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.foreign_names import from_open_clip_names, open_clip_settings, to_open_clip_names
 

@@ -15,7 +15,7 @@ from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import write_result
-from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.agree import rank_0_first
 from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.records import file_sha256

@@ -20,10 +20,10 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
+from dino_sparo.image_text.image_files import require_few_missing
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
 from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
-from dino_sparo.image_text.scoring.image_files import require_few_missing
-from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.runtime.logs import progress
 

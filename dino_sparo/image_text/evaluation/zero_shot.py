@@ -25,7 +25,7 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
 from dino_sparo.image_text.prompts import AUTO, apply_classes, open_classes, open_templates
-from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 
 TOP = 5

@@ -40,8 +40,8 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report
-from dino_sparo.image_text.scoring.image_files import require_few_missing
-from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.image_text.image_files import require_few_missing
+from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import write_json
@@ -239,8 +239,8 @@ def table(results: Mapping[str, Result]) -> str:
     return "\n".join(lines)
 
 
-# One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks. The answers and
-# the table are those of `compositional`; the result files, sugarcrepe.json and winoground.json, have their own format.
+# One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks. Answers and
+# table are those of `compositional`; the result files, sugarcrepe.json and winoground.json, have their own format.
 
 
 def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:

@@ -22,8 +22,8 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
-from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, named_source
-from dino_sparo.image_text.scoring.scorer import CaptionMaps, ExplainableScorer, Scorer
+from dino_sparo.image_text.image_files import ROOT, Crop, ImageName, named_source
+from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer, Scorer
 
 TITLE = "The clearest errors"
 SHEET_ERRORS = 6  # errors on a sheet; the page has all
