@@ -26,8 +26,7 @@ from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs
-from dino_sparo.oc_clip.binding import EPSILON, Binding
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import EPSILON, Binding, BindingConfig
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.scoring import Scoring, score_all_pairs

@@ -6,7 +6,7 @@ Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_spa
     caption's graph -> padded tensors      batches.py  pairs.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py
-    images, captions -> scores             model.py (config.py)
+    images, captions -> scores             model.py
     scores -> loss, one step               step.py
     a whole training                       train.py  options.py
     checkpoint -> evaluation               load.py
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+    from dino_sparo.oc_clip.binding import BindingConfig
     from dino_sparo.oc_clip.graph import Relation, SceneGraph
     from dino_sparo.oc_clip.load import load_oc_clip
-    from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
+    from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 
 __all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
 
@@ -34,9 +34,9 @@ __all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "oc_clip.config": ("BindingConfig", "OCCLIPConfig"),
+        "oc_clip.binding": ("BindingConfig",),
         "oc_clip.graph": ("Relation", "SceneGraph"),
         "oc_clip.load": ("load_oc_clip",),
-        "oc_clip.model": ("OCCLIP", "create_oc_clip"),
+        "oc_clip.model": ("OCCLIP", "OCCLIPConfig", "create_oc_clip"),
     },
 )

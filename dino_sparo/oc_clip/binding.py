@@ -5,6 +5,7 @@ patch, with one another and with default tokens, which take the patches that no 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +14,54 @@ from jaxtyping import Bool, Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from dino_sparo.oc_clip.config import BindingConfig
-
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
 DEFAULT_CHUNK_MB = 256
 KEPT_SHARE = 1 / 32  # of `chunk_mb`: smaller batches are not computed twice
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
+
+
+@dataclass(frozen=True)
+class BindingConfig:
+    """Sizes of the modules between the towers and the scores; the paper's by default (OC-CLIP, table 11).
+
+    Attributes:
+        dim: d, width of entities, keys, values and slots.
+        num_default: N_d, number of default tokens.
+        num_layers: self-attention blocks on the patches.
+        num_heads: of these blocks.
+        position_std: standard deviation of the patches' positions at the start; the listing's by default.
+        competition: a member of `COMPETITIONS`: what the softmax of the binding runs over.
+        rel_dim: d_r, width of relations.
+        relation: how a relation is scored, a member of `RELATION_SCORES`.
+        ent_coef: alpha at the start.
+        rel_coef: beta at the start.
+        logit_scale: scores are multiplied by a learned inverse temperature; False is the paper's letter.
+
+    Raises:
+        ValueError: the heads do not divide `dim`, or default tokens where nothing competes with them.
+    """
+
+    dim: int = 256
+    num_default: int = 4
+    num_layers: int = 2
+    num_heads: int = 4
+    position_std: float = 1.0
+    competition: str = "queries"
+    rel_dim: int = 128
+    relation: str = "additive"
+    ent_coef: float = 1.5
+    rel_coef: float = 0.5
+    logit_scale: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide dim={self.dim}; choose a divisor")
+        if self.competition == "keys" and self.num_default:
+            raise ValueError(
+                f"num_default={self.num_default} with competition='keys': default tokens change nothing where entities "
+                "do not compete; give num_default=0"
+            )
 
 
 class BoundPatches(NamedTuple):

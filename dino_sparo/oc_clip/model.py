@@ -6,6 +6,7 @@ keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of 
 """
 
 import math
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -13,14 +14,65 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.text import TextEncoder
+from dino_sparo.image_text.text import TextConfig, TextEncoder
 from dino_sparo.image_text.towers import tower_configs
 from dino_sparo.models.backbone import own_patch_size
-from dino_sparo.models.encoder import Encoder, encoder_from_config
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config, refuse_unknown
 from dino_sparo.models.readout import EndTokenReadout
-from dino_sparo.oc_clip.binding import Binding
-from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.scoring import Scoring
+
+
+@dataclass(frozen=True)
+class OCCLIPConfig:
+    """How an OC-CLIP model is built; every checkpoint holds it, so that no command needs these options again.
+
+    Attributes:
+        image: the image encoder; its patch tokens are bound; its read-out is that of evaluations of the encoder alone.
+        text: the text encoder; it reads phrases.
+        binding: the rest.
+    """
+
+    image: EncoderConfig
+    text: TextConfig
+    binding: BindingConfig = BindingConfig()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "OCCLIPConfig":
+        """The configuration a checkpoint carries, beside the mean and std of its images.
+
+        Raises:
+            ValueError: it says something that this version does not know.
+        """
+        text, binding = values["text"], values["binding"]
+        unknown = {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
+        unknown |= {f"binding.{name}" for name in binding.keys() - {field.name for field in fields(BindingConfig)}}
+        unknown |= values.keys() - {"image", "text", "binding", "mean", "std", "graphs"}
+        refuse_unknown("model", unknown)
+        return cls(EncoderConfig.from_dict(values["image"]), TextConfig(**text), BindingConfig(**binding))
+
+    @property
+    def quick_gelu(self) -> bool:
+        """OpenAI's activation, in both encoders."""
+        return self.image.quick_gelu
+
+    @property
+    def num_patches(self) -> int:
+        """N."""
+        return (self.image.img_size // self.image.patch_size) ** 2
+
+    @property
+    def summary(self) -> str:
+        """One line for the log."""
+        image, text, binding = self.image, self.text, self.binding
+        return (
+            f"{image.arch}/{image.patch_size} at {image.img_size} px, text of {text.layers} layers {text.width} wide, "
+            f"binding {binding.dim} wide with {binding.num_default} default tokens"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for checkpoints and JSON."""
+        return asdict(self)
 
 
 class OCCLIP(nn.Module):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.oc_clip.batches import EncodedGraphs
-from dino_sparo.oc_clip.binding import Binding, BoundPatches
-from dino_sparo.oc_clip.config import MIN_COEF, BindingConfig
+from dino_sparo.oc_clip.binding import Binding, BindingConfig, BoundPatches
 
+MIN_COEF = 1e-3  # of entities and of relations in a score
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
 
 

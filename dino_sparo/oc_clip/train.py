@@ -26,7 +26,7 @@ from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer

@@ -16,7 +16,7 @@ from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.batches import EncodedGraphs
-from dino_sparo.oc_clip.binding import Binding
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring, score_all_pairs
 from dino_sparo.oc_clip.step import relation_loss
 

@@ -30,7 +30,7 @@ from dino_sparo.draw.pixels import framed
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
 from dino_sparo.oc_clip.batches import batch_graphs
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs

@@ -36,7 +36,7 @@ from dino_sparo.__main__ import (
     parser_of,
 )
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices
 from dino_sparo.runtime.cli import DEVICE, FOREIGN_WEIGHTS, MAX_SHOWN, Option, Parser, bool_flag
 from dino_sparo.runtime.precision import PRECISIONS
