@@ -204,7 +204,7 @@ COMPUTING_FILES = (
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
     *("distillation/network", "distillation/teacher", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),
-    *("oc_clip/pairs", "oc_clip/step", "image_text/step"),
+    *("oc_clip/step", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),
     *("evaluation/attention/maps", "evaluation/attention/atlas"),
     *(f"evaluation/objects/{name}" for name in ("measures", "slots", "layouts", "survey")),

@@ -3,7 +3,7 @@
 Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. OC-CLIP adds:
 
     caption -> its graph                   graph.py  parsers/  graph_files.py
-    caption's graph -> padded tensors      batches.py  pairs.py
+    caption's graph -> padded tensors      batches.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py
     images, captions -> scores             model.py

@@ -1,16 +1,31 @@
-"""Scene graphs of a batch -> padded index tensors, each phrase once; embeddings of phrases -> `EncodedGraphs`."""
+"""Pairs of images and captions -> batches with the captions' graphs and two false graphs of each, as padded tensors.
 
-from collections.abc import Sequence
+    pairs, graphs -> `GraphPairBatch`                  in loading processes; each phrase once
+    graphs, embeddings of phrases -> `EncodedGraphs`   on the device
+
+All randomness is a pure function of (seed, epoch, index), like the randomness of crops and captions.
+"""
+
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
-from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.data.samplers import image_rng
+from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
+from dino_sparo.image_text.pairs.tars import TarCaptions
+from dino_sparo.image_text.text import Tokens, tokenize
+from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
 
 
 @dataclass(frozen=True)
@@ -133,3 +148,160 @@ def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "U width"]:
 
 def _mask(counts: Sequence[int]) -> Bool[Tensor, "U width"]:
     return torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+
+
+# Pairs.
+
+# Added to the seed, so that false graphs are independent of crops and captions.
+NEGATIVES_STREAM = 0x2545F4914F6CDD1D
+
+
+class GraphItem(NamedTuple):
+    """One pair with the graph of its caption, two false graphs (`draw_negatives`), and the changes by normalising."""
+
+    pair: PairItem
+    graph: SceneGraph
+    swapped: SceneGraph
+    shuffled: SceneGraph
+    counts: LookupCounts
+
+
+@dataclass
+class GraphPairBatch(PairBatch):
+    """B pairs with the graphs of their captions, whose phrases are the `token_ids`; graph i belongs to image i.
+
+    Graphs stay in the host's memory, since their sizes determine the chunks, and several batches are joined first.
+    """
+
+    graphs: GraphBatch
+    graph_counts: LookupCounts
+
+
+class GraphPairDataset(Dataset):
+    """Pairs with the graphs of their captions, and the false graphs of `draw_negatives`.
+
+    With `graph_key` the graph of a pair stands under this key in the `.json` member of its shard.
+    """
+
+    def __init__(
+        self,
+        pairs: PairDataset,
+        graphs: CaptionGraphs,
+        graph_key: str | None = None,
+        relations: str = "all",
+        symmetric: Container[str] = (),
+    ) -> None:
+        self.captions: Any = pairs.source.captions
+        if graph_key is not None and not isinstance(self.captions, TarCaptions):
+            raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
+        self.pairs, self.graphs, self.graph_key = pairs, graphs, graph_key
+        self.relations, self.symmetric = relations, symmetric
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.pairs)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> GraphItem:
+        """The pair of (epoch, index), or of an index in epoch 0."""
+        epoch, index = key if isinstance(key, tuple) else (0, key)
+        pair = self.pairs[key]
+        graph, counts = self.graph_of(pair)
+        rng = image_rng(self.pairs.seed + NEGATIVES_STREAM, epoch, index)
+        return GraphItem(pair, graph, *draw_negatives(graph, rng, self.relations, self.symmetric), counts)
+
+    def graph_of(self, pair: PairItem) -> tuple[SceneGraph, LookupCounts]:
+        """The graph of a pair's caption, and the changes by normalising."""
+        if self.graph_key is None:
+            return self.graphs.lookup(pair.caption)
+        try:
+            content = self.captions.json_of(pair.index)
+            graph = SceneGraph.from_json(content[self.graph_key]) if self.graph_key in content else None
+        except ValueError as error:
+            raise ValueError(f"{self.captions.location(pair.index)}: {error}") from error
+        return self.graphs.normalized(graph, pair.caption)
+
+
+def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> GraphPairBatch:
+    """Stack images, pad graphs, tokenise each different phrase once."""
+    pairs, graphs, swapped, shuffled, counts = zip(*items, strict=True)
+    batch = batch_graphs(graphs, swapped, shuffled)
+    tokens = tokenize_phrases(batch.phrases, context_length)
+    images, indices, corrupt = stack_images(pairs)
+    total = reduce(LookupCounts.plus, counts)
+    return GraphPairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated, batch, total)
+
+
+def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
+    """Phrases -> ids without the columns that are padding for all of them."""
+    tokens = tokenize(list(phrases), context_length)
+    length = int(tokens.ids.argmax(dim=1).max()) + 1  # the end token has the largest id
+    return tokens._replace(ids=tokens.ids[:, :length])
+
+
+# False graphs: the local loss, `step.relation_loss`, trains the true graph to score above both.
+
+
+def draw_negatives(
+    graph: SceneGraph, rng: np.random.Generator, relations: str = "all", symmetric: Container[str] = ()
+) -> tuple[SceneGraph, SceneGraph]:
+    """The swapped and the shuffled graph; relation p of each is made of relation p of the true graph.
+
+        (s, o) -> (o, s)                                     swapped, equation 8
+        (s, o) -> (j, i) with j != s, i != o, j != i         shuffled, equation 9; uniform over `shuffled_choices`
+
+    The paper's j and i are any entities; j != i is our choice, since an entity has no relation with itself. With two
+    entities both negatives are the same. A relation without a false choice is not shuffled. The paper speaks of "a
+    relationship" in section 3.3 and of indices in A.1: by default all relations of a graph are altered.
+
+    Args:
+        graph: the true graph.
+        rng: the draws depend on it and on the graph alone.
+        relations: "all"; or "one": one relation is altered, the same in both negatives.
+        symmetric: predicates that are never altered, since they hold both ways, such as "next to"; the paper alters
+            all.
+    """
+    altered = [number for number, relation in enumerate(graph.relations) if relation.predicate not in symmetric]
+    if relations == "one" and altered:
+        altered = [altered[_drawn(rng, len(altered))]]
+    swapped, shuffled = list(graph.relations), list(graph.relations)
+    for number in altered:
+        relation = graph.relations[number]
+        swapped[number] = Relation(relation.object, relation.predicate, relation.subject)
+        if choices := shuffled_choices(graph, relation):
+            subject, other = choices[_drawn(rng, len(choices))]
+            shuffled[number] = Relation(subject, relation.predicate, other)
+    return SceneGraph(graph.entities, tuple(swapped)), SceneGraph(graph.entities, tuple(shuffled))
+
+
+def read_symmetric(path: Path) -> frozenset[str]:
+    """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces."""
+    try:
+        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
+    if not predicates:
+        raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
+    return predicates
+
+
+def shuffled_choices(graph: SceneGraph, relation: Relation) -> list[tuple[int, int]]:
+    """The (subject, object) that a shuffled relation may take.
+
+    Their number is (E - 1)^2 - (E - 2) for E entities of different phrases and one relation. Pairs of phrases that the
+    graph relates in the same way are left out: entities with one phrase have one slot, so such a relation would score
+    exactly like the true one.
+    """
+    phrases = graph.entities
+    true = {(phrases[r.subject], phrases[r.object]) for r in graph.relations if r.predicate == relation.predicate}
+    entities = range(len(phrases))
+    return [
+        (j, i)
+        for j in entities
+        for i in entities
+        if j != relation.subject and i != relation.object and j != i and (phrases[j], phrases[i]) not in true
+    ]
+
+
+def _drawn(rng: np.random.Generator, number: int) -> int:
+    """One of 0..number-1; `rng.random` gives the same numbers in every version of numpy."""
+    return int(rng.random() * number)

@@ -25,13 +25,12 @@ from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
-from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up
+from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up, tokenize_phrases
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
-from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS

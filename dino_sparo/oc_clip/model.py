@@ -6,7 +6,7 @@ keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of 
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class OCCLIPConfig:
 
     image: EncoderConfig
     text: TextConfig
-    binding: BindingConfig = BindingConfig()
+    binding: BindingConfig = field(default_factory=BindingConfig)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "OCCLIPConfig":

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.image_text.step import contrastive_loss
-from dino_sparo.oc_clip.batches import EncodedGraphs, GraphBatch, join_graphs, look_up
+from dino_sparo.oc_clip.batches import EncodedGraphs, GraphBatch, GraphPairBatch, join_graphs, look_up
 from dino_sparo.oc_clip.model import OCCLIP
-from dino_sparo.oc_clip.pairs import GraphPairBatch
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.collectives import gather_with_gradient
@@ -40,7 +39,7 @@ def relation_loss(
 
         L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
 
-    with G the true graph, the swapped and the shuffled one; see `pairs.draw_negatives`.
+    with G the true graph, the swapped and the shuffled one; see `batches.draw_negatives`.
 
     Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
     scores and the constant loss ln 3; it is left out of the sum, and counts in B.

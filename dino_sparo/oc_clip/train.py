@@ -26,13 +26,13 @@ from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
+from dino_sparo.oc_clip.batches import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
-from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.choices import PATCH_SIZE

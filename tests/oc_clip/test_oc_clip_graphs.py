@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dino_sparo.oc_clip.batches import batch_graphs
+from dino_sparo.oc_clip.batches import batch_graphs, draw_negatives, read_symmetric, shuffled_choices
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, canonical_form, normalize
-from dino_sparo.oc_clip.pairs import draw_negatives, read_symmetric, shuffled_choices
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
 

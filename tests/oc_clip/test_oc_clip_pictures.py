@@ -29,14 +29,13 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import framed
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
-from dino_sparo.oc_clip.batches import batch_graphs
+from dino_sparo.oc_clip.batches import batch_graphs, tokenize_phrases
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip
-from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures import choose_pairs, pairs_figure
 
 NUM_DEFAULT, SIZE = 3, 32

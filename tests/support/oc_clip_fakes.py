@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
+from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import JsonLines, graph_record
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
-from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.train import OCCLIPObjective, train
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import wrap_ddp
