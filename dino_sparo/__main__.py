@@ -492,9 +492,9 @@ def oc_pictures(args: argparse.Namespace) -> Any:
 @command(IMAGE_TEXT, None)
 def clip_benchmark(words: Sequence[str] | None) -> Any:
     """A CLIP -> the results of LAION's CLIP benchmark; the options are those of the benchmark."""
-    from dino_sparo.clip.adapter import main
+    from dino_sparo.clip.load import run_clip_benchmark
 
-    return main(words)
+    return run_clip_benchmark(words)
 
 
 @command(DATA, evaluation_options.statistics_parser)

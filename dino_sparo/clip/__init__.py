@@ -6,7 +6,7 @@ The second objective. The image encoder, its read-outs, the trainer, checkpoints
     images, captions -> slots      config.py  model.py
     slots -> loss                  loss.py
     a whole training               train.py  options.py
-    checkpoint -> evaluation       load.py  adapter.py
+    checkpoint -> evaluation       load.py
     interventions on slots         subsets.py  select.py  mask.py
     what slots look at             concepts.py  pictures.py
     all of these, small            demo.py

@@ -19,7 +19,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import small_checkpoint
 
-from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
+from dino_sparo.clip import load, load_clip, normalize_slots, tokenize
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
@@ -35,7 +35,7 @@ def weights(tmp_path: Path) -> Path:
 
 def test_what_is_loaded_serves_a_loop_like_clip_benchmarks(weights):
     """Its classifier: features of captions and images, each normalised as a whole, and their dot products."""
-    model, transform, tokenizer = adapter.load_for_benchmark(
+    model, transform, tokenizer = load.load_for_benchmark(
         model_name="normalized", pretrained=str(weights), cache_dir=None, device="cpu"
     )
     assert not model.training
@@ -57,14 +57,14 @@ def test_some_slots_alone(weights, tmp_path):
     (tmp_path / "slots.json").write_text('{"slots": [4, 2]}')
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features = adapter.load_for_benchmark(f"normalized:{tmp_path}/slots.json", str(weights))[0].encode_image(images)
+        features = load.load_for_benchmark(f"normalized:{tmp_path}/slots.json", str(weights))[0].encode_image(images)
         whole = load_clip(weights).model.image_output(images).slots
     assert torch.equal(features, normalize_slots(whole[:, [4, 2]]))
 
 
 def test_names_that_mean_nothing_are_refused(weights):
     with pytest.raises(ValueError, match="model 'ViT-B-32-quickgelu' is unknown; give --model normalized"):
-        adapter.load_for_benchmark("ViT-B-32-quickgelu", str(weights))
+        load.load_for_benchmark("ViT-B-32-quickgelu", str(weights))
 
 
 def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
@@ -80,16 +80,16 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     for module in (package, models, cli, ModuleType("requests")):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    adapter.main()
-    adapter.main()
+    load.run_clip_benchmark()
+    load.run_clip_benchmark()
     assert calls == [["open_clip", "dino_sparo"]] * 2
-    assert models.TYPE2FUNC["dino_sparo"] is adapter.load_for_benchmark
+    assert models.TYPE2FUNC["dino_sparo"] is load.load_for_benchmark
 
 
 def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "clip_benchmark", None)
     with pytest.raises(SystemExit):
-        adapter.main()
+        load.run_clip_benchmark()
     assert "pip install clip-benchmark" in caplog.text
 
 
@@ -120,7 +120,7 @@ def test_clip_benchmarks_own_command_gives_our_zero_shot_accuracy(weights, tmp_p
     monkeypatch.setattr(sys, "argv", [*command, "--batch_size", "5", "--output", str(result)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the package's own
-        adapter.main()
+        load.run_clip_benchmark()
     metrics = json.loads(result.read_text())["metrics"]
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)

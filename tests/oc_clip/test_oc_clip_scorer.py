@@ -23,7 +23,7 @@ import eval_linear
 import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.clip.adapter import load_for_benchmark
+from dino_sparo.clip.load import load_for_benchmark
 from dino_sparo.data.sources import open_source
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.oc_clip import load as scorer_module
