@@ -33,10 +33,9 @@ from dino_sparo.clip.loss import clip_loss
 from dino_sparo.clip.options import PRESETS
 from dino_sparo.clip.train import CLIPObjective, check_options, get_args_parser, train
 from dino_sparo.image_text import objective
-from dino_sparo.image_text.objective import ModelPart, param_groups, updater_of_parts
+from dino_sparo.image_text.objective import ModelPart, micro_batch_size, param_groups, updater_of_parts
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
-from dino_sparo.image_text.pairs.run_data import micro_batch_size
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE, backward_at_once, backward_in_parts, train_step
 from dino_sparo.models.encoder import create_encoder

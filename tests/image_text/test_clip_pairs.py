@@ -27,6 +27,7 @@ from dino_sparo.data.scene_graphs import Ties
 from dino_sparo.data.scene_patterns import COLOURS, SHAPES
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource
+from dino_sparo.image_text.objective import number_pairs
 from dino_sparo.image_text.pairs import tars as pair_tars
 from dino_sparo.image_text.pairs.batches import (
     LeftOut,
@@ -36,7 +37,6 @@ from dino_sparo.image_text.pairs.batches import (
     PairTransform,
     collate_pairs,
 )
-from dino_sparo.image_text.pairs.run_data import number_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime import launch

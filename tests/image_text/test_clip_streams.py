@@ -19,9 +19,9 @@ from test_clip_train import checkpoint_of, run
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.image_text.objective import stream_pairs
 from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
-from dino_sparo.image_text.pairs.run_data import stream_pairs
 from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.checkpoint import CheckpointError

@@ -16,8 +16,8 @@ from test_clip_train import checkpoint_of, run
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.views import ClipView
+from dino_sparo.image_text import objective
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
-from dino_sparo.image_text.pairs import run_data
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.weights.checkpoint import CheckpointError
@@ -56,7 +56,7 @@ def test_what_is_trained_on_does_not_validate_if_both_come_from_one_table(tmp_pa
     table = tmp_path / "t.csv"
     table.write_text("path,caption,split\n0.png,a,train\n1.png,b,val\n")
     words = ["--data_path", str(table), "--split", "train", "--val_path", str(table)]
-    held_out = run_data._open_held_out(get_args_parser().parse_args(words))
+    held_out = objective._open_held_out(get_args_parser().parse_args(words))
     assert held_out is not None
     assert held_out.captions_of(0) == ["b"]
 

@@ -14,8 +14,8 @@ from runs import options
 from test_oc_clip_ranks import CASES, loss_and_gradients
 
 from dino_sparo.clip.options import check_options, get_args_parser
+from dino_sparo.image_text.objective import number_pairs
 from dino_sparo.image_text.pairs.batches import collate_pairs
-from dino_sparo.image_text.pairs.run_data import number_pairs
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 
 

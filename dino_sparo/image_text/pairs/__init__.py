@@ -5,5 +5,4 @@ tables.py      CSV, COCO's JSON
 tars.py        webdataset shards, by index
 streams.py     webdataset shards, one after the other
 batches.py     pairs -> crops, token ids, batches
-run_data.py    options of a run -> its batches
 """
