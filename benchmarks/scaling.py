@@ -32,7 +32,7 @@ from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.network import DINONetwork
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.collectives import barrier
 from dino_sparo.runtime.launch import init_distributed, shutdown
 
 EQUAL_LOSS = 1e-4  # nats

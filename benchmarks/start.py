@@ -46,7 +46,7 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
     from dino_sparo.data.dataset import open_together
     from dino_sparo.image_text.pairs.sources import PairPath
-    from dino_sparo.runtime.agree import barrier
+    from dino_sparo.runtime.collectives import barrier
     from dino_sparo.runtime.launch import init_distributed, shutdown
 
     os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))

@@ -24,8 +24,8 @@ from dino_sparo.data.sources import CorruptImageError, ImageSource, index_images
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
-from dino_sparo.runtime.agree import all_or_none, rank_0_first, require_same
 from dino_sparo.runtime.choices import MIN_CORRUPT
+from dino_sparo.runtime.collectives import all_or_none, rank_0_first, require_same
 from dino_sparo.runtime.launch import rank, world_size
 
 # This many unreadable images in a row mean that a disk or a network does not answer.

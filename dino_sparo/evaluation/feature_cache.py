@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dino_sparo.evaluation.features import Features
-from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import write_json

@@ -24,9 +24,9 @@ from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.slots.choice import keep_encoder_slots
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.runtime.agree import rank_0_first, require_same_options
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.collectives import rank_0_first, require_same_options
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32

@@ -29,7 +29,7 @@ from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.backbone import own_patch_size
-from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog

@@ -23,8 +23,7 @@ from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip.batches import EncodedGraphs, GraphBatch, GraphPairBatch, join_graphs, look_up
 from dino_sparo.oc_clip.model import OCCLIP
 from dino_sparo.oc_clip.scoring import score_all_pairs
-from dino_sparo.runtime.agree import all_gather_object
-from dino_sparo.runtime.collectives import gather_with_gradient
+from dino_sparo.runtime.collectives import all_gather_object, gather_with_gradient
 from dino_sparo.runtime.launch import rank, world_size
 
 

@@ -34,8 +34,8 @@ from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.step import graph_loss
-from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.choices import PATCH_SIZE
+from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 

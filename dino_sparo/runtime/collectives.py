@@ -1,14 +1,21 @@
-"""Tensors of all processes: sums, and rows one after the other. A single process gets back what it gives."""
+"""Exchange between ranks: tensors on the devices; objects, barriers and errors through the hosts.
 
-from collections.abc import Callable
-from typing import Any
+A single process gets back what it gives. Tensors go through the main group. Everything else goes through the control
+group, which waits `CONTROL_FACTOR` times as long, so that no device waits.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from dino_sparo.runtime.launch import rank, world_size
+from dino_sparo._version import __version__
+from dino_sparo.runtime.faults import FaultError, PeerError, is_device_fault, peer_failed
+from dino_sparo.runtime.launch import CONTROL_FACTOR, control_group, is_main, rank, world_size
 
 
 def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
@@ -67,3 +74,132 @@ class _Gather(torch.autograd.Function):
         total = gradient.contiguous()
         dist.all_reduce(total)
         return total[rank()]
+
+
+# Options that may differ between the processes of one command: where it computes, and how it finds the others.
+OPTIONS_OF_ONE_RANK = {"device", "dist_url", "local_rank"}
+
+T = TypeVar("T")
+
+
+def barrier() -> None:
+    """Wait for all processes, as long as the control group does; no device is waited for."""
+    if world_size() > 1:
+        with _peers_named() as control:
+            dist.barrier(group=control)
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The picklable values of all ranks, in rank order, on every rank; through the hosts, so no device waits."""
+    if world_size() == 1:
+        return [value]
+    values: list[T] = [value] * world_size()
+    with _peers_named() as control:
+        dist.all_gather_object(values, value, group=control)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's picklable value, on every rank; the others' own is not used."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    with _peers_named() as control:
+        dist.broadcast_object_list(values, src=0, group=control)
+    return values[0]
+
+
+@contextlib.contextmanager
+def _peers_named() -> Iterator[Any]:
+    """The control group, within a context that turns its errors into a `FaultError` with the time it waited."""
+    control, timeout_min = control_group()
+    try:
+        yield control
+    except RuntimeError as error:
+        if control is None or is_device_fault(error):
+            raise
+        raise FaultError(peer_failed(CONTROL_FACTOR * timeout_min, " ".join(str(error).split()))) from error
+
+
+@contextlib.contextmanager
+def all_or_none(what: str) -> Iterator[None]:
+    """Within this context every rank works without collectives; if one rank fails, all ranks raise an error.
+
+    Args:
+        what: the action, for the message on the other ranks: "opening the images".
+
+    Raises:
+        PeerError: another rank failed.
+        FaultError: other ranks failed, all by faults, so that starting again helps.
+        Exception: the error of this rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    of_ranks = all_gather_object((_message_of(error), isinstance(error, FaultError)))
+    failures = [(number, text) for number, (text, _) in enumerate(of_ranks) if text]
+    if error is not None:
+        raise error
+    if failures:
+        number, text = failures[0]
+        # Else the other ranks would say that the user must mend something, and the job would not start again.
+        kind = FaultError if all(is_fault for text, is_fault in of_ranks if text) else PeerError
+        raise kind(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
+
+
+def on_rank_0(function: Callable[[], None], what: str) -> None:
+    """Call a function on rank 0 while the others wait; if it fails, all ranks raise an error."""
+    with all_or_none(what):
+        if is_main():
+            function()
+
+
+@contextlib.contextmanager
+def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
+    """Within this context rank 0 works first, then the others: it downloads, or indexes files into a cache.
+
+    A failure of one rank is a failure of all, as in `all_or_none`. If rank 0 fails, the others do not begin.
+    """
+    with all_or_none(what):
+        if is_main():
+            error: Exception | None = None
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+            broadcast_object(_message_of(error))
+            if error is not None:
+                raise error
+        elif message := broadcast_object(""):
+            raise PeerError(f"{what} failed on rank 0: {message}")
+        else:
+            yield
+
+
+def require_same(value: int | str | None, what: str) -> None:
+    """ValueError on every rank unless all ranks have the same value, such as a number of images."""
+    values = all_gather_object(value)
+    if len(set(values)) > 1:
+        shown = f": {values}, by rank" if isinstance(value, int) else ""
+        raise ValueError(f"the processes disagree on {what}{shown}; do they read the same folder?")
+
+
+def require_same_options(options: Mapping[str, Any]) -> None:
+    """ValueError on every rank unless all ranks have the same options, and versions of torch and of this package."""
+    own = {"torch": str(torch.__version__), "dino_sparo": __version__}
+    own |= {f"--{name}": value for name, value in options.items() if name not in OPTIONS_OF_ONE_RANK}
+    first, *others = all_gather_object(own)
+    for number, other in enumerate(others, 1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {number}; start all "
+                    "processes with the same options and the same versions"
+                )
+
+
+def _message_of(error: Exception | None) -> str:
+    """The message of an error for the other ranks; empty for none."""
+    return "" if error is None else str(error) or type(error).__name__

@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dino_sparo.runtime.agree import barrier
-from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.collectives import all_reduce_sum, barrier
 from dino_sparo.runtime.faults import FAULT_STATUS
 from dino_sparo.runtime.launch import is_main, world_size
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.loader import to_device
-from dino_sparo.runtime.agree import all_gather_object
+from dino_sparo.runtime.collectives import all_gather_object
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import EpochClock, RunLog, peak_memory

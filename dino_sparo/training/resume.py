@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.agree import all_gather_object, all_or_none, broadcast_object, on_rank_0
+from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import Meters

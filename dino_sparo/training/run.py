@@ -12,8 +12,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.runtime.agree import all_or_none, broadcast_object, require_same_options
 from dino_sparo.runtime.cli import config_text
+from dino_sparo.runtime.collectives import all_or_none, broadcast_object, require_same_options
 from dino_sparo.runtime.faults import faults_named, full_memory_named
 from dino_sparo.runtime.launch import init_distributed, is_main
 from dino_sparo.runtime.lock import RunLock

@@ -17,7 +17,7 @@ pytest.importorskip("open_clip")
 
 from dino_sparo.clip.loss import clip_loss, require_products, rounded_product
 from dino_sparo.image_text.step import loss_gradients
-from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.collectives import barrier
 from dino_sparo.runtime.launch import init_distributed, shutdown
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5

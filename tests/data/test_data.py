@@ -18,7 +18,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
-from dino_sparo.runtime import agree
+from dino_sparo.runtime import collectives
 
 
 @dataclass
@@ -273,10 +273,10 @@ def test_ranks_that_have_opened_other_images_are_told(
     monkeypatch.setattr(data, "world_size", lambda: 2)
     asked: list[list[Any]] = [[], []]
     for values, images in zip(asked, (source(), source(**other)), strict=True):
-        monkeypatch.setattr(agree, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
+        monkeypatch.setattr(collectives, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
         data.require_same_source(images)
     pairs = iter(zip(*asked, strict=True))
-    monkeypatch.setattr(agree, "all_gather_object", lambda value: list(next(pairs)))
+    monkeypatch.setattr(collectives, "all_gather_object", lambda value: list(next(pairs)))
     with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
         data.require_same_source(source())
 

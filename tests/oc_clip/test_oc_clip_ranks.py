@@ -14,7 +14,7 @@ from runs import PATIENCE, context
 from test_faults import server
 
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts, contrastive_loss
-from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.collectives import barrier
 from dino_sparo.runtime.launch import init_distributed, rank, shutdown, world_size
 
 __all__ = ["server"]  # a fixture

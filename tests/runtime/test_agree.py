@@ -5,7 +5,7 @@ from pathlib import Path
 
 from two_ranks import TwoRanks
 
-from dino_sparo.runtime.agree import (
+from dino_sparo.runtime.collectives import (
     all_gather_object,
     all_or_none,
     barrier,

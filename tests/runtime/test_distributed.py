@@ -19,9 +19,14 @@ import torch.distributed as dist
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import agree, exits, faults, launch
-from dino_sparo.runtime.agree import all_gather_object, barrier, broadcast_object
-from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
+from dino_sparo.runtime import collectives, exits, faults, launch
+from dino_sparo.runtime.collectives import (
+    all_gather_object,
+    all_gather_ragged,
+    all_reduce_sum,
+    barrier,
+    broadcast_object,
+)
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, FaultError, PeerError
 from dino_sparo.runtime.launch import (
@@ -209,10 +214,10 @@ def test_the_fault_of_another_rank_is_a_fault_here_too(
     others: list[tuple[str, bool]], expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: the others said that the user must mend something, so the job did not start again."""
-    monkeypatch.setattr(agree, "all_gather_object", lambda own: [own, *others])
+    monkeypatch.setattr(collectives, "all_gather_object", lambda own: [own, *others])
     with (
         pytest.raises(expected, match="looking for a checkpoint failed on"),
-        agree.all_or_none("looking for a checkpoint"),
+        collectives.all_or_none("looking for a checkpoint"),
     ):
         pass
 
@@ -311,7 +316,7 @@ def _wait_for_rank_0(number: int, folder: str, results: "multiprocessing.Queue")
     found.append(broadcast_object(number))
     work()
     barrier()
-    agree.on_rank_0(work, "saving")
+    collectives.on_rank_0(work, "saving")
     found.append(all_reduce_sum(torch.tensor([number + 1])).tolist())  # the main group is whole
     try:
         work(1 + launch.CONTROL_FACTOR)

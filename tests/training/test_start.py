@@ -7,8 +7,8 @@ from runs import PATIENCE, Ranks, options
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.runtime import agree, launch
-from dino_sparo.runtime.agree import require_same_options
+from dino_sparo.runtime import launch
+from dino_sparo.runtime.collectives import require_same_options
 
 COMMANDS = ("train", "train-clip", "train-oc-clip")
 
@@ -69,12 +69,12 @@ def test_ranks_may_have_their_own_device_and_number(two_ranks: TwoRanks) -> None
 
 
 def _start_with_versions() -> None:
-    before = agree.__version__
-    agree.__version__ = f"0.{launch.rank()}"
+    before = collectives.__version__
+    collectives.__version__ = f"0.{launch.rank()}"
     try:
         require_same_options({})
     finally:
-        agree.__version__ = before
+        collectives.__version__ = before
 
 
 def test_ranks_with_different_versions_are_refused(two_ranks: TwoRanks) -> None:

@@ -26,8 +26,8 @@ from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
 from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.task import EvaluationTask, view_record
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.agree import barrier, broadcast_object, on_rank_0
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.collectives import barrier, broadcast_object, on_rank_0
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 

@@ -28,8 +28,7 @@ from dino_sparo.data.dataset import align_classes, require_labels
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.agree import all_or_none
-from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
 

@@ -57,7 +57,7 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
 )
 from dino_sparo.evaluation.task import EvaluationTask, write_result
-from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.checkpoint import load_strictly
 

@@ -49,8 +49,7 @@ from dino_sparo.evaluation.slots.curve import (
     number_rule,
 )
 from dino_sparo.evaluation.task import EvaluationTask, Subject, write_result
-from dino_sparo.runtime.agree import all_or_none
-from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
 
