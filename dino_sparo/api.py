@@ -96,9 +96,9 @@ def _process_left_as_it_was() -> Iterator[None]:
     more: a notebook keeps the traceback, and with it everything that the failed call had opened.
     """
     # Here, not above: they import torch.
+    from dino_sparo.runtime.exits import end_workers
     from dino_sparo.runtime.launch import shutdown
     from dino_sparo.runtime.preemption import RunStopped
-    from dino_sparo.runtime.workers import end_workers
 
     root = logging.getLogger()
     handlers, level, children = list(root.handlers), root.level, multiprocessing.active_children()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from dino_sparo.runtime.exits import ends_unnoticed
 from dino_sparo.runtime.faults import FaultError
-from dino_sparo.runtime.workers import ends_unnoticed
 from dino_sparo.weights.file import CheckpointError, verify_checkpoint
 
 logger = logging.getLogger(__name__)

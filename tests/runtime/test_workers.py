@@ -4,7 +4,7 @@ import multiprocessing
 
 from torch.utils.data import DataLoader
 
-from dino_sparo.runtime.workers import end_workers
+from dino_sparo.runtime.exits import end_workers
 
 
 def test_a_worker_that_is_killed_within_a_lock_blocks_nobody() -> None:

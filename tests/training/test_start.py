@@ -7,7 +7,7 @@ from runs import PATIENCE, Ranks, options
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.runtime import launch
+from dino_sparo.runtime import collectives, launch
 from dino_sparo.runtime.collectives import require_same_options
 
 COMMANDS = ("train", "train-clip", "train-oc-clip")
