@@ -16,7 +16,7 @@ from typing import Any
 from dino_sparo.dino.demo import TRAINING
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
-from dino_sparo.runtime.records import git_hash, write_json
+from dino_sparo.runtime.files import git_hash, write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import markdown, mean_and_deviation
 from studies.runs import RESULTS, Run, is_finished, reported_rows

@@ -16,8 +16,7 @@ from typing import Any
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import option_words
 from dino_sparo.runtime.faults import MendableError
-from dino_sparo.runtime.files import parse_object
-from dino_sparo.runtime.records import differences, git_hash, write_json
+from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
 

@@ -16,7 +16,7 @@ from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
-from dino_sparo.runtime.records import write_json
+from dino_sparo.runtime.files import write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import differences, interval_table, markdown, mean_and_deviation
 from studies.runs import RESULTS, Run, is_finished, reported_rows

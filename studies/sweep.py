@@ -22,9 +22,8 @@ from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.runtime.cli import Option, Parser
-from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.files import differences, parse_json
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import differences
 
 METRICS = ("top1", "top5", "mean_per_class_recall")
 # Accuracies of results that differ in one of these are not comparable.

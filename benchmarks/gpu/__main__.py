@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.page import not_shown, page, put_between_marks, read_reports, status
 from dino_sparo.runtime.cli import Parser
-from dino_sparo.runtime.records import git_hash
+from dino_sparo.runtime.files import git_hash
 
 logger = logging.getLogger(__name__)
 

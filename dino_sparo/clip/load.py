@@ -38,9 +38,9 @@ from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanat
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
-from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 

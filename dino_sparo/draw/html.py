@@ -15,7 +15,7 @@ from PIL import Image
 
 from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, runs_of_words, short_name
 from dino_sparo.draw.pixels import RAMP_COLOURS, RAMP_POSITIONS, Picture
-from dino_sparo.runtime.records import write_text
+from dino_sparo.runtime.files import write_text
 
 JPEG_QUALITY = 84
 # From this strength of a word's colour on, dark letters can be read better than light ones, on dark paper too.

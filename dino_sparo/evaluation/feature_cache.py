@@ -11,9 +11,8 @@ from torch import Tensor
 
 from dino_sparo.evaluation.features import Features
 from dino_sparo.runtime.collectives import all_or_none
-from dino_sparo.runtime.files import parse_object
+from dino_sparo.runtime.files import parse_object, write_json
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import weights_sha256
 from dino_sparo.weights.file import read_torch_file
 

@@ -15,8 +15,7 @@ from dino_sparo.evaluation.embed.store import load_embeddings, read_record
 from dino_sparo.evaluation.feature_cache import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.files import parse_object
-from dino_sparo.runtime.records import plain
+from dino_sparo.runtime.files import parse_object, plain
 from dino_sparo.weights.checkpoint import (
     NETWORKS,
     encoder_of,

@@ -27,10 +27,10 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_confi
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import rank_0_first, require_same_options
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
-from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.weights.checkpoint import (
     activation_of,
     encoder_of,

@@ -28,9 +28,9 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import PackedTexts, listed_captions
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import select_device
 from dino_sparo.runtime.logs import progress, setup_logging
-from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 

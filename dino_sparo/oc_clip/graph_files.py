@@ -28,9 +28,8 @@ from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, n
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
-from dino_sparo.runtime.files import open_regular, parse_object
+from dino_sparo.runtime.files import file_sha256, open_regular, parse_object, writing
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.records import file_sha256, writing
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_grap
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scoring import score_all_pairs
+from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
-from dino_sparo.runtime.records import versions
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_strictly
 
 logger = logging.getLogger(__name__)

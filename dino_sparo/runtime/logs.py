@@ -23,8 +23,8 @@ from tqdm.auto import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.files import plain, writing
 from dino_sparo.runtime.launch import is_main, rank
-from dino_sparo.runtime.records import plain, writing
 from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.runtime.watchdog import sign_of_life
 

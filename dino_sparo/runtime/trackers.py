@@ -21,7 +21,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.records import write_json
+from dino_sparo.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
+from dino_sparo.runtime.files import git_hash, plain, versions
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import Meters
 from dino_sparo.runtime.preemption import Agreement
-from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.objective import Objective
 from dino_sparo.weights.checkpoint import (

@@ -15,12 +15,12 @@ from typing import Any
 from dino_sparo.runtime.cli import config_text
 from dino_sparo.runtime.collectives import all_or_none, broadcast_object, require_same_options
 from dino_sparo.runtime.faults import faults_named, full_memory_named
+from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.launch import init_distributed, is_main
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
-from dino_sparo.runtime.records import write_text
 from dino_sparo.runtime.trackers import TrackedRun
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.compile import compile_failures_named, compile_networks

@@ -62,8 +62,7 @@ from dino_sparo.runtime.choices import (
     OPENAI_CLIP_STD,
     TIMM,
 )
-from dino_sparo.runtime.files import parse_object
-from dino_sparo.runtime.records import differences, file_sha256
+from dino_sparo.runtime.files import differences, file_sha256, parse_object
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign_names import from_open_clip_names, is_open_clip
 

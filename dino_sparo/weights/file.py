@@ -23,8 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dino_sparo.runtime.files import parse_json
-from dino_sparo.runtime.records import plain
+from dino_sparo.runtime.files import parse_json, plain
 
 # In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
 # JSON of a dict from name or suffix (`document_path`) to content.

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.files import parse_json
-from dino_sparo.runtime.records import file_sha256, versions
+from dino_sparo.runtime.files import file_sha256, parse_json, versions
 
 # Entry of a checkpoint -> its objective.
 OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO"}

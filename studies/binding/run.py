@@ -20,8 +20,8 @@ from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.image_text.demos import IMAGE_SIZE
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, start_demo
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import versions, write_json
 from studies.binding import scenes
 from studies.binding.models import MODELS, demo_scores, train_model
 from studies.binding.probes import CAPACITIES, MAIN, Split, fit_probe, prior_logits, projected, standardized

@@ -29,8 +29,8 @@ from dino_sparo.draw.sheet import INK, PANEL, PAPER, SOFT, require_matplotlib
 from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.oc_splits.data import write_split
 from studies.oc_splits.design import TESTS, Split

@@ -34,8 +34,8 @@ from dino_sparo.evaluation.slots.command import (
     table,
 )
 from dino_sparo.evaluation.task import encoder_of_options
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description
 
 SLOTS, SLOT_DIM = 5, 3

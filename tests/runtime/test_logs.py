@@ -19,8 +19,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dino_sparo.runtime import logs
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.logs import HAS_LINES, EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
-from dino_sparo.runtime.records import write_text
 from dino_sparo.runtime.trackers import TensorBoard, TrackedRun
 
 CPU = torch.device("cpu")

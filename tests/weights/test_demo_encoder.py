@@ -9,7 +9,7 @@ from PIL import Image
 
 import dino_sparo
 from dino_sparo.__main__ import run
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.checkpoint import DEMO, CheckpointError, weights_sha256
 from dino_sparo.weights.export import export
 

@@ -33,7 +33,7 @@ from dino_sparo.evaluation.attention.maps import attention_maps, mass_mask
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.task import EvaluationTask, Subject, compared_encoder
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.runtime.files import versions, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import progress, setup_logging
-from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 

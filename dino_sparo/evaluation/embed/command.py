@@ -28,8 +28,8 @@ from dino_sparo.evaluation.task import EvaluationTask, view_record
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import barrier, broadcast_object, on_rank_0
+from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import is_main, rank, world_size
-from dino_sparo.runtime.records import versions
 
 CLASS_TOKEN = "cls"  # this kind of feature in --what
 

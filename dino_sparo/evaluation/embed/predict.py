@@ -23,9 +23,9 @@ from jaxtyping import Float
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import differences, versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import differences, versions, write_json
 
 logger = logging.getLogger(__name__)
 

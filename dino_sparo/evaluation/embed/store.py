@@ -24,7 +24,7 @@ from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.options import FEATURES
-from dino_sparo.runtime.records import differences, write_json, writing
+from dino_sparo.runtime.files import differences, write_json, writing
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
 CHUNK_BATCHES = 16  # most batches between two files in `chunks/`

@@ -29,9 +29,9 @@ from dino_sparo.data.samplers import epoch_order
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.files import differences, plain
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.records import differences, plain
 from dino_sparo.weights.checkpoint import load_checkpoint, load_strictly
 from dino_sparo.weights.folder import save_checkpoint
 

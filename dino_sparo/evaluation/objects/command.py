@@ -33,7 +33,7 @@ from dino_sparo.evaluation.task import (
 )
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.records import versions
+from dino_sparo.runtime.files import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
-from dino_sparo.runtime.files import parse_object
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.runtime.files import file_sha256, parse_object
 
 FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional; masks are for CLIP'
 Choice = TypeVar("Choice")

@@ -42,8 +42,8 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
+from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed, rank, world_size
-from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.collectives import rank_0_first
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.

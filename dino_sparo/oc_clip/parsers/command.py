@@ -28,10 +28,9 @@ from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Serv
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.files import parse_object
+from dino_sparo.runtime.files import file_sha256, parse_object, versions, write_json
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import progress, setup_logging
-from dino_sparo.runtime.records import file_sha256, versions, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, li
 from dino_sparo.image_text.image_files import require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.files import write_json
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.runtime.records import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from dino_sparo.image_text.image_files import Crop
 from dino_sparo.image_text.text import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import progress, setup_logging
-from dino_sparo.runtime.records import versions, write_json
 
 MIN_CASES = 25  # pairs of attributes with fewer questions do not count in the authors' mean
 NUM_ORDERS = 5
