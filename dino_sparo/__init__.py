@@ -24,7 +24,7 @@ One letter, one meaning, in every shape. Equations keep the letters of their pap
 from typing import TYPE_CHECKING
 
 from dino_sparo._version import __version__
-from dino_sparo.runtime.lazy import lazy_names
+from dino_sparo.runtime import lazy_names
 
 # ruff: noqa: F401
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.
 
 from typing import TYPE_CHECKING
 
-from dino_sparo.runtime.lazy import lazy_names
+from dino_sparo.runtime import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig

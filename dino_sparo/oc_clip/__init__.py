@@ -20,7 +20,7 @@ keys, values and slots; `rel_dim` is the width of relations; `num_default` is th
 
 from typing import TYPE_CHECKING
 
-from dino_sparo.runtime.lazy import lazy_names
+from dino_sparo.runtime import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.binding import BindingConfig
