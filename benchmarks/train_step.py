@@ -37,7 +37,7 @@ from dino_sparo.data.loader import to_device
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.options import REFERENCE_BATCH
-from dino_sparo.distillation.teacher import ema_update_
+from dino_sparo.distillation.step import ema_update_
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.launch import Distributed

@@ -160,7 +160,7 @@ def imported_files(name: str) -> set[str]:
 STEP_FILES = (
     *("dino/step.py", "dino/loss.py", "dino/koleo.py", "dino/head.py", "clip/loss.py"),
     *("simdino/head.py", "simdino/loss.py", "simdino/train.py"),
-    *("distillation/network.py", "distillation/teacher.py", "distillation/step.py"),
+    *("distillation/network.py", "distillation/step.py"),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
@@ -202,7 +202,7 @@ COMPUTING_FILES = (
     *("training/loop", "training/updater", "training/optim", "training/compile"),
     *("dino/koleo", "simdino/head", "simdino/loss"),
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
-    *("distillation/network", "distillation/teacher", "distillation/step"),
+    *("distillation/network", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),
     *("oc_clip/step", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),

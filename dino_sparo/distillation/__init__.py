@@ -2,7 +2,6 @@
 
 options.py    the options of their training, without torch
 network.py    the type of student and teacher
-teacher.py    the moving average
-step.py       the end of a step: gradients -> student -> teacher
+step.py       the end of a step: gradients -> student -> teacher, its moving average
 objective.py  options -> data, student, teacher, schedules, optimizer; evaluation after an epoch
 """

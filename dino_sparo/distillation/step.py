@@ -1,4 +1,4 @@
-"""The end of a step with a student and a teacher: gradients -> student -> teacher.
+"""The end of a step with a student and a teacher: gradients -> student -> teacher, its moving average.
 
 The forward passes and the loss are the objective's own, as in `dino/step.py`.
 """
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.distillation.teacher import ema_update_
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.optim import clip_gradients_, drop_gradients
 
@@ -45,3 +44,19 @@ def finish_step(
     rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
     updater.step += 1
     return StepReport(loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **scalars})
+
+
+@torch.no_grad()
+def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float, frozen: tuple[str, ...] = ()) -> None:
+    """Move the teacher's parameters towards the student's, in place.
+
+        theta_t <- m theta_t + (1 - m) theta_s
+
+    Buffers (batch-norm statistics) do not follow: the teacher's forward passes update its own, as in the reference.
+    Parameters stay whose names begin with one of `frozen`. Source: DINO, algorithm 1.
+    """
+    targets, sources = (
+        [parameter for name, parameter in network.named_parameters() if not name.startswith(frozen)]
+        for network in (teacher, student)
+    )
+    torch._foreach_lerp_(targets, sources, 1 - momentum)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from dino_sparo.distillation import teacher as teacher_module
+from dino_sparo.distillation.step import ema_update_
 
 
 def ema(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
-    teacher_module.ema_update_(teacher, student, momentum)
+    ema_update_(teacher, student, momentum)
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
