@@ -16,10 +16,8 @@ The files of this folder, in the order of the data flow:
     folders.py           folder -> its splits; files, classes by subfolder
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
-    shard_index.py       all members of many shards -> one table, kept in the cache
-    tar_headers.py       one tar -> name, offset and size of its members
+    indexes.py           all members of many shards -> one table, in the user's cache
     torchvision_sets.py  name of a torchvision set -> its images
-    cache.py             index of a shard <-> the user's cache
     image_source.py      the interface of a source; images that are files; a subset of a source
     decode.py            bytes -> pixels, or a CorruptImageError; limits of what is read
 """
@@ -43,7 +41,7 @@ from dino_sparo.data.sources.decode import (
 )
 from dino_sparo.data.sources.folders import ALL, find_split, open_folder, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
-from dino_sparo.data.sources.shard_index import index_shards
+from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
 from dino_sparo.data.sources.tars import (
     TarSource,

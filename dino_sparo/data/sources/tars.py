@@ -1,8 +1,7 @@
 """Tar shards, webdataset's way -> the source of the images in them, read at their offsets.
 
-A shard's headers are walked once (`tar_headers.py`) and the places of its images kept (`shard_index.py`); nothing is
-ever extracted to disk. Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its
-label `a.cls`.
+A shard's headers are walked once, and the places of its images kept (`indexes.py`); nothing is ever extracted to disk.
+Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its label `a.cls`.
 """
 
 import glob
@@ -24,8 +23,17 @@ from dino_sparo.data.sources.decode import (
     read_image,
 )
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
-from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
-from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
+from dino_sparo.data.sources.indexes import (
+    BLOCK_BYTES,
+    Kind,
+    Notes,
+    Piece,
+    ShardIndex,
+    blocks_of,
+    member_name,
+    open_index,
+    tar_members,
+)
 from dino_sparo.runtime.files import open_regular, parse_json
 
 _logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from dino_sparo.data.sources import ImageLimits, TableColumns, open_source, refu
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import ALL, find_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource
-from dino_sparo.data.sources.shard_index import index_shards
+from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.pairs.batches import PairSource

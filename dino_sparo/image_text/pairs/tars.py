@@ -14,8 +14,17 @@ import numpy as np
 
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
-from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
-from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, Member, tar_members
+from dino_sparo.data.sources.indexes import (
+    BLOCK_BYTES,
+    Kind,
+    Member,
+    Notes,
+    Piece,
+    ShardIndex,
+    blocks_of,
+    open_index,
+    tar_members,
+)
 from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.runtime.files import open_regular, parse_json

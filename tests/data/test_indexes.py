@@ -1,4 +1,4 @@
-"""sources/shard_index.py and tar_headers.py: damaged shards, interrupted and repeated starts."""
+"""sources/indexes.py: damaged shards, interrupted and repeated starts."""
 
 import io
 import json
@@ -18,10 +18,19 @@ import pytest
 
 from dino_sparo.data.dataset import open_together
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import index_images, open_source, tar_headers, tars
-from dino_sparo.data.sources.cache import cache_path, load_index, save_index
-from dino_sparo.data.sources.shard_index import Piece, index_shards, open_index
-from dino_sparo.data.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
+from dino_sparo.data.sources import index_images, indexes, open_source, tars
+from dino_sparo.data.sources.indexes import (
+    DamagedShardError,
+    Member,
+    Piece,
+    cache_path,
+    index_shards,
+    load_index,
+    member_name,
+    open_index,
+    save_index,
+    tar_members,
+)
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.launch import CONTROL_FACTOR, init_distributed
 
@@ -118,7 +127,7 @@ def test_a_damaged_shard_is_refused_in_one_line_that_names_it(what: str, tmp_pat
 
 
 def test_a_tar_larger_than_its_index_can_count_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar_headers, "MAX_TAR_BYTES", 5000)
+    monkeypatch.setattr(indexes, "MAX_TAR_BYTES", 5000)
     with pytest.raises(DamagedShardError, match="of 10,240 is no end of a tar"):
         list(tar_members(str(write_tar(tmp_path / "a.tar", [("a.jpg", b"a")]))))
 
