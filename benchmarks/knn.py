@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import interleave, peak_memory
-from dino_sparo.evaluation.knn.classify import knn_classify
+from dino_sparo.evaluation.knn import knn_classify
 
 TEMPERATURE = 0.07
 # Bars.

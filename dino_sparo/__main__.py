@@ -280,7 +280,7 @@ def knn(args: argparse.Namespace) -> Any:
     dino-sparo knn --pretrained_weights checkpoint.pth --data_path imagenet
     dino-sparo knn --pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20
     """
-    from dino_sparo.evaluation.knn.command import evaluate_checkpoint
+    from dino_sparo.evaluation.knn import evaluate_checkpoint
 
     return evaluate_checkpoint(args)
 

@@ -15,7 +15,7 @@ from benchmarks.knn import TEMPERATURE
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import synchronize
-from dino_sparo.evaluation.knn.classify import knn_classify
+from dino_sparo.evaluation.knn import knn_classify
 
 TRAIN, TEST, DIM, CLASSES, K = 1_281_167, 50_000, 4096, 1000, 20
 ROWS = 16_384  # drawn at once

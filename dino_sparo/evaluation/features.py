@@ -1,7 +1,8 @@
-"""Encoder + images -> features (images, F), labels and indices: each process' share, or gathered over all.
+"""Encoder + images -> features (images, F), labels and indices: each process' share, or gathered over all; on disk.
 
-`task.py` says which encoder; `knn/` and `linear/` compute the accuracy. Every image counts exactly once,
-whatever the number of processes; images that cannot be read are left out and counted.
+`task.py` says which encoder; `knn.py` and `linear/` compute the accuracy. Every image counts exactly once,
+whatever the number of processes; images that cannot be read are left out and counted. Features are extracted once and
+evaluated many times: the cache of both splits has the file names of facebookresearch/dino.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,23 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
+from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none, all_reduce_sum
+from dino_sparo.runtime.files import parse_object, write_json
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.checkpoint import weights_sha256
+from dino_sparo.weights.file import read_torch_file
 
 logger = logging.getLogger(__name__)
 
 GATHER_ROWS = 16384  # features that all processes together exchange at a time: gathering needs little extra memory
 MAX_NAMED = 5  # unreadable images named in the log
+# The reference's names.
+CACHE_FILES = {
+    "train": ("trainfeat.pth", "trainlabels.pth"),
+    "val": ("testfeat.pth", "testlabels.pth"),
+}
+CACHE_RECORD = "features.json"
 
 
 @dataclass(frozen=True)
@@ -238,3 +249,79 @@ def effective_rank(encodings: Float[Tensor, "B F"]) -> float:
     singular_values = torch.linalg.svdvals(centred)
     shares = singular_values / singular_values.sum().clamp_min(torch.finfo(torch.float32).tiny)
     return torch.special.entr(shares).sum().exp().item()
+
+
+# Features of both splits <-> files.
+
+
+def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:
+    """Rank 0 writes both splits under the reference's file names, and beside them how they were made.
+
+    An older dump is removed first, and the record is written last: a kill leaves no mix of two dumps.
+
+    The reference writes features of length one and does not normalise them when it reads them. Give `normalize_`d
+    features, so that its script reads the folder too.
+    """
+    with all_or_none("writing the features"):
+        if is_main():
+            try:
+                _write(folder, {"train": train, "val": val}, record)
+            except (OSError, RuntimeError) as error:
+                raise ValueError(
+                    f"could not write the features to {folder} ({error}); free some space or choose another folder"
+                ) from error
+
+
+def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [name for split in CACHE_FILES.values() for name in split]
+    for name in (CACHE_RECORD, *names):
+        (folder / name).unlink(missing_ok=True)
+    for split, part in splits.items():
+        for name, tensor in zip(CACHE_FILES[split], (part.features.cpu(), part.labels.cpu()), strict=True):
+            # torch saves the whole storage of a view.
+            is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            torch.save(tensor if is_whole else tensor.clone(), folder / name)
+    corrupt = {split: part.num_corrupt for split, part in splits.items()}
+    write_json({**record, "corrupt": corrupt}, folder / CACHE_RECORD)
+
+
+def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
+    """Features of both splits and the record that `save_features` wrote; the reference's folders have no record."""
+    path = folder / CACHE_RECORD
+    try:
+        record = parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; write it again with --dump_features {folder}") from error
+    for name in ("sha256", "checksums"):  # of older versions
+        record.pop(name, None)
+    corrupt = record.pop("corrupt", {})
+    splits = []
+    for split, names in CACHE_FILES.items():
+        features, labels = (_load_tensor(folder / name) for name in names)
+        if features.ndim != 2 or labels.shape != features.shape[:1]:
+            raise ValueError(
+                f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
+                f"(images, F) and (images,); write them again with --dump_features"
+            )
+        splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
+    return splits[0], splits[1], record
+
+
+def _load_tensor(path: Path) -> Tensor:
+    again = f"write the features again with --dump_features {path.parent}"
+    if not path.is_file():
+        raise ValueError(f"no cached features at {path}; {again}")
+    try:
+        tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
+    except ValueError as error:  # also of a damaged name in the archive
+        raise ValueError(f"{error}; {again}") from error
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; {again}")
+    return tensor
+
+
+def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
+    """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
+    if pretrained_weights and sha256 != weights_sha256(pretrained_weights):
+        raise ValueError(f"the features in {folder} were not made with {pretrained_weights}; leave out one of the two")

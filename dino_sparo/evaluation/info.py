@@ -12,7 +12,7 @@ from typing import Any
 
 from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.embed.store import load_embeddings, read_record
-from dino_sparo.evaluation.feature_cache import CACHE_FILES, load_features
+from dino_sparo.evaluation.features import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import parse_object, plain

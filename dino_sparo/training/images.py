@@ -23,7 +23,7 @@ from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import of_different_classes, spread_out
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.knn.classify import evaluate_knn
+from dino_sparo.evaluation.knn import evaluate_knn
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.launch import Distributed, is_main
 from dino_sparo.runtime.precision import choose_precision

@@ -23,7 +23,7 @@ from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, decode_image, expand_shards, open_source
 from dino_sparo.data.sources.decode import IMAGE_FORMATS
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.evaluation.feature_cache import load_features
+from dino_sparo.evaluation.features import load_features
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import open_classes, read_words
 from dino_sparo.runtime.files import open_regular, parse_json

@@ -18,12 +18,13 @@ import eval_linear
 from dino_sparo.__main__ import run
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.evaluation.feature_cache import load_features, save_features
 from dino_sparo.evaluation.features import (
     Features,
     disjoint_subsets,
     extract_split,
     inference,
+    load_features,
+    save_features,
 )
 from dino_sparo.models.encoder import create_encoder
 

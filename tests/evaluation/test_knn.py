@@ -17,11 +17,9 @@ import torch
 from PIL import Image
 
 import eval_knn
-from dino_sparo.evaluation import features
+from dino_sparo.evaluation import features, knn
 from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.knn import classify as knn
-from dino_sparo.evaluation.knn import command as knn_command
-from dino_sparo.evaluation.knn.classify import KNNResult
+from dino_sparo.evaluation.knn import KNNResult
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import init_distributed, shutdown
 from dino_sparo.weights.checkpoint import encoder_description
@@ -421,7 +419,7 @@ def checkpoint(tmp_path) -> Path:
 def evaluate(*options: object) -> dict:
     arguments = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "4"]
     try:
-        return knn_command.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
+        return knn.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
     finally:
         shutdown()
 

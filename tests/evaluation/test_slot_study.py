@@ -14,8 +14,7 @@ from small_models import command
 
 from dino_sparo import create_encoder
 from dino_sparo.data.samplers import ShardSampler
-from dino_sparo.evaluation.feature_cache import load_features
-from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.features import Features, load_features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, ProbeSGD, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots

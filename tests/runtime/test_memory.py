@@ -62,7 +62,7 @@ def test_an_evaluation_ends_with_one_line(monkeypatch: pytest.MonkeyPatch, caplo
     def full(_: argparse.Namespace) -> None:
         raise RuntimeError("CUDA out of memory.")
 
-    monkeypatch.setattr("dino_sparo.evaluation.knn.command.evaluate_checkpoint", full)
+    monkeypatch.setattr("dino_sparo.evaluation.knn.evaluate_checkpoint", full)
     with pytest.raises(SystemExit) as left:
         commands.run("knn", [])
     assert left.value.code == 1

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, gather_features
-from dino_sparo.evaluation.knn.classify import classify_shards
+from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
     ProbeSGD,

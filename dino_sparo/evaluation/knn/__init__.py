@@ -1,1 +1,0 @@
-"""Weighted k-NN on frozen features."""
