@@ -159,7 +159,7 @@ def imported_files(name: str) -> set[str]:
 
 STEP_FILES = (
     *("dino/step.py", "dino/loss.py", "dino/koleo.py", "dino/head.py", "clip/loss.py"),
-    *("simdino/head.py", "simdino/loss.py", "simdino/train.py"),
+    *("simdino/loss.py", "simdino/train.py"),
     *("distillation/network.py", "distillation/step.py"),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
@@ -200,7 +200,7 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign_names"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
-    *("dino/koleo", "simdino/head", "simdino/loss"),
+    *("dino/koleo", "simdino/loss"),
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
     *("distillation/network", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),

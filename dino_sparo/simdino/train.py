@@ -1,4 +1,4 @@
-"""SimDINO for the trainer: options -> student and teacher with their heads, loss; one step; signs of collapse.
+"""SimDINO for the trainer: its head; options -> student and teacher, loss; one step; signs of collapse.
 
 The run itself (resuming, epochs, saving, faults) is `training/run.py`.
 """
@@ -7,13 +7,16 @@ import argparse
 from collections.abc import Mapping
 
 import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dino_sparo.data.dataset import Batch
-from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork, mlp
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
 from dino_sparo.distillation.step import finish_step
+from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
-from dino_sparo.simdino.head import SimDINOHead
 from dino_sparo.simdino.loss import SimDINOLoss
 from dino_sparo.training import run
 from dino_sparo.training.images import crops_on_device
@@ -32,6 +35,28 @@ def check_options(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> None:
     """Train SimDINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
     run.train(args, SimDINOObjective, check_options, options.defaults_of)
+
+
+class SimDINOHead(nn.Module):
+    """feature = MLP(encoding) / ||MLP(encoding)||_2, with three linear layers and GELU between them.
+
+    Source: RobinWu218/SimDINO, the head of its vision transformer, with its parameter names.
+
+    Args:
+        in_dim: width of the encoding, L*V.
+        out_dim: width of the feature.
+        hidden_dim: width of the hidden layers.
+        use_bn: batch norm before every GELU.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int = 256, hidden_dim: int = 2048, use_bn: bool = False) -> None:
+        super().__init__()
+        require_positive("the SimDINO head", in_dim=in_dim, out_dim=out_dim, hidden_dim=hidden_dim)
+        self.mlp = mlp([in_dim, hidden_dim, hidden_dim, out_dim], use_bn)
+
+    def forward(self, encodings: Float[Tensor, "B in_dim"]) -> Float[Tensor, "B out_dim"]:
+        """Encodings (B, L*V) -> features (B, out_dim)."""
+        return F.normalize(self.mlp(encodings), dim=-1)
 
 
 class SimDINOObjective(DistillationObjective):
