@@ -56,7 +56,7 @@ def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float, frozen:
     Parameters stay whose names begin with one of `frozen`. Source: DINO, algorithm 1.
     """
     targets, sources = (
-        [parameter for name, parameter in network.named_parameters() if not name.startswith(frozen)]
+        list[Tensor](weight for name, weight in network.named_parameters() if not name.startswith(frozen))
         for network in (teacher, student)
     )
     torch._foreach_lerp_(targets, sources, 1 - momentum)
