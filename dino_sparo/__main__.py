@@ -32,8 +32,8 @@ from dino_sparo.runtime.faults import full_memory_named, require
 from dino_sparo.simdino import options as simdino_options
 
 if TYPE_CHECKING:
-    from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
     from dino_sparo.image_text.scorer import Scorer
+    from dino_sparo.image_text.towers import LoadedModel
     from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger("dino_sparo")
@@ -46,14 +46,9 @@ UNUSED_OPTIONS: dict[str, dict[str, Any]] = {
 FOREIGN_UNUSED_OPTIONS = {"graphs": None}  # open_clip's weights have no such entry
 
 
-TRAIN, EVALUATE, SLOTS, IMAGE_TEXT, DATA, DEMOS = (
-    "train",
-    "evaluate and use an encoder",
-    "slots",
-    "image and text",
-    "data",
-    "demos",
-)
+# Sections of the overview.
+TRAIN, EVALUATE, SLOTS = "train", "evaluate and use an encoder", "slots"
+IMAGE_TEXT, DATA, DEMOS = "image and text", "data", "demos"
 
 
 class Command(NamedTuple):
@@ -146,33 +141,30 @@ def open_model(
     return clip_scorer(args, process, border, checkpoint)
 
 
-def open_caption_encoder(args: argparse.Namespace) -> "CaptionEncoder":
+def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
     """The text side of the CLIP or OC-CLIP in `--pretrained_weights`.
 
     Raises:
         ValueError: no checkpoint is named, or it holds an encoder of images alone.
     """
-    from dino_sparo.clip.model import load_clip
-    from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
     from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
 
     require("open_clip", "captions")
     path = args.pretrained_weights
     checkpoint = load_checkpoint(path) if path else {}
     kind = image_text_kind(checkpoint)
-    loaded: Any
     if kind == "oc_clip":
         from dino_sparo.oc_clip.load import load_oc_clip
 
-        loaded = load_oc_clip(path, checkpoint)
-    elif kind == "clip":
-        loaded = load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
-    else:
-        raise ValueError(
-            f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint "
-            "of train-clip or train-oc-clip"
-        )
-    return CaptionEncoder(loaded.model, loaded.model.config.text.context_length, loaded.record)
+        return load_oc_clip(path, checkpoint)
+    if kind == "clip":
+        from dino_sparo.clip.model import load_clip
+
+        return load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
+    raise ValueError(
+        f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint of "
+        "train-clip or train-oc-clip"
+    )
 
 
 @command(TRAIN, dino_options.get_args_parser)

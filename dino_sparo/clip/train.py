@@ -10,7 +10,6 @@ Options are those of `options.py`. A step is `image_text/step.py`, what all imag
 """
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
@@ -27,7 +26,6 @@ from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
-from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
@@ -99,15 +97,6 @@ class CLIPObjective(PairObjective[PairBatch]):
     def loss_parameters(self) -> list[nn.Parameter]:
         """The temperature."""
         return [self.network.logit_scale]
-
-    def bound_weights(self) -> None:
-        """Keep the temperature in its range."""
-        self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The inverse temperature."""
-        return self.network.logit_scale.exp()
 
     @property
     def scorer(self) -> DotProductScorer:

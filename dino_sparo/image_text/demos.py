@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dino_sparo.image_text.options import SCENE_TOWERS
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, timed_run
 
-IMAGE_SIZE = int(SCENE_TOWERS["img_size"])
+IMAGE_SIZE: int = SCENE_TOWERS["img_size"]
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
 NUM_IMAGES, NUM_PAIRS = 4000, 2000  # scenes that are classified, pairs of captions that are compared

@@ -26,7 +26,7 @@ from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTra
 from dino_sparo.image_text.pairs.sources import PairPath
 from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.image_text.scorer import Scorer
-from dino_sparo.image_text.step import train_step
+from dino_sparo.image_text.step import MAX_LOGIT_SCALE, train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.runtime.collectives import all_or_none
@@ -54,7 +54,8 @@ class PairObjective(Objective[AnyBatch]):
         model_name: for messages.
         model_key: the checkpoint's entry that says how the model is built.
         model: the model, inside DDP where there are several processes.
-        network: the model without DDP: a module with an `image` and a `text` encoder and a `config`.
+        network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
+            `logit_scale`, the logarithm of its inverse temperature, or None.
         mean: (1, C, 1, 1), of pixels in 0..1, on the device.
         std: as `mean`.
         clip_grad: largest norm of all gradients together; 0 for no limit.
@@ -135,9 +136,10 @@ class PairObjective(Objective[AnyBatch]):
     def loss_parameters(self) -> list[nn.Parameter]:
         """The model's weights that `loss` reads."""
 
-    @abstractmethod
     def bound_weights(self) -> None:
-        """Called after each update, without gradients: bring back what left its range."""
+        """Called after each update, without gradients: keep the temperature in its range."""
+        if self.network.logit_scale is not None:
+            self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
 
     @property
     @abstractmethod
@@ -145,9 +147,10 @@ class PairObjective(Objective[AnyBatch]):
         """The model as evaluations use it."""
 
     @property
-    @abstractmethod
     def logit_scale(self) -> Tensor:
-        """(), the inverse temperature of the loss."""
+        """(), the inverse temperature of the loss; 1 if the model has none."""
+        logarithm: Tensor | None = self.network.logit_scale
+        return torch.ones((), device=self.updater.device) if logarithm is None else logarithm.exp()
 
     @property
     def networks(self) -> dict[str, nn.Module]:

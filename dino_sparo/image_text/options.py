@@ -6,6 +6,7 @@ on one machine.
 
 import argparse
 import logging
+from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
@@ -30,14 +31,14 @@ AUTO = "auto"  # class names, or templates, of the set of images itself
 
 # A recipe for models of the built-in scenes, trained from scratch on a few CPU cores: for trials, not for accuracy.
 # Demos and studies share it, so that the models they compare have the same towers and the same optimizer.
-SCENE_TOWERS = {
+SCENE_TOWERS: dict[str, Any] = {
     "arch": "vit_micro",
-    "patch_size": "8",
-    "img_size": "48",
-    "text_width": "64",
-    "text_heads": "2",
-    "text_layers": "3",
-    "context_length": "20",
+    "patch_size": 8,
+    "img_size": 48,
+    "text_width": 64,
+    "text_heads": 2,
+    "text_layers": 3,
+    "context_length": 20,
 }
 # Encodings of one width, with slots and without.
 CLIP_READOUTS = {"sparo_slots": "16", "sparo_slot_dim": "16", "sparo_key_dim": "32", "embed_dim": "256"}

@@ -132,16 +132,6 @@ class OCCLIP(nn.Module):
         """(), factor of the scores in the losses; None without temperature."""
         return None if self.logit_scale is None else self.logit_scale.exp()
 
-    @property
-    def comparing_parameters(self) -> list[nn.Parameter]:
-        """The weights that the loss uses for all pairs of images and graphs, outside of `forward`."""
-        binding = self.binding
-        parts = (binding.query_norm, binding.query_proj, binding.key_proj, binding.value_proj, self.scoring)
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        if binding.num_default:
-            parameters.append(binding.default_tokens)
-        return parameters if self.logit_scale is None else [*parameters, self.logit_scale]
-
 
 def create_oc_clip(
     arch: str = "vit_base",

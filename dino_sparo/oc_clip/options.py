@@ -10,6 +10,7 @@ from dino_sparo.image_text.options import (
     PAIR_FILES,
     PAIR_RUN,
     PAIRS,
+    SCENE_TOWERS,
     TEXT_ENCODER,
     check_pair_options,
     preset_option,
@@ -66,14 +67,9 @@ PRESETS = {
     },
     # OC-CLIP, appendix A.8, from scratch; the size of the images is not stated.
     "oc-cc12m": {"patch_size": 16, "batch_size": 4096, "warmup_steps": 1000, "precision": "bf16"},
-    # Ours, for the built-in scenes on a CPU: `SCENE_TOWERS` of image_text/options.py.
+    # Ours, for the built-in scenes on a CPU.
     "oc-scenes": {
-        "arch": "vit_micro",
-        "patch_size": 8,
-        "img_size": 48,
-        "text_width": 64,
-        "text_heads": 2,
-        "text_layers": 3,
+        **SCENE_TOWERS,
         "bind_dim": 64,
         "rel_dim": 32,
         "epochs": 8,

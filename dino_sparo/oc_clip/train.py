@@ -11,20 +11,17 @@ Options are those of `options.py`. The loss of a step is `step.py`, what all ima
 
 import argparse
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
-from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.batches import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.binding import BindingConfig
@@ -124,14 +121,18 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     @property
     def loss_parameters(self) -> list[nn.Parameter]:
         """Those of the binding module that see entities and patches together, scoring, temperature."""
-        parameters: list[nn.Parameter] = self.network.comparing_parameters
-        return parameters
+        network: OCCLIP = self.network
+        binding = network.binding
+        parts = (binding.query_norm, binding.query_proj, binding.key_proj, binding.value_proj, network.scoring)
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        if binding.num_default:
+            parameters.append(binding.default_tokens)
+        return parameters if network.logit_scale is None else [*parameters, network.logit_scale]
 
     def bound_weights(self) -> None:
         """Keep temperature and coefficients in their ranges."""
+        super().bound_weights()
         self.network.scoring.clamp_coefs_()
-        if self.network.logit_scale is not None:
-            self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
 
     @property
     def description(self) -> dict[str, Any]:
@@ -143,12 +144,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Those of the pairs, and of the file of graphs, if they come from one."""
         graphs = {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}
         return super().data_hashes | graphs
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The inverse temperature; 1 where there is none."""
-        scale: Tensor | None = self.network.inverse_temperature
-        return torch.ones((), device=self.updater.device) if scale is None else scale
 
     @property
     def scorer(self) -> GraphScorer:

@@ -122,7 +122,7 @@ OPTIONS = {
         "epochs": _amount("Epochs of each training.", "epochs"),
         "batch_size": _amount("Pictures of a step.", "batch_size"),
         "lr": Option(float(OPTIMISATION["lr"]), "Learning rate after the warm-up.", positive_number),
-        "img_size": Option(int(SCENE_TOWERS["img_size"]), "Side of the pictures, pixels.", positive_int),
+        "img_size": Option(SCENE_TOWERS["img_size"], "Side of the pictures, pixels.", positive_int),
         "init_from": Option(
             None,
             "Start the image encoders of all models from these weights of DINO; demo: the encoder of the package, "
@@ -182,19 +182,20 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
 def recipe(name: str, seed: int, amount: Amount, args: argparse.Namespace) -> dict[str, str]:
     """Training options of a model, without paths."""
     steps = amount.epochs * (amount.num_images // amount.batch_size)
-    return {
+    options = {
         **SCENE_TOWERS,
         **OPTIMISATION,
         **({"init_from": args.init_from, "pre_norm": "false"} if args.init_from else {}),
-        "img_size": str(args.img_size),
-        "lr": str(args.lr),
-        "batch_size": str(amount.batch_size),
-        "epochs": str(amount.epochs),
-        "warmup_steps": str(max(1, steps // WARMUP_SHARE)),
-        "seed": str(seed),
+        "img_size": args.img_size,
+        "lr": args.lr,
+        "batch_size": amount.batch_size,
+        "epochs": amount.epochs,
+        "warmup_steps": max(1, steps // WARMUP_SHARE),
+        "seed": seed,
         "precision": "fp32",  # the commands resolve `auto` differently
         **MODELS[name].options,
     }
+    return {option: str(value) for option, value in options.items()}
 
 
 def model_result(

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,23 +26,18 @@ from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.precision import PRECISIONS
 
 
-class CaptionEncoder(NamedTuple):
-    """The text side of a model in eval mode: its `encode_text` takes token ids (B, context_length), gives (B, F)."""
-
-    model: Any
-    context_length: int
-    record: dict[str, Any]
-
-
 def embed_captions(
-    args: argparse.Namespace, open_encoder: Callable[[argparse.Namespace], CaptionEncoder]
+    args: argparse.Namespace, open_encoder: Callable[[argparse.Namespace], LoadedModel]
 ) -> dict[str, Any]:
     """Embed the captions that the options name; returns the record that embedding.json holds.
+
+    The model's `encode_text` takes token ids (B, context_length) and gives (B, F).
 
     Raises:
         ValueError: the checkpoint has no text encoder, or the options do not fit the captions or the folder.
@@ -84,10 +79,10 @@ def embed_captions(
 
 @torch.no_grad()
 def _encode(
-    encoder: CaptionEncoder, device: torch.device, dtype: torch.dtype, batch_size: int, captions: list[str]
+    encoder: LoadedModel, device: torch.device, dtype: torch.dtype, batch_size: int, captions: list[str]
 ) -> Float[Tensor, "B F"]:
     """Features of a batch, filled up to `batch_size` so that all products have one size."""
-    ids = tokenize(captions, encoder.context_length).ids
+    ids = tokenize(captions, encoder.model.config.text.context_length).ids
     filled = torch.cat((ids, ids[:1].expand(batch_size - len(ids), -1))).to(device)
     with inference(encoder.model, device, dtype):
         return encoder.model.encode_text(filled)[: len(ids)].float()
