@@ -17,10 +17,9 @@ from dino_sparo.dino.demo import TRAINING
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.files import git_hash, write_json
-from studies.plans import EQUAL_RATE, STUDIES
+from studies.plans import EQUAL_RATE, SLOT_SIZES, STUDIES, Trained, with_random_slots
 from studies.report import markdown, mean_and_deviation
 from studies.runs import RESULTS, Run, is_finished, reported_rows
-from studies.scores import SLOT_SIZES, Trained, with_random_slots
 
 ROWS = {"scenes": (EQUAL_RATE, "sparo"), "cifar10": ("cls", "sparo")}  # rows of the studies' tables
 DEMO = "demo"  # the encoder in this package, of the scenes

@@ -19,10 +19,9 @@ from dino_sparo.__main__ import main as dino_sparo_main
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.weights.checkpoint import load_encoder
 from studies import __main__ as script
-from studies import plans, report, runs, scores
-from studies.plans import CHOICE_SEED, STUDIES
+from studies import plans, report, runs
+from studies.plans import CHOICE_SEED, STUDIES, with_random_slots
 from studies.runs import Run
-from studies.scores import with_random_slots
 
 ROOT = Path(__file__).parents[1]
 Scores = Mapping[str, Mapping[str, float]]
@@ -321,7 +320,7 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
 
 
 def test_every_column_is_measured_by_its_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "with_random_slots", lambda trained, less=False: Path("shallow" if less else "random"))
+    monkeypatch.setattr(plans, "with_random_slots", lambda trained, less=False: Path("shallow" if less else "random"))
     asked: list[tuple[str, ...]] = []
 
     def run(name: str, words: list[str]) -> dict:
@@ -331,7 +330,7 @@ def test_every_column_is_measured_by_its_own_command(tmp_path: Path, monkeypatch
         row = {"top1": len(asked) - 1}
         return {"results": [row]} if name == "knn" else {"best": row}
 
-    found = scores.dino_scores(plans.Trained(tmp_path, "cls", 0, "scenes"), run)
+    found = plans.dino_scores(plans.Trained(tmp_path, "cls", 0, "scenes"), run)
     commands = {state: {column: asked[int(number)] for column, number in own.items()} for state, own in found.items()}
     of_both = {
         state: {

@@ -14,7 +14,7 @@ from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.model import create_oc_clip
 from studies.binding import run as binding
 from studies.binding import scenes
-from studies.binding.models import MODELS, train_model
+from studies.binding.models import MODELS, best_part, entity_reader, train_model
 from studies.binding.probes import (
     CAPACITIES,
     Information,
@@ -26,7 +26,6 @@ from studies.binding.probes import (
     projected,
     standardized,
 )
-from studies.binding.readings import best_part, entity_reader
 from studies.binding.report import tables, values_of
 
 RECORD = json.loads((w.FOLDER / "binding.json").read_text())

@@ -1,14 +1,28 @@
-"""A model's name and a seed -> a checkpoint, trained by a demo's recipe, and the demo's own scores of the model."""
+"""A model's name and a seed -> a checkpoint, trained by a demo's recipe, the demo's scores of it, and its readings.
 
-from collections.abc import Mapping
+Readings are tokens, slots and entity slots of some images, by the trained model or an untrained one.
+"""
+
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
 from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
+from dino_sparo.evaluation.embed.command import features_of
+from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
 from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, write_pairs
+from dino_sparo.image_text.text import tokenize
 from dino_sparo.oc_clip.demo import MODELS as PAIR_MODELS
 from dino_sparo.oc_clip.demo import NUM_TRAINING, SHARED, TABLE, write_templates, write_training_pairs
+from dino_sparo.oc_clip.load import load_oc_clip
+from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.weights.checkpoint import load_checkpoint
+from studies.binding.scenes import PROBED_SHAPES
 
 NUM_DINO_TRAINING = int(str(DINO_TRAINING["data_path"]).split(":")[1])
 DINO = "train"  # command
@@ -75,3 +89,67 @@ def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCom
         write_pairs(questions.parent, num_images // 2, run)
     templates = str(write_templates(folder)) if name == "OC-CLIP" else "auto"
     return scene_scores(folder, data_path, questions, "cpu", run, templates)
+
+
+BATCH_SIZE = 250
+# Name in our tables -> name in `features_of`.
+TOKENS = {"class token": "cls", "mean of patches": "mean", "patches": "patches"}
+SLOTS, ONE_SLOT, ENTITY_SLOTS = "all slots", "one slot", "entity slots"
+Readings = dict[str, Tensor]  # name -> (B, parts, width)
+
+
+def read_model(folder: Path, seed: int, is_untrained: bool, pixels: UInt8[Tensor, "B 3 H W"]) -> Readings:
+    """All readings of a model; the untrained one has the same architecture and other random weights for each seed."""
+    path = folder / "checkpoint.pth"
+    subject = trained_encoder(str(path))
+    names = dict(TOKENS) | ({SLOTS: "slots"} if subject.encoder.config.kind.has_slots else {})
+    checkpoint = load_checkpoint(path)
+    oc_clip = load_oc_clip(path, checkpoint).model if "oc_clip" in checkpoint else None
+    if oc_clip is not None:
+        if is_untrained:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed + OTHER_SEED)
+                oc_clip = oc_clip_from_config(oc_clip.config)
+        encoder, entity_slots = oc_clip.image, entity_reader(oc_clip.eval())
+    else:
+        if is_untrained:
+            subject = untrained_encoder(subject.encoder.config, seed + OTHER_SEED, subject.mean, subject.std)
+        encoder, entity_slots = subject.encoder, None
+
+    def read(images: Float[Tensor, "B 3 H W"]) -> Readings:
+        found = features_of(encoder.eval(), list(names.values()), images)
+        own = {name: found[key] for name, key in names.items()}
+        return own if entity_slots is None else {**own, ENTITY_SLOTS: entity_slots(images)}
+
+    shift, scale = (torch.tensor(values)[:, None, None] for values in (subject.mean, subject.std))
+    with torch.no_grad():
+        batches = [read((batch / 255 - shift) / scale) for batch in pixels.split(BATCH_SIZE)]
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    return {name: value if value.ndim == 3 else value[:, None] for name, value in joined.items()}
+
+
+def entity_reader(model: OCCLIP) -> Callable[[Tensor], Float[Tensor, "B shapes dim"]]:
+    """Images -> the slots of the entities "circle", "square", ...: every shape asks alone, in every image the same.
+
+    An image's true phrases would give away its labels.
+    """
+    ids = tokenize(list(PROBED_SHAPES), model.config.text.context_length).ids
+    with torch.no_grad():
+        queries = model.binding.queries(model.encode_phrases(ids)[0][:, None])
+
+    def read(images: Float[Tensor, "B 3 H W"]) -> Float[Tensor, "B shapes dim"]:
+        patches = model.binding.project(*model.encode_images(images))
+        return model.binding.chunk_slots(queries, patches)[:, :, 0]
+
+    return read
+
+
+def best_part(train: Float[Tensor, "B parts width"], y: Tensor, validation: Tensor, y_validation: Tensor) -> int:
+    """The slot whose ridge regression leaves the smallest error of the validation images' bindings."""
+    errors = []
+    for part in range(train.shape[1]):
+        mean, deviation = train[:, part].mean(dim=0), train[:, part].std(dim=0).clamp_min(1e-6)
+        z, z_validation = ((x[:, part] - mean) / deviation for x in (train, validation))
+        weights = torch.linalg.solve(z.t() @ z + torch.eye(z.shape[1]), z.t() @ (y - y.mean(dim=0)))
+        errors.append((z_validation @ weights + y.mean(dim=0) - y_validation).square().mean().item())
+    return errors.index(min(errors))

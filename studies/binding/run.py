@@ -23,9 +23,8 @@ from dino_sparo.runtime.demos import RunCommand, start_demo
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from studies.binding import scenes
-from studies.binding.models import MODELS, demo_scores, train_model
+from studies.binding.models import MODELS, ONE_SLOT, SLOTS, Readings, best_part, demo_scores, read_model, train_model
 from studies.binding.probes import CAPACITIES, MAIN, Split, fit_probe, prior_logits, projected, standardized
-from studies.binding.readings import ONE_SLOT, SLOTS, Readings, best_part, read_model
 from studies.binding.report import draw, tables
 
 EQUAL_WIDTH = 64  # inputs of a probe; only one slot is narrower
