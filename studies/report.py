@@ -12,12 +12,6 @@ from dino_sparo.runtime.demos import spread
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-T_QUANTILES = (
-    *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139),
-    *(2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024),
-)
-
 mean_and_deviation = partial(spread, unit="")  # over seeds
 SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
@@ -61,10 +55,13 @@ def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[
 
 def t_interval(differences: Sequence[float]) -> str:
     """Mean difference d and its 95 % interval d ± t s / sqrt(n), by Student's t with n - 1 degrees of freedom."""
+    from scipy import stats
+
     mean = statistics.mean(differences)
     if len(differences) < 2:
         return f"{mean:+.1f} (one seed)"
-    half = T_QUANTILES[len(differences) - 2] * statistics.stdev(differences) / math.sqrt(len(differences))
+    quantile = float(stats.t.ppf(0.975, len(differences) - 1))
+    half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
     return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
 
 
