@@ -42,7 +42,7 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.step import train_step
-from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
+from dino_sparo.image_text.towers import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.weights.foreign_names import open_clip_settings, to_open_clip_names

@@ -37,7 +37,7 @@ def _log_files_end_with_their_test() -> Generator[None, None, None]:
 def _stand_ins_for_spacy_end_with_their_test() -> Generator[None, None, None]:
     """A process loads spaCy's model once; that of one test must not serve another."""
     yield
-    if text := sys.modules.get("dino_sparo.image_text.text"):
+    if text := sys.modules.get("dino_sparo.image_text.towers"):
         text._pipeline.cache_clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference import weights as w
 
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.model import create_oc_clip
 from studies.binding import run as binding

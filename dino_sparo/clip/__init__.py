@@ -21,7 +21,7 @@ from dino_sparo.runtime import lazy_names
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig
     from dino_sparo.clip.model import CLIP, clip_description, create_clip, load_clip, normalize_slots
-    from dino_sparo.image_text.text import tokenize
+    from dino_sparo.image_text.towers import tokenize
 
 __all__ = ["CLIP", "CLIPConfig", "clip_description", "create_clip", "load_clip", "normalize_slots", "tokenize"]
 
@@ -31,6 +31,6 @@ __getattr__, __dir__ = lazy_names(
     {
         "clip.config": ("CLIPConfig",),
         "clip.model": ("CLIP", "clip_description", "create_clip", "load_clip", "normalize_slots"),
-        "image_text.text": ("tokenize",),
+        "image_text.towers": ("tokenize",),
     },
 )

@@ -29,7 +29,7 @@ from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import mass_mask
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import view_pairs
-from dino_sparo.image_text.text import Tokens, simple_tokenizer
+from dino_sparo.image_text.towers import Tokens, simple_tokenizer
 
 logger = logging.getLogger(__name__)
 

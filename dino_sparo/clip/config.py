@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
-from dino_sparo.image_text.text import TextConfig
+from dino_sparo.image_text.towers import TextConfig
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.models.readouts import READOUTS
 from dino_sparo.weights.checkpoint import CheckpointError, infer_config

@@ -35,7 +35,7 @@ from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import versions

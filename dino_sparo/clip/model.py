@@ -20,8 +20,7 @@ from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.text import TextEncoder, tokenize
-from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options, tower_configs
+from dino_sparo.image_text.towers import LoadedModel, TextEncoder, refuse_foreign_options, tokenize, tower_configs
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
@@ -122,7 +121,7 @@ class CLIP(nn.Module):
         return self._encoding(self.image_output(images), normalize)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Token ids (`text.tokenize`) -> encodings; see `encode_image`."""
+        """Token ids (`towers.tokenize`) -> encodings; see `encode_image`."""
         return self._encoding(self.text_output(token_ids), normalize)
 
     def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:

@@ -41,7 +41,7 @@ from dino_sparo.evaluation.attention.maps import check_share, class_token_share,
 from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, write_pictures
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 

@@ -26,7 +26,7 @@ from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 

@@ -1,7 +1,6 @@
 """Shared parts of image-text objectives: captions, pairs of images and captions, evaluation.
 
-    text.py            captions -> token ids -> slots: the text tower
-    towers.py          sizes, start weights and checkpoints of both towers
+    towers.py          the text tower; sizes, start weights and checkpoints of both towers
     scorer.py          images and captions -> scores
     image_files.py     names of image files -> images, or crops of them
     prompts.py         folders of images -> names of classes -> captions

@@ -31,7 +31,7 @@ from dino_sparo.draw.figure import Tile
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.text import Tokens
+from dino_sparo.image_text.towers import Tokens
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress

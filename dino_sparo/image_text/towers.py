@@ -1,18 +1,31 @@
-"""Both towers of an image-text model: their sizes, the weights that they start from, and the model of a checkpoint.
+"""Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out. Both towers: sizes, start weights.
+
+The text encoder is the counterpart of `dino_sparo.models.encoder`. open_clip's tokenizer makes the ids. The end token is the
+last id of the vocabulary, so the largest id of a caption is its end, as in CLIP; read-outs do not see the tokens behind
+the end. Parsers of captions use spaCy.
 
 `weights/initialize.py` starts an image encoder alone.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+import torch
+from jaxtyping import Bool, Float, Int64
+from timm.layers import QuickGELU
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, TextConfig
 from dino_sparo.models.encoder import EncoderConfig
+from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.models.readouts import readout_kind
+from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+from dino_sparo.runtime.faults import MissingPackageError, require
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     clip_weights,
@@ -24,6 +37,210 @@ from dino_sparo.weights.checkpoint import (
 from dino_sparo.weights.initialize import check_same_activation, initialize_from
 
 logger = logging.getLogger(__name__)
+
+CONTEXT_LENGTH = 77
+VOCAB_SIZE = 49408
+SPACY_MODEL = "en_core_web_sm"
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Sizes of a text encoder; every checkpoint stores them.
+
+    Attributes:
+        context_length: N, the longest caption in tokens, start and end token included.
+        vocab_size: number of ids; the last id is the end token.
+        width: D, of the tokens.
+        heads: attention heads of a block.
+        layers: blocks, including the block that a read-out may replace.
+        readout: a key of `readout_table.READOUTS`.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, of a slotted read-out.
+        key_dim: A, of a slotted read-out.
+        group_size: G, of `sparo`.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    context_length: int = CONTEXT_LENGTH
+    vocab_size: int = VOCAB_SIZE
+    width: int = 512
+    heads: int = 8
+    layers: int = 12
+    readout: str = "sparo"
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.context_length < 3:
+            raise ValueError(
+                f"context_length={self.context_length} has no room for a start token, a word and an end token; give at "
+                f"least 3, usually {CONTEXT_LENGTH}"
+            )
+        if self.heads < 1 or self.width < 1 or self.width % self.heads:
+            raise ValueError(f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's are 64 wide")
+
+
+class TextEncoder(nn.Module):
+    """A causal pre-norm transformer over token ids, and a read-out.
+
+        x_0 = E[ids] + pos
+        x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + causal MHSA(LN(x_{i-1}))
+        tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
+
+    LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
+    embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2 depth)^-1/2 for what is added to the
+    residual stream; biases are 0 in attention and as `nn.Linear` draws them in the MLP. Source: Radford et al.,
+    CLIP, section 2.4; OpenCLIP, `transformer.py`.
+
+    Args:
+        config: sizes.
+        readout: tokens and mask -> `ReadoutOutput`.
+        depth: number of blocks, if fewer than `config.layers`.
+        quick_gelu: OpenAI's activation.
+    """
+
+    def __init__(
+        self, config: TextConfig, readout: nn.Module, depth: int | None = None, quick_gelu: bool = False
+    ) -> None:
+        super().__init__()
+        self.config, self.depth = config, config.layers if depth is None else depth
+        self.grad_checkpointing = False
+        self.token_embed = nn.Embedding(config.vocab_size, config.width)
+        self.pos_embed = nn.Parameter(torch.empty(config.context_length, config.width))
+        activation = QuickGELU if quick_gelu else nn.GELU
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, 4.0, qkv_bias=True, act_layer=activation, norm_layer=nn.LayerNorm)
+            for _ in range(self.depth)
+        )
+        self.norm = nn.Identity() if readout_kind(config.readout).takes_raw_tokens else nn.LayerNorm(config.width)
+        self.readout = readout
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.normal_(self.token_embed.weight, std=0.02)
+        nn.init.normal_(self.pos_embed, std=0.01)
+        width = self.config.width
+        residual_std = width**-0.5 * (2 * self.depth) ** -0.5
+        block: Any
+        for block in self.blocks:
+            nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
+            nn.init.normal_(block.attn.proj.weight, std=residual_std)
+            nn.init.normal_(block.mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(block.mlp.fc2.weight, std=residual_std)
+            nn.init.zeros_(block.attn.qkv.bias)
+            nn.init.zeros_(block.attn.proj.bias)
+
+    def forward(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B N D"]:
+        """Token ids, at most as many as the context has, -> tokens after the final LayerNorm.
+
+        A token has seen itself and those before it.
+        """
+        tokens = self.token_embed(token_ids) + self.pos_embed[: token_ids.shape[1]]
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, is_causal=True, use_reentrant=False)
+            else:
+                tokens = block(tokens, is_causal=True)
+        return self.norm(tokens)
+
+    def readout_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
+        """Slots (B, L, V) and their attention (B, L, N), zero after the end token."""
+        return self.readout(self(token_ids), end_token_mask(token_ids))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass; see `Backbone.set_grad_checkpointing`."""
+        self.grad_checkpointing = enable
+
+    def use_fused_attention(self, fused: bool) -> None:
+        """Choose between torch's fused attention and plain matrix products; see `Backbone.use_fused_attention`."""
+        block: Any
+        for block in self.blocks:
+            block.attn.fused_attn = fused
+
+
+def end_token_mask(token_ids: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+    """True up to and including the end token, the first occurrence of the largest id of a caption."""
+    return torch.arange(token_ids.shape[1], device=token_ids.device) <= token_ids.argmax(dim=-1, keepdim=True)
+
+
+class Tokens(NamedTuple):
+    """Tokenized captions.
+
+    Attributes:
+        ids: (B, N) int64: start token, words, end token, zeros.
+        num_truncated: number of captions that were too long and lost their last words.
+        num_empty: number of captions without words.
+        truncated: indices of the captions that were too long.
+    """
+
+    ids: Int64[Tensor, "B N"]
+    num_truncated: int
+    num_empty: int
+    truncated: tuple[int, ...] = ()
+
+
+def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Tokens:
+    """Captions -> ids, with open_clip's tokenizer and its bundled vocabulary.
+
+    Args:
+        texts: the captions.
+        context_length: N, at least 3; longer captions lose their last words, not their end token.
+
+    Raises:
+        ValueError: one string instead of a list.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"texts={texts!r} is one caption; give a list of captions")
+    tokenizer = simple_tokenizer()
+    ids = tokenizer(texts, context_length=context_length)
+    end = tokenizer.eot_token_id
+    full = (ids[:, -1] == end).nonzero().flatten().tolist()
+    truncated = tuple(index for index in full if len(tokenizer.encode(texts[index])) + 2 > context_length)
+    return Tokens(ids, len(truncated), int((ids[:, 1] == end).sum()), truncated)
+
+
+@lru_cache(maxsize=1)
+def simple_tokenizer() -> Any:
+    """open_clip's `SimpleTokenizer`, read once per process."""
+    require("open_clip", "captions")
+    from open_clip.tokenizer import SimpleTokenizer
+
+    return SimpleTokenizer()
+
+
+def spacy_record(purpose: str) -> dict[str, Any]:
+    """Versions of spaCy and of its model, for a result file.
+
+    Args:
+        purpose: what needs them, in the plural, for the MissingPackageError.
+    """
+    require("spacy", purpose)
+    import spacy
+
+    if not spacy.util.is_package(SPACY_MODEL):
+        raise MissingPackageError(
+            f"{purpose} need spaCy's model {SPACY_MODEL}; install it with: python -m spacy download {SPACY_MODEL}"
+        )
+    return {"spacy": spacy.__version__, "model": f"{SPACY_MODEL} {spacy.util.get_package_version(SPACY_MODEL)}"}
+
+
+@lru_cache(maxsize=1)
+def _pipeline() -> Any:
+    import spacy
+
+    return spacy.load(SPACY_MODEL, exclude=["ner", "lemmatizer"])
+
+
+def spacy_documents(texts: Iterable[str]) -> Iterator[Any]:
+    """spaCy's document of every text, in batches; its tokens have `text`, `tag_`, `pos_`, `dep_` and `head`."""
+    yield from _pipeline().pipe(texts)
+
+
+# Both towers.
 
 Loaded = TypeVar("Loaded", bound="LoadedModel")
 

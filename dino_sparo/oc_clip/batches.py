@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
 from dino_sparo.image_text.pairs.tars import TarCaptions
-from dino_sparo.image_text.text import Tokens, tokenize
+from dino_sparo.image_text.towers import Tokens, tokenize
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
 from dino_sparo.oc_clip.graph_files import CaptionGraphs
 

@@ -14,8 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.text import TextConfig, TextEncoder
-from dino_sparo.image_text.towers import tower_configs
+from dino_sparo.image_text.towers import TextConfig, TextEncoder, tower_configs
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config, refuse_unknown
 from dino_sparo.models.readout import EndTokenReadout

@@ -15,7 +15,7 @@ from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
 from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, write_pairs
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.oc_clip.demo import MODELS as PAIR_MODELS
 from dino_sparo.oc_clip.demo import NUM_TRAINING, SHARED, TABLE, write_templates, write_training_pairs
 from dino_sparo.oc_clip.load import load_oc_clip

@@ -17,7 +17,7 @@ import dino_sparo
 from dino_sparo.clip import CLIP, CLIPConfig, clip_description, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.image_text.text import TextConfig, end_token_mask, simple_tokenizer
+from dino_sparo.image_text.towers import TextConfig, end_token_mask, simple_tokenizer
 from dino_sparo.models.readouts import READOUTS, readout_kind
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.folder import save_checkpoint
@@ -387,7 +387,7 @@ def test_the_model_itself_needs_neither_open_clip_nor_entmax() -> None:
     folder = Path(dino_sparo.__file__).parent
     for name in (
         *(f"clip/{name}" for name in ("__init__", "config", "model")),
-        *("image_text/text", "models/readout", "models/pooling", "models/readouts"),
+        *("image_text/towers", "models/readout", "models/pooling", "models/readouts"),
     ):
         for node in ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):

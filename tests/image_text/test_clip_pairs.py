@@ -38,7 +38,7 @@ from dino_sparo.image_text.pairs.batches import (
     collate_pairs,
 )
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime import launch
 from dino_sparo.runtime.launch import Distributed
 

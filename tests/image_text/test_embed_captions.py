@@ -16,7 +16,7 @@ from dino_sparo.__main__ import COMMANDS, run
 from dino_sparo.clip.model import load_clip, normalize_slots
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.runtime.launch import shutdown

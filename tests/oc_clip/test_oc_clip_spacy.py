@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from dino_sparo.image_text.text import SPACY_MODEL
+from dino_sparo.image_text.towers import SPACY_MODEL
 from dino_sparo.oc_clip.graph import SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.parsers import Outcome

@@ -21,7 +21,7 @@ from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.image_text.options import CROP_SCALE
-from dino_sparo.image_text.text import tokenize
+from dino_sparo.image_text.towers import tokenize
 
 # Added to the seed, so that the draw of a caption is independent of the crop of the image.
 CAPTION_STREAM = 0x9E3779B97F4A7C15

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.text import spacy_documents, spacy_record
+from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES

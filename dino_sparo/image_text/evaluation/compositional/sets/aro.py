@@ -35,7 +35,7 @@ from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, 
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.protocol import file_record
 from dino_sparo.image_text.image_files import Crop
-from dino_sparo.image_text.text import spacy_documents, spacy_record
+from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
 from dino_sparo.runtime.files import versions, write_json
