@@ -266,10 +266,14 @@ def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, col
 
 
 def _draw_score(axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, height: int) -> None:
-    """One mark per seed, and a short line at the mean."""
-    for state, face in (("untrained", "none"), ("trained", colour)):
-        values = list(_values(by_seed, (state, score)).values())
-        if values:
-            at = [height] * len(values)
-            axis.plot(values, at, "o", color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
-            axis.plot([statistics.mean(values)] * 2, [height - 0.3, height + 0.3], color=colour, linewidth=2)
+    """The marks of both states of the weights."""
+    for state in ("untrained", "trained"):
+        draw_marks(axis, list(_values(by_seed, (state, score)).values()), state, colour, height)
+
+
+def draw_marks(axis: Any, values: Sequence[float], state: str, colour: str, height: int) -> None:
+    """One mark per seed, hollow for untrained weights, and a short line at the mean."""
+    if values:
+        face = "none" if state == "untrained" else colour
+        axis.plot(values, [height] * len(values), "o", color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
+        axis.plot([statistics.mean(values)] * 2, [height - 0.3, height + 0.3], color=colour, linewidth=2)

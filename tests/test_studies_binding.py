@@ -26,7 +26,7 @@ from studies.binding.probes import (
     projected,
     standardized,
 )
-from studies.binding.report import tables, values_of
+from studies.binding.run import tables, values_of
 
 RECORD = json.loads((w.FOLDER / "binding.json").read_text())
 

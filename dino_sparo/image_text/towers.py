@@ -1,8 +1,8 @@
 """Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out. Both towers: sizes, start weights.
 
-The text encoder is the counterpart of `dino_sparo.models.encoder`. open_clip's tokenizer makes the ids. The end token is the
-last id of the vocabulary, so the largest id of a caption is its end, as in CLIP; read-outs do not see the tokens behind
-the end. Parsers of captions use spaCy.
+The text encoder is the counterpart of `dino_sparo.models.encoder`. open_clip's tokenizer makes the ids. The end token
+is the last id of the vocabulary, so the largest id of a caption is its end, as in CLIP; read-outs do not see the tokens
+behind the end. Parsers of captions use spaCy.
 
 `weights/initialize.py` starts an image encoder alone.
 """
