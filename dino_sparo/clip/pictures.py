@@ -23,26 +23,20 @@ from jaxtyping import Bool
 from dino_sparo.clip.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.subsets import check_fits, read_slots
-from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import (
-    PICTURE_HEIGHT,
-    Band,
-    Figure,
-    Layout,
-    Section,
-    Tile,
-    Word,
-    describe_model,
-    map_painter,
-    run_names,
-)
+from dino_sparo.data.views import PatchView
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.image_text.evaluation.protocol import limits_of
-from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, write_pictures
+from dino_sparo.image_text.picture_pairs import (
+    about_pairs,
+    begin_pictures,
+    open_picture_pairs,
+    view_pictures,
+    write_pictures,
+)
 from dino_sparo.image_text.towers import tokenize
-from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
@@ -88,15 +82,13 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         everything = np.ones(len(pairs), dtype=bool)
         choice = Choice(slots, choose_pairs(pairs, slots, args.max_columns, everything), 0, 0)
     shown = [pairs[index] for index in choice.pairs]
-    images = [source.read(pair.index) for pair in shown]
-    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
-    (run,) = run_names([args.pretrained_weights])
-    model_words = describe_model(loaded.record, config.image, run, config.readout, f"{config.image.num_slots} slots")
-    source_words = f"{len(shown)} of {len(pairs):,} pairs of {printable(source.name)}"
+    pictures = view_pictures(source, [pair.index for pair in shown], view)
+    model_words = (config.readout, f"{config.image.num_slots} slots")
+    about, source_words = about_pairs(args, loaded, model_words, len(shown), len(pairs), source.name)
     rule = rule_in_words(choice, slots is not None, criteria)
     if slots is None and choice.num_fitting < len(choice.slots):
         logger.warning("%s", rule)
-    figure = slots_figure(f"{model_words}  ·  {source_words}", rule, choice.slots, shown, pictures)
+    figure = slots_figure(about, rule, choice.slots, shown, pictures)
     numbers = {
         "model": loaded.record,
         "source": source_words,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
+from dino_sparo.image_text.step import batch_accuracy
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
@@ -88,10 +88,8 @@ class CLIPObjective(PairObjective[PairBatch]):
         logit_scale = self.logit_scale
         loss = self.contrast(*features, logit_scale)
         images, texts = (feature.detach() for feature in features)
-        captions_per_image = len(texts) // len(images)
-        nearest = (images @ texts[::captions_per_image].T).argmax(dim=1)  # false captions are left out
-        accuracy = (nearest == torch.arange(len(nearest), device=nearest.device)).float().mean()
-        return loss, {"batch_accuracy": accuracy, "logit_scale": logit_scale.detach()}
+        cosines = images @ texts[:: len(texts) // len(images)].T  # false captions are left out
+        return loss, {"batch_accuracy": batch_accuracy(cosines), "logit_scale": logit_scale.detach()}
 
     @property
     def loss_parameters(self) -> list[nn.Parameter]:

@@ -15,18 +15,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.image_source import FileSource
-from dino_sparo.data.views import PatchView
-from dino_sparo.draw.figure import Figure
+from dino_sparo.data.views import PatchView, view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model, run_names
 from dino_sparo.draw.html import save_page
+from dino_sparo.draw.pixels import Picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import PackedTexts, listed_captions
-from dino_sparo.runtime.cli import say
+from dino_sparo.image_text.towers import LoadedModel
+from dino_sparo.runtime.cli import printable, say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import select_device
@@ -54,6 +56,21 @@ def begin_pictures(args: argparse.Namespace) -> torch.device:
     require_matplotlib()
     require("open_clip", "captions")
     return select_device(args.device)
+
+
+def view_pictures(source: ImageSource, indices: Sequence[int], view: PatchView) -> list[Picture]:
+    """The part of each image that the model sees, large enough to look at."""
+    images = [source.read(index) for index in indices]
+    return [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
+
+
+def about_pairs(
+    args: argparse.Namespace, loaded: LoadedModel, model_words: Sequence[str], num_shown: int, num_pairs: int, name: str
+) -> tuple[str, str]:
+    """A line on the model and on the pairs that are shown, of `num_pairs` in the source `name`; and its second half."""
+    (run,) = run_names([args.pretrained_weights])
+    pairs = f"{num_shown} of {num_pairs:,} pairs of {printable(name)}"
+    return f"{describe_model(loaded.record, loaded.model.config.image, run, *model_words)}  ·  {pairs}", pairs
 
 
 def write_pictures(args: argparse.Namespace, stem: str, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:

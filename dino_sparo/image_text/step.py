@@ -56,6 +56,11 @@ def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""
     return (F.cross_entropy(logits, labels) + by_text) / 2
 
 
+def batch_accuracy(scores: Float[Tensor, "B B"]) -> Float[Tensor, ""]:
+    """The share of images whose own text scores highest, for the log; text i belongs to image i."""
+    return (scores.detach().argmax(dim=1) == torch.arange(len(scores), device=scores.device)).float().mean()
+
+
 def train_step(objective: "PairObjective[Any]", batches: Sequence[Any]) -> StepReport:
     """Forward, loss, backward, update.
 

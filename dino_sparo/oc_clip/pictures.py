@@ -16,34 +16,22 @@ from typing import Any
 
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.image_source import spread_out
-from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import (
-    PICTURE_HEIGHT,
-    Band,
-    Figure,
-    Layout,
-    Section,
-    Tile,
-    describe_model,
-    plain_words,
-    run_names,
-)
+from dino_sparo.data.views import PatchView
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
-from dino_sparo.oc_clip.explain import (
-    ENDS,
-    EXPLANATIONS,
-    RELATIONS_LEGEND,
-    SUMMARIES,
-    PairMaps,
-    explain_pair,
-    tiles_of,
+from dino_sparo.image_text.picture_pairs import (
+    about_pairs,
+    begin_pictures,
+    open_picture_pairs,
+    view_pairs,
+    view_pictures,
+    write_pictures,
 )
+from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, RELATIONS_LEGEND, SUMMARIES, PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
-from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
@@ -72,17 +60,15 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     pairs = [explain_pair(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
     if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:
         logger.warning("%s: %s", source.name, graphs.counts)
-    images = [source.read(maps.pair.index) for maps in pairs]
-    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
-    (run,) = run_names([args.pretrained_weights])
-    model_words = describe_model(loaded.record, config.image, run, f"{config.binding.num_default} default tokens")
-    source_words = f"{len(pairs)} of {len(source):,} pairs of {printable(source.name)}"
+    pictures = view_pictures(source, [maps.pair.index for maps in pairs], view)
+    model_words = [f"{config.binding.num_default} default tokens"]
+    about, source_words = about_pairs(args, loaded, model_words, len(pairs), len(source), source.name)
     ent_coef, rel_coef = float(scoring.ent_coef.detach()), float(scoring.rel_coef.detach())
     weights = (
         "The score of a pair is the weighted mean of the cosines of its entities and the scores of its relations; an "
         f"entity weighs {ent_coef / rel_coef:.2f} times as much as a relation."
     )
-    figure = pairs_figure(f"{model_words}  ·  {source_words}", weights, pairs, pictures, args.default_tokens)
+    figure = pairs_figure(about, weights, pairs, pictures, args.default_tokens)
     numbers = {
         "model": loaded.record,
         "graphs": {**graphs.record, "counts": graphs.counts._asdict()},

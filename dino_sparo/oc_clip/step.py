@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.image_text.step import contrastive_loss
+from dino_sparo.image_text.step import batch_accuracy, contrastive_loss
 from dino_sparo.oc_clip.batches import EncodedGraphs, GraphBatch, GraphPairBatch, join_graphs, look_up
 from dino_sparo.oc_clip.model import OCCLIP
 from dino_sparo.oc_clip.scoring import score_all_pairs
@@ -69,7 +69,8 @@ def graph_loss(
     scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
     scale = network.inverse_temperature
     contrast = loss = contrastive_loss(scores, scale)
-    scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
+    own_scores = scores[:, len(scores) * rank() :][:, : len(scores)]
+    scalars = {"itc_loss": contrast.detach(), "batch_accuracy": batch_accuracy(own_scores)}
     if rel_loss_weight:
         local, scalars["rel_loss"] = local_loss(network, graphs, own, keys, values)
         loss = contrast + rel_loss_weight * local / 2
@@ -109,8 +110,3 @@ def graphs_of_all_ranks(
         return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     return look_up(join_graphs(parts), of_all(entities), of_all(relations))
-
-
-def _accuracy(scores: Float[Tensor, "B U"]) -> Float[Tensor, ""]:
-    own = scores[:, len(scores) * rank() :][:, : len(scores)]
-    return (own.argmax(dim=1) == torch.arange(len(own), device=own.device)).float().mean()

@@ -23,11 +23,7 @@ import numpy as np
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.image_text.image_files import (
-    find_images,
-    named_source,
-    require_few_missing,
-)
+from dino_sparo.image_text.image_files import find_images, named_source, require_few_missing
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
@@ -111,7 +107,10 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
     if path.suffix != ".json":
         rows = _lines(path)
     elif isinstance(content := read_json(path), dict) and "annotations" in content:
-        rows, left_out = _coco(content, path)
+        files, captions_by_id, left_out = coco_captions(content, str(path))
+        rows = [(name, captions_by_id[number]) for number, name in files.items()]
+        if left_out.total:
+            logger.warning("%s: left out captions %s", path, left_out)
     elif isinstance(content, dict):
         own_split = split or KARPATHY_SPLIT
         rows = _karpathy(content, own_split)
@@ -153,13 +152,6 @@ def _unquoted(caption: str) -> str:
     inner = caption[1:-1]
     is_quoted = len(caption) > 1 and caption[0] == caption[-1] == '"' and '"' not in inner.replace('""', "")
     return inner.replace('""', '"').strip() if is_quoted else caption
-
-
-def _coco(content: dict[str, Any], path: Path) -> tuple[Rows, LeftOut]:
-    files, captions_by_id, left_out = coco_captions(content, str(path))
-    if left_out.total:
-        logger.warning("%s: left out captions %s", path, left_out)
-    return [(name, captions_by_id[number]) for number, name in files.items()], left_out
 
 
 def _salesforce(content: Any) -> Rows:

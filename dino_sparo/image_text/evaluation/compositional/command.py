@@ -24,11 +24,7 @@ from dino_sparo.image_text.evaluation.compositional.discover import (
     find_benchmarks,
     open_benchmark,
 )
-from dino_sparo.image_text.evaluation.compositional.failures import (
-    Failures,
-    clearest_failures,
-    write_failures,
-)
+from dino_sparo.image_text.evaluation.compositional.failures import Failures, clearest_failures, write_failures
 from dino_sparo.image_text.evaluation.compositional.questions import (
     Answer,
     EncodedQuestions,
