@@ -13,23 +13,12 @@ from dino_sparo.image_text.evaluation.options import (
     LABELLED_IMAGES,
     PICTURE_RESULT,
     QUESTIONS,
-    computation,
+    evaluation_parser,
     picture_groups,
 )
-from dino_sparo.image_text.options import (
-    IMAGE_ENCODER,
-    OPTIMIZATION,
-    PAIR_DEFAULTS,
-    PAIR_FILES,
-    PAIR_RUN,
-    PAIRS,
-    TEXT_ENCODER,
-    check_pair_options,
-    preset_option,
-)
+from dino_sparo.image_text.options import check_pair_options, training_parser
 from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.cli import (
-    DEVICE,
     DOWNLOAD,
     SLOT_SIZES,
     Group,
@@ -162,20 +151,12 @@ READOUT: Group = {
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    return Parser(
-        {
-            **preset_option(*PRESETS),
-            "pairs of images and captions": PAIRS | {"negative_key": NEGATIVE_KEY},
-            **PAIR_FILES,
-            "image encoder: images -> tokens": IMAGE_ENCODER | {"freeze": FREEZE},
-            "text encoder: captions -> tokens": TEXT_ENCODER,
-            "read-out: tokens -> encoding, the same for both": READOUT,
-            "optimisation": OPTIMIZATION | {"logits": LOGITS},
-            "run": PAIR_RUN,
-            "device and processes": DEVICE,
-        },
-        presets=PRESETS,
-        defaults=PAIR_DEFAULTS,
+    return training_parser(
+        PRESETS,
+        {"read-out: tokens -> encoding, the same for both": READOUT},
+        {"logits": LOGITS},
+        pairs={"negative_key": NEGATIVE_KEY},
+        image={"freeze": FREEZE},
     )
 
 
@@ -192,29 +173,20 @@ def check_options(args: argparse.Namespace) -> None:
 
 def select_parser() -> Parser:
     """The options of `select.py`, in data-flow order."""
-    return Parser(
-        {
-            "model: what is evaluated": CLIP_MODEL,
-            "images": LABELLED_IMAGES
-            | {
-                "num_images": Option(
-                    None,
-                    "Largest number of images to use, a random subset; by default all.",
-                    positive_int,
-                    old_names=("max_images",),
-                )
-            },
-            "classes in words": CLASSES,
-            "selection": {
-                "keep": Option(
-                    None,
-                    "Number of slots to keep (32 of 64 or 128 in the paper); by default the most accurate number.",
-                    positive_int,
-                )
-            },
-            **computation("slots.json"),
-        }
+    num_images = Option(
+        None,
+        "Largest number of images to use, a random subset; by default all.",
+        positive_int,
+        old_names=("max_images",),
     )
+    keep = Option(
+        None,
+        "Number of slots to keep (32 of 64 or 128 in the paper); by default the most accurate number.",
+        positive_int,
+    )
+    images = LABELLED_IMAGES | {"num_images": num_images}
+    groups = {"images": images, "classes in words": CLASSES, "selection": {"keep": keep}}
+    return evaluation_parser("slots.json", groups, CLIP_MODEL)
 
 
 MASK: Group = {
@@ -244,15 +216,9 @@ def mask_parser() -> Parser:
         "others run dino-sparo zero-shot with and without --slots mask.json.",
         metavar="DATA_PATH",
     )
-    return Parser(
-        {
-            "model: what is evaluated": CLIP_MODEL,
-            "questions": QUESTIONS,
-            "mask": MASK,
-            "evaluation elsewhere": {"evaluate": evaluate, "download": DOWNLOAD},
-            **computation("mask.json"),
-        }
-    )
+    elsewhere = {"evaluate": evaluate, "download": DOWNLOAD}
+    groups = {"questions": QUESTIONS, "mask": MASK, "evaluation elsewhere": elsewhere}
+    return evaluation_parser("mask.json", groups, CLIP_MODEL)
 
 
 CHOICE: Group = {

@@ -6,10 +6,12 @@ on one machine.
 
 import argparse
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
+    DEVICE,
     IMAGE_LIMITS,
     NORMALIZATION,
     PRETRAINED,
@@ -17,6 +19,7 @@ from dino_sparo.runtime.cli import (
     TRAINING_DATA,
     Group,
     Option,
+    Parser,
     positive_int,
     positive_number,
     share_below_1,
@@ -182,10 +185,43 @@ PAIR_FILES = {"files of images": SPLIT_COLUMN | IMAGE_LIMITS, "normalisation": N
 PAIR_DEFAULTS = {"saveckp_freq": 0, "norm_mean": OPENAI_CLIP_MEAN, "norm_std": OPENAI_CLIP_STD}
 
 
-def preset_option(*names: str) -> dict[str, Group]:
-    """The group of `--preset`."""
-    text = "A paper's recipe: values of the options below, which options on the command line override."
-    return {"recipe": {"preset": Option(None, text, choices=names)}}
+def training_parser(
+    presets: Mapping[str, Mapping[str, Any]],
+    model: Mapping[str, Group],
+    optimization: Group,
+    pairs: Group | None = None,
+    captions: Mapping[str, Group] | None = None,
+    image: Group | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Parser:
+    """The options of a training, in data-flow order.
+
+    Args:
+        presets: name -> option -> value, the papers' recipes.
+        model: groups of the model behind both encoders.
+        optimization: options of an objective beside `OPTIMIZATION`.
+        pairs: beside `PAIRS`.
+        captions: groups that say what becomes of captions.
+        image: beside `IMAGE_ENCODER`.
+        defaults: other defaults than those of the tables.
+    """
+    recipe = "A paper's recipe: values of the options below, which options on the command line override."
+    return Parser(
+        {
+            "recipe": {"preset": Option(None, recipe, choices=tuple(presets))},
+            "pairs of images and captions": PAIRS | (pairs or {}),
+            **(captions or {}),
+            **PAIR_FILES,
+            "image encoder: images -> tokens": IMAGE_ENCODER | (image or {}),
+            "text encoder: captions -> tokens": TEXT_ENCODER,
+            **model,
+            "optimisation": OPTIMIZATION | optimization,
+            "run": PAIR_RUN,
+            "device and processes": DEVICE,
+        },
+        presets=presets,
+        defaults={**PAIR_DEFAULTS, **(defaults or {})},
+    )
 
 
 def shorten_warmups(args: argparse.Namespace, total_steps: int) -> None:

@@ -3,20 +3,8 @@
 import argparse
 
 from dino_sparo.image_text.evaluation.options import GRAPHS, PICTURE_RESULT, picture_groups
-from dino_sparo.image_text.options import (
-    IMAGE_ENCODER,
-    OPTIMIZATION,
-    PAIR_DEFAULTS,
-    PAIR_FILES,
-    PAIR_RUN,
-    PAIRS,
-    SCENE_TOWERS,
-    TEXT_ENCODER,
-    check_pair_options,
-    preset_option,
-)
+from dino_sparo.image_text.options import SCENE_TOWERS, check_pair_options, training_parser
 from dino_sparo.runtime.cli import (
-    DEVICE,
     Group,
     Option,
     Parser,
@@ -36,7 +24,6 @@ DEFAULT_GRAPHS = "templates"
 # CC12M's numbers (OC-CLIP, appendix A.8), but for a batch and a warm-up for some 10^5 pairs on one machine; betas and
 # eps that the paper does not give are OpenCLIP's.
 DEFAULTS = {
-    **PAIR_DEFAULTS,
     "text_width": 256,
     "text_heads": 4,
     "text_layers": 6,
@@ -151,21 +138,11 @@ PART_RATES: Group = {
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    return Parser(
-        {
-            **preset_option(*PRESETS),
-            "pairs of images and captions": PAIRS,
-            "captions -> scene graphs": CAPTION_GRAPHS,
-            **PAIR_FILES,
-            "image encoder: images -> tokens": IMAGE_ENCODER,
-            "text encoder: captions -> tokens": TEXT_ENCODER,
-            "binding and scoring: patches, entities, relations -> scores": BINDING,
-            "losses": LOSSES,
-            "optimisation": OPTIMIZATION | PART_RATES,
-            "run": PAIR_RUN,
-            "device and processes": DEVICE,
-        },
-        presets=PRESETS,
+    return training_parser(
+        PRESETS,
+        {"binding and scoring: patches, entities, relations -> scores": BINDING, "losses": LOSSES},
+        PART_RATES,
+        captions={"captions -> scene graphs": CAPTION_GRAPHS},
         defaults=DEFAULTS,
     )
 

@@ -1,5 +1,7 @@
 """The options of the commands that evaluate a CLIP or an OC-CLIP; no torch here, so that `--help` is fast."""
 
+from collections.abc import Mapping
+
 from dino_sparo.image_text.options import AUTO, PAIR_KEYS
 from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
@@ -102,13 +104,13 @@ PICTURE_RESULT: Group = {
 }
 
 
-def computation(result: str, where: str = "beside the checkpoint") -> dict[str, Group]:
-    """Groups of computation and device; the result is called `result` and lies by default `where`, in words."""
+def computation(result: str) -> dict[str, Group]:
+    """Groups of computation and device; `result` is the default name of the result, beside the checkpoint."""
     group: Group = {
         "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
         "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
         "precision": PRECISION,
-        "output": Option(None, f"Result file; by default {result} {where}."),
+        "output": Option(None, f"Result file; by default {result} beside the checkpoint."),
     }
     return {"computation and result": group, "device and processes": DEVICE}
 
@@ -126,17 +128,16 @@ def picture_groups(weights: str) -> dict[str, Group]:
     }
 
 
+def evaluation_parser(result: str, groups: Mapping[str, Group], model: Group = MODEL) -> Parser:
+    """The options of an evaluation, in data-flow order; `result` is the default name of its result."""
+    return Parser({"model: what is evaluated": model, **groups, **computation(result)})
+
+
 def zero_shot_parser() -> Parser:
-    """The options of `zero_shot.py`, in data-flow order."""
+    """The options of `zero_shot.py`."""
     crop_border = Option(0, "Pixels cut off every side of an image; ObjectNet's images have a red frame of 1.")
-    return Parser(
-        {
-            "model: what is evaluated": MODEL,
-            "images": LABELLED_IMAGES | {"crop_border": crop_border},
-            "classes in words": CLASSES,
-            **computation("zero_shot.json"),
-        }
-    )
+    images = LABELLED_IMAGES | {"crop_border": crop_border}
+    return evaluation_parser("zero_shot.json", {"images": images, "classes in words": CLASSES})
 
 
 CAPTIONED_IMAGES: Group = {
@@ -148,27 +149,20 @@ CAPTIONED_IMAGES: Group = {
 
 
 def retrieval_parser() -> Parser:
-    """The options of `retrieval.py`, in data-flow order."""
-    return Parser(
-        {
-            "model: what is evaluated": MODEL,
-            "images and captions": CAPTIONED_IMAGES,
-            "recall": {"k": Option([1, 5, 10], "Values of k in recall at k.", positive_int)},
-            **computation("retrieval.json"),
-        }
-    )
+    """The options of `retrieval.py`."""
+    recall: Group = {"k": Option([1, 5, 10], "Values of k in recall at k.", positive_int)}
+    return evaluation_parser("retrieval.json", {"images and captions": CAPTIONED_IMAGES, "recall": recall})
 
 
 def sugarcrepe_parser() -> Parser:
     """The options of the command `sugarcrepe`."""
-    return Parser({"model: what is evaluated": MODEL, "questions": QUESTIONS, **computation("sugarcrepe.json")})
+    return evaluation_parser("sugarcrepe.json", {"questions": QUESTIONS})
 
 
 def winoground_parser() -> Parser:
     """The options of the command `winoground`."""
     folder = Option("", "Folder with Winoground's examples.jsonl.", old_names=("data_path",))
-    questions = QUESTIONS | {"data_root": folder}
-    return Parser({"model: what is evaluated": MODEL, "questions": questions, **computation("winoground.json")})
+    return evaluation_parser("winoground.json", {"questions": QUESTIONS | {"data_root": folder}})
 
 
 BENCHMARKS: Group = {
@@ -236,17 +230,10 @@ PROBE: Group = {
 
 
 def probe_parser() -> Parser:
-    """The options of `probe.py`, in data-flow order."""
+    """The options of `probe.py`."""
     data_path = Option("", "Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes.")
-    return Parser(
-        {
-            "model: what is evaluated": MODEL,
-            "images": {"data_path": data_path, "download": DOWNLOAD, **EVALUATION_LIMITS},
-            "features": FEATURE_FILES,
-            "probe": PROBE,
-            **computation("probe.json"),
-        }
-    )
+    images: Group = {"data_path": data_path, "download": DOWNLOAD, **EVALUATION_LIMITS}
+    return evaluation_parser("probe.json", {"images": images, "features": FEATURE_FILES, "probe": PROBE})
 
 
 def scene_pairs_parser() -> Parser:
