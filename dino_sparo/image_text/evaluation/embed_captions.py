@@ -25,7 +25,6 @@ from dino_sparo.evaluation.embed.store import EmbeddingWriter
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.text import tokenize
 from dino_sparo.image_text.towers import LoadedModel, tokenize
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
