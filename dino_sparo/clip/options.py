@@ -19,8 +19,6 @@ from dino_sparo.image_text.evaluation.options import (
 from dino_sparo.image_text.options import check_pair_options, training_parser
 from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.cli import (
-    DOWNLOAD,
-    SLOT_SIZES,
     Group,
     Option,
     Parser,
@@ -30,6 +28,7 @@ from dino_sparo.runtime.cli import (
     positive_number,
     share_below_1,
 )
+from dino_sparo.runtime.options import DOWNLOAD, SLOT_SIZES
 
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature

@@ -8,24 +8,9 @@ import argparse
 import logging
 from collections.abc import Mapping
 
+from dino_sparo.runtime import options as shared
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
-from dino_sparo.runtime.cli import (
-    CHANNELS,
-    COLUMNS,
-    DEVICE,
-    IMAGE_LIMITS,
-    NORMALIZATION,
-    PRETRAINED,
-    SLOT_SIZES,
-    TRAINING_DATA,
-    Group,
-    Option,
-    Parser,
-    bool_flag,
-    positive_int,
-    share,
-    whole_number,
-)
+from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, positive_int, share, whole_number
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)
@@ -40,7 +25,7 @@ IMAGES: Group = {
         "Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     ),
-    **TRAINING_DATA,
+    **shared.TRAINING_DATA,
     "batch_size_per_gpu": Option(64, "Images per process and forward pass.", positive_int),
     "grad_accum_steps": Option(
         1, "Forward passes per step, whose gradients are averaged: a larger batch in the same memory.", positive_int
@@ -80,13 +65,13 @@ ENCODER: Group = {
         "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, gap "
         "averages all tokens.",
     ),
-    **SLOT_SIZES,
+    **shared.SLOT_SIZES,
     "pre_norm": Option(
         False, "Use CLIP's vision transformer instead of DINO's, as --init_from with a CLIP needs; not for timm/NAME."
     ),
     "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
     "drop_path_rate": Option(0.1, "Rate of stochastic depth in the student; 0 suits short runs."),
-    "pretrained": PRETRAINED,
+    "pretrained": shared.PRETRAINED,
     "init_from": Option(
         None,
         "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
@@ -155,16 +140,16 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
     return Parser(
         {
             "images": IMAGES,
-            "files of images": COLUMNS | IMAGE_LIMITS,
+            "files of images": shared.COLUMNS | shared.IMAGE_LIMITS,
             "crops": CROPS,
-            "channels and normalisation": CHANNELS
-            | {name: option._replace(nargs="+") for name, option in NORMALIZATION.items()},
+            "channels and normalisation": shared.CHANNELS
+            | {name: option._replace(nargs="+") for name, option in shared.NORMALIZATION.items()},
             "encoder: images -> tokens -> slots": ENCODER,
             "head": head | HEAD,
             "loss and teacher": loss | TEACHER,
             "optimisation": OPTIMIZATION | optimization | COMPUTE | {"use_fp16": USE_FP16},
             "run": RUN | {"knn_freq": KNN_FREQ},
-            "device and processes": DEVICE,
+            "device and processes": shared.DEVICE,
         }
     )
 

@@ -1,20 +1,8 @@
 """The options of the commands that evaluate, draw and export an encoder; no torch here, so that `--help` is fast."""
 
+from dino_sparo.runtime import options as shared
 from dino_sparo.runtime.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
-    CHANNELS,
-    CHECKPOINT,
-    COLUMNS,
-    DEVICE,
-    DOWNLOAD,
-    EVALUATION_LIMITS,
-    FEATURE_FILES,
-    FIGURE_FORMAT,
-    FOREIGN_WEIGHTS,
-    IMAGE_LIMITS,
-    SHOW_CHANNELS,
-    SLOT_SIZES,
-    USE_CUDA,
     Group,
     Option,
     Parser,
@@ -31,13 +19,13 @@ PROBES = ("linear", "sparo", "ep", "attention")  # names of `--probe`
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
 
 ENCODER: Group = {
-    **CHECKPOINT,
+    **shared.CHECKPOINT,
     "readout": Option(None, "Read-out of an untrained encoder without a checkpoint; by default sparo."),
     "seed": Option(0, "Random seed of untrained weights, probes, crops and random choices."),
 }
 IMAGES: Group = {
     "data_path": Option("", "Folder with train/ and val/, table with a column of splits, cifar10:DIR, or scenes."),
-    "download": DOWNLOAD,
+    "download": shared.DOWNLOAD,
     "img_size": Option(
         None, "Side of the images in pixels; by default the size of the encoder's position grid.", positive_int
     ),
@@ -70,11 +58,11 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
         {
             "encoder: what is evaluated": ENCODER,
             "images": IMAGES,
-            "files of images": COLUMNS | EVALUATION_LIMITS,
+            "files of images": shared.COLUMNS | shared.EVALUATION_LIMITS,
             **groups,
             "computation and result": RESULT,
-            "foreign weights": FOREIGN_WEIGHTS,
-            "device and processes": DEVICE,
+            "foreign weights": shared.FOREIGN_WEIGHTS,
+            "device and processes": shared.DEVICE,
         }
     )
 
@@ -96,7 +84,7 @@ KNN: Group = {
     "temperature": Option(
         0.07, "Temperature of the vote: a neighbour's weight is exp(cosine / temperature).", positive_number
     ),
-    **FEATURE_FILES,
+    **shared.FEATURE_FILES,
 }
 
 
@@ -125,7 +113,7 @@ ATTENTIVE_PROBES: Group = {
         choices=PROBES,
         nargs="+",
     ),
-    **SLOT_SIZES,
+    **shared.SLOT_SIZES,
     "ep_queries": Option(32, "Number of queries of ep.", positive_int),
     "ep_reduction": Option(1, "Width of a token divided by the width of ep's encoding.", positive_int),
     "attention_heads": Option(16, "Number of heads of attention; it divides the width of a token.", positive_int),
@@ -159,7 +147,7 @@ PROBE_TRAINING: Group = {
         "Train nothing, and test the probes in linear.pth of --output_dir. A linear head of "
         "facebookresearch/dino with this file name is read too.",
     ),
-    "use_cuda": USE_CUDA,
+    "use_cuda": shared.USE_CUDA,
 }
 
 
@@ -212,8 +200,8 @@ CLUSTERS: Group = {
     "map": Option(
         "tsne", "Method of the map. t-SNE preserves neighbourhoods, PCA large distances.", choices=("tsne", "pca")
     ),
-    "figure_format": FIGURE_FORMAT,
-    **SHOW_CHANNELS,
+    "figure_format": shared.FIGURE_FORMAT,
+    **shared.SHOW_CHANNELS,
     "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
     "output_dir": Option(None, "Folder of the result; by default the folder of the embeddings."),
     "overwrite": Option(False, "Overwrite clusters in --output_dir."),
@@ -229,17 +217,16 @@ def cluster_parser() -> Parser:
 MEASURED_IMAGES: Group = {
     "data_path": Option(None, "The images: any data that training takes."),
     "split": Option(None, "Name of the split to measure, or all; by default the split that training uses."),
-    "download": DOWNLOAD,
+    "download": shared.DOWNLOAD,
     "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),
 }
 
 
 def statistics_parser() -> Parser:
     """The options of `dino-sparo statistics`."""
-    processes = {"num_workers": DEVICE["num_workers"]}
-    return Parser(
-        {"images": MEASURED_IMAGES, "files of images": COLUMNS | IMAGE_LIMITS | CHANNELS, "processes": processes}
-    )
+    files = shared.COLUMNS | shared.IMAGE_LIMITS | shared.CHANNELS
+    processes = {"num_workers": shared.DEVICE["num_workers"]}
+    return Parser({"images": MEASURED_IMAGES, "files of images": files, "processes": processes})
 
 
 CLASSIFIED: Group = {
@@ -292,7 +279,7 @@ SLOT_PROBES: Group = {
     "lr": Option(
         [0.01, 0.1, 1.0], "Learning rates for a batch of 256 images; the --choosing_images select one.", positive_number
     ),
-    "use_cuda": USE_CUDA,
+    "use_cuda": shared.USE_CUDA,
 }
 
 
@@ -307,7 +294,7 @@ DRAWN_IMAGES: Group = {
         "An image, a folder, or any data that training takes; by default a built-in scene.",
         spellings=("image_path",),
     ),
-    **EVALUATION_LIMITS,
+    **shared.EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Size of the image in pixels: one number for the short side (several images are cropped to the central "
@@ -326,8 +313,8 @@ PICTURES: Group = {
         None, "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.", share
     ),
     "save_each": Option(False, "Also write one PNG per map."),
-    "figure_format": FIGURE_FORMAT,
-    **SHOW_CHANNELS,
+    "figure_format": shared.FIGURE_FORMAT,
+    **shared.SHOW_CHANNELS,
     "max_maps": Option(None, "Number of maps in a grid, most concentrated first; by default all maps.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
 }
@@ -346,12 +333,12 @@ def attention_parser() -> Parser:
     """The options of `visualize_attention.py`, in data-flow order."""
     return Parser(
         {
-            "encoder": CHECKPOINT | {"image_encoder": IMAGE_ENCODER},
-            "foreign weights": FOREIGN_WEIGHTS,
+            "encoder": shared.CHECKPOINT | {"image_encoder": IMAGE_ENCODER},
+            "foreign weights": shared.FOREIGN_WEIGHTS,
             "images": DRAWN_IMAGES,
             "pictures": PICTURES,
             "slot atlas": ATLAS,
-            "device and processes": DEVICE,
+            "device and processes": shared.DEVICE,
         },
         defaults={"num_workers": 4},
     )
@@ -368,7 +355,7 @@ MASKED_IMAGES: Group = {
         "value: an object), or COCO's annotations (.json).",
     ),
     "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
-    **EVALUATION_LIMITS,
+    **shared.EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Side of the central square in pixels; by default twice the training size, for finer maps.",
@@ -396,11 +383,11 @@ def slot_score_parser() -> Parser:
     """The options of `objects/command.py`, in data-flow order."""
     return Parser(
         {
-            "encoder": CHECKPOINT,
-            "foreign weights": FOREIGN_WEIGHTS,
+            "encoder": shared.CHECKPOINT,
+            "foreign weights": shared.FOREIGN_WEIGHTS,
             "images and masks": MASKED_IMAGES,
             "measures": MEASURES,
-            "device and processes": DEVICE,
+            "device and processes": shared.DEVICE,
         },
         defaults={"num_workers": 4},
     )
@@ -411,7 +398,7 @@ EXPORTED: Group = {
         None, "A checkpoint of this package or of facebookresearch/dino, or raw ViT weights.", is_positional=True
     ),
     "out": Option(None, "Path of the result without suffix; for huggingface a folder.", is_positional=True),
-    "checkpoint_key": CHECKPOINT["checkpoint_key"],
+    "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
     "format": Option(
         "safetensors",
         "safetensors, huggingface and onnx take any read-out, timm takes cls. safetensors, open_clip (cls) and "
@@ -436,7 +423,7 @@ def info_parser() -> Parser:
 
 def export_parser() -> Parser:
     """The options of `dino_sparo.weights.export`."""
-    return Parser({"files": EXPORTED, "foreign weights": FOREIGN_WEIGHTS})
+    return Parser({"files": EXPORTED, "foreign weights": shared.FOREIGN_WEIGHTS})
 
 
 PUSHED: Group = {
@@ -444,7 +431,7 @@ PUSHED: Group = {
         None, "A checkpoint of this package or of facebookresearch/dino, or an export.", is_positional=True
     ),
     "repository": Option(None, "USER/NAME on the Hugging Face hub; created if it does not exist.", is_positional=True),
-    "checkpoint_key": CHECKPOINT["checkpoint_key"],
+    "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
     "private": Option(False, "Create a private repository."),
 }
 

@@ -10,20 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.runtime.cli import (
-    DEVICE,
-    IMAGE_LIMITS,
-    NORMALIZATION,
-    PRETRAINED,
-    SPLIT_COLUMN,
-    TRAINING_DATA,
-    Group,
-    Option,
-    Parser,
-    positive_int,
-    positive_number,
-    share_below_1,
-)
+from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_below_1
+from dino_sparo.runtime.options import DEVICE, IMAGE_LIMITS, NORMALIZATION, PRETRAINED, SPLIT_COLUMN, TRAINING_DATA
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)

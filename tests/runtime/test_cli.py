@@ -38,7 +38,8 @@ from dino_sparo.__main__ import (
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import DEVICE, FOREIGN_WEIGHTS, MAX_SHOWN, Option, Parser, bool_flag
+from dino_sparo.runtime.cli import MAX_SHOWN, Option, Parser, bool_flag
+from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS

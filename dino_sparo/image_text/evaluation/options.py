@@ -5,12 +5,6 @@ from collections.abc import Mapping
 from dino_sparo.image_text.options import AUTO, PAIR_KEYS
 from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
-    DEVICE,
-    DEVICE_OPTION,
-    DOWNLOAD,
-    EVALUATION_LIMITS,
-    FEATURE_FILES,
-    FIGURE_FORMAT,
     Group,
     Option,
     Parser,
@@ -20,6 +14,7 @@ from dino_sparo.runtime.cli import (
     share,
     share_below_1,
 )
+from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION, DOWNLOAD, EVALUATION_LIMITS, FEATURE_FILES, FIGURE_FORMAT
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
