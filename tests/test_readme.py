@@ -12,7 +12,7 @@ from test_cli import CHANGED
 from torch import nn
 
 from dino_sparo.dino.options import get_args_parser
-from dino_sparo.dino.train import DINOObjective, build_network
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.preemption import Agreement, StopSignals
 
@@ -45,7 +45,7 @@ def trained(module: nn.Module) -> int:
 
 
 def test_the_numbers_of_parameters_and_bytes_of_a_step_are_those_of_the_default_model() -> None:
-    network = build_network(get_args_parser().parse_args([]), drop_path_rate=0.0)
+    network = DINOObjective.build_network(get_args_parser().parse_args([]), drop_path_rate=0.0)
     costs = " ".join(COSTS.split())
     assert f"has {trained(network) / 1e6:.1f} million trained parameters; " in costs
     assert f"; {trained(network.head) / 1e6:.1f} million of them are in the head" in costs

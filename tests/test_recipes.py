@@ -12,11 +12,11 @@ from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
 from dino_sparo.clip.train import build_model as build_clip
 from dino_sparo.clip.train import check_options as check_clip
 from dino_sparo.dino.options import fill_in_defaults
-from dino_sparo.dino.train import build_network
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import build_model as build_oc_clip
 from dino_sparo.oc_clip.train import check_options as check_oc_clip
-from dino_sparo.simdino.train import build_network as build_simdino
+from dino_sparo.simdino.train import SimDINOObjective
 from dino_sparo.simdino.train import check_options as check_simdino
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -53,7 +53,7 @@ def test_the_networks_of_a_recipe_of_dino_can_be_built(name: str) -> None:
     args = recipe(name)
     fill_in_defaults(args)
     with torch.device("meta"):
-        network = build_network(args, args.drop_path_rate)
+        network = DINOObjective.build_network(args, args.drop_path_rate)
     millions = sum(parameter.numel() for parameter in network.encoder.parameters()) / 1e6
     assert millions == pytest.approx(MILLIONS[name], abs=0.1)
 
@@ -79,7 +79,7 @@ def test_the_recipe_of_simdino_is_the_authors_command_and_its_networks_can_be_bu
     assert changed == {"readout", "arch", "local_crops_number"}
     check_simdino(args)
     with torch.device("meta"):
-        network = build_simdino(args, args.drop_path_rate)
+        network = SimDINOObjective.build_network(args, args.drop_path_rate)
     assert sum(parameter.numel() for parameter in network.encoder.parameters()) == pytest.approx(85.8e6, abs=1e5)
 
 

@@ -29,8 +29,8 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of networks and loss."""
     options.check_options(args)
     with torch.device("meta"):  # takes no memory
-        build_network(args, args.drop_path_rate)
-        build_loss(args)
+        DINOObjective.build_network(args, args.drop_path_rate)
+        DINOObjective.build_loss(args)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -56,13 +56,25 @@ class DINOObjective(DistillationObjective):
         super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
 
-    def build_network(self, drop_path_rate: float) -> DINONetwork:
-        """Student or teacher with random weights."""
-        return build_network(self.args, drop_path_rate)
+    @staticmethod
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+        """Student or teacher from the options, with random weights."""
+        encoder, norms = build_encoder(args, drop_path_rate), (args.use_bn_in_head, args.norm_last_layer)
+        head = DINOHead(encoder.encoding_dim, args.out_dim, *norms, hidden_dim=args.head_hidden_dim)
+        return DINONetwork(encoder, head)
 
-    def build_loss(self) -> DINOLoss:
-        """The loss with a center of zeros."""
-        return build_loss(self.args)
+    @staticmethod
+    def build_loss(args: argparse.Namespace) -> DINOLoss:
+        """The loss from the options, with a center of zeros."""
+        return DINOLoss(
+            args.out_dim,
+            args.local_crops_number + NUM_TEACHER_CROPS,
+            args.warmup_teacher_temp,
+            args.teacher_temp,
+            args.warmup_teacher_temp_epochs,
+            args.epochs,
+            chunk_size=args.loss_chunk,
+        )
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
         """One step of algorithm 1; every few steps also the teacher's entropies."""
@@ -82,25 +94,3 @@ class DINOObjective(DistillationObjective):
 def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
     """False while flat answers are normal: while the teacher's temperature warms up, and in a tenth of the run."""
     return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)
-
-
-def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
-    """Encoder and head from the options, with random weights."""
-    encoder = build_encoder(args, drop_path_rate)
-    head = DINOHead(
-        encoder.encoding_dim, args.out_dim, args.use_bn_in_head, args.norm_last_layer, hidden_dim=args.head_hidden_dim
-    )
-    return DINONetwork(encoder, head)
-
-
-def build_loss(args: argparse.Namespace) -> DINOLoss:
-    """The loss from the options, with a center of zeros."""
-    return DINOLoss(
-        args.out_dim,
-        args.local_crops_number + NUM_TEACHER_CROPS,
-        args.warmup_teacher_temp,
-        args.teacher_temp,
-        args.warmup_teacher_temp_epochs,
-        args.epochs,
-        chunk_size=args.loss_chunk,
-    )

@@ -60,22 +60,21 @@ class DistillationObjective(Objective[Batch]):
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         # Data: images -> S crops.
-        self.args, data = args, open_crops(args, process)
-        self.source, self.sampler, self.loader = data.source, data.sampler, data.loader
-        self.distort, self.examples = data.distort, data.examples
-        self.num_left_out = getattr(data.source, "num_left_out", 0)  # in damaged shards
+        self.args = args
+        self.source, self.sampler, self.loader, self.distort, self.examples = open_crops(args, process)
+        self.num_left_out = getattr(self.source, "num_left_out", 0)  # in damaged shards
         if args.knn_freq:
-            require_labels(data.source)
+            require_labels(self.source)
 
         # Student and teacher, which begin with the same weights.
         torch.manual_seed(args.seed)
-        student = self.build_network(args.drop_path_rate).to(process.device)
-        teacher = self.build_network(drop_path_rate=0.0).to(process.device)
+        student = self.build_network(args, args.drop_path_rate).to(process.device)
+        teacher = self.build_network(args, drop_path_rate=0.0).to(process.device)
         teacher.load_state_dict(student.state_dict())
         teacher.requires_grad_(False)
 
         # Loss.
-        self.loss = self.build_loss().to(process.device)
+        self.loss = self.build_loss(args).to(process.device)
 
         # Schedules: one value per step of the run.
         steps_per_epoch = self.sampler.steps_per_epoch
@@ -104,12 +103,14 @@ class DistillationObjective(Objective[Batch]):
         summary, dtype = student.encoder.summary, self.updater.dtype
         logger.info("%s, %.1f M parameters with the head, %s on %s", summary, millions, dtype, process)
 
+    @staticmethod
     @abstractmethod
-    def build_network(self, drop_path_rate: float) -> DINONetwork:
-        """Student or teacher with random weights, from the options."""
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+        """Student or teacher from the options, with random weights."""
 
+    @staticmethod
     @abstractmethod
-    def build_loss(self) -> nn.Module:
+    def build_loss(args: argparse.Namespace) -> nn.Module:
         """The loss from the options."""
 
     @abstractmethod

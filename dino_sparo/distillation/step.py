@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_sparo.training.objective import StepReport
-from dino_sparo.training.optim import clip_gradients_, drop_gradients
+from dino_sparo.training.optim import clip_gradients_
 
 if TYPE_CHECKING:
     from dino_sparo.distillation.objective import DistillationObjective
@@ -37,7 +37,7 @@ def finish_step(
         clip_gradients_(updater.parameters, objective.clip_grad, grad_norms)
     is_frozen = updater.step < objective.frozen_steps
     for module in (*frozen, *([objective.network.backbone] if is_frozen else [])):
-        drop_gradients(module)
+        module.zero_grad()  # without gradients the optimizer does not change the parameters, not even by decay
     updater.update()
     momentum = float(objective.momentum[updater.step])
     ema_update_(objective.teacher, objective.network, momentum, ("backbone.",) if is_frozen else ())

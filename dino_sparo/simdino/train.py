@@ -29,7 +29,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of the networks."""
     options.check_options(args)
     with torch.device("meta"):  # takes no memory
-        build_network(args, args.drop_path_rate)
+        SimDINOObjective.build_network(args, args.drop_path_rate)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -67,13 +67,16 @@ class SimDINOObjective(DistillationObjective):
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
 
-    def build_network(self, drop_path_rate: float) -> DINONetwork:
-        """Student or teacher with random weights."""
-        return build_network(self.args, drop_path_rate)
+    @staticmethod
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+        """Student or teacher from the options, with random weights."""
+        encoder = build_encoder(args, drop_path_rate)
+        head = SimDINOHead(encoder.encoding_dim, args.z_dim, args.head_hidden_dim, args.use_bn_in_head)
+        return DINONetwork(encoder, head)
 
-    def build_loss(self) -> SimDINOLoss:
-        """The loss, which has no state."""
-        args = self.args
+    @staticmethod
+    def build_loss(args: argparse.Namespace) -> SimDINOLoss:
+        """The loss from the options, which has no state."""
         return SimDINOLoss(args.local_crops_number + NUM_TEACHER_CROPS, args.eps, args.coeff, args.expa_type == 1)
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
@@ -106,10 +109,3 @@ class SimDINOObjective(DistillationObjective):
             f"coding rate {means['expansion']:.4f}: collapse, the encodings of a batch span {feature_rank:.2f} "
             "directions; try a lower --coeff, a lower --lr or a larger batch"
         )
-
-
-def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
-    """Encoder and head from the options, with random weights."""
-    encoder = build_encoder(args, drop_path_rate)
-    head = SimDINOHead(encoder.encoding_dim, args.z_dim, args.head_hidden_dim, args.use_bn_in_head)
-    return DINONetwork(encoder, head)

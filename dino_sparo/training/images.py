@@ -5,7 +5,6 @@ An objective adds its networks, its loss and its step; see `objective.py` for th
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -50,27 +49,15 @@ class Examples(NamedTuple):
     first_crops: Tensor
 
 
-@dataclass(frozen=True)
-class CropData:
-    """The images of a run as crops.
+def open_crops(
+    args: argparse.Namespace, process: Distributed
+) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
+    """Open the images of the options; ValueError if there are none, or too few for one step.
 
-    Attributes:
-        source: the images.
-        sampler: the order of the images.
-        loader: batches of crops.
-        distort: distorts 8-bit crops on the device; None if the loader's crops are finished.
-        examples: on rank 0 only.
+    Returns:
+        The images, their order, batches of crops; what distorts 8-bit crops on the device, None if the loader's crops
+        are finished; on rank 0 examples.
     """
-
-    source: ImageSource
-    sampler: EpochSampler
-    loader: DataLoader
-    distort: Distortions | None
-    examples: Examples | None
-
-
-def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
-    """Open the images of the options; ValueError if there are none, or too few for one step."""
     source = open_images(
         args.data_path,
         args.split,
@@ -102,7 +89,7 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
     )
     distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     examples = draw_examples(args, source, augmentation(False)) if is_main() else None
-    return CropData(source, sampler, loader, distort, examples)
+    return source, sampler, loader, distort, examples
 
 
 def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: MultiCropAugmentation) -> Examples:

@@ -207,9 +207,3 @@ def skip_update_where(optimizer: torch.optim.Optimizer, flag: Float[Tensor, ""])
         optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
     else:
         optimizer.skip_where = flag  # type: ignore[attr-defined]
-
-
-def drop_gradients(module: nn.Module) -> None:
-    """Drop the gradients of a module, so that the optimizer does not change its parameters (not even by decay)."""
-    for parameter in module.parameters():
-        parameter.grad = None

@@ -13,7 +13,7 @@ def bare(kind: type[T], **fields: Any) -> T:
     return objective
 
 
-def no_data(steps_per_epoch: int, global_batch_size: int) -> SimpleNamespace:
-    """In place of `CropData` where batches are made by hand."""
+def no_data(steps_per_epoch: int, global_batch_size: int) -> tuple[Any, ...]:
+    """In place of the result of `open_crops` where batches are made by hand."""
     sampler = SimpleNamespace(steps_per_epoch=steps_per_epoch, global_batch_size=global_batch_size)
-    return SimpleNamespace(source=None, sampler=sampler, loader=None, distort=None, examples=None)
+    return None, sampler, None, None, None

@@ -249,14 +249,6 @@ def test_a_zero_gradient_stays_zero_when_clipped_to_zero() -> None:
     assert torch.equal(parameter.grad, torch.zeros(2))
 
 
-def test_dropped_gradients_are_gone() -> None:
-    layer = nn.Linear(3, 2)
-    layer(torch.ones(1, 3)).sum().backward()
-    optim.drop_gradients(layer)
-    assert layer.weight.grad is None
-    assert layer.bias.grad is None
-
-
 def test_lars_momentum_survives_a_checkpoint() -> None:
     def run(interrupted: bool) -> torch.Tensor:
         parameter = nn.Parameter(torch.arange(6.0).reshape(2, 3))
