@@ -134,9 +134,7 @@ JOB: Group = {
     "constraint": Option(None, "Features the nodes must have."),
     "comment": Option(None, "Message to the scheduler."),
     "name": Option("dino_sparo", "Name of the job."),
-    "slurm_additional": Option(
-        [], "Any other options of sbatch, such as exclude=node17 reservation=tuesday.", metavar="KEY=VALUE"
-    ),
+    "slurm_additional": Option([], "Other options of sbatch, such as exclude=node17.", metavar="KEY=VALUE"),
     "job_dir": Option(None, "Folder of the job's own files; default: OUTPUT_DIR/%%j."),
     "max_requeues": Option(10, "Largest number of requeues after faults, and at the time limit, beside preemptions."),
     "dry_run": Option(False, "Print the batch script and submit nothing."),

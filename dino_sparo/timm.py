@@ -9,7 +9,7 @@ Keywords of `timm.create_model` may be fields of `EncoderConfig`: `readout`, `nu
 that of a training (of DINO the teacher, of CLIP the image tower) or an export.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -110,32 +110,17 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(name: str, pretrained: bool, options: dict[str, Any]) -> SparoVisionTransformer:
-    """Build a model by its name; the name says architecture and patch size."""
+def _entry(name: str) -> Callable[..., SparoVisionTransformer]:
+    """The function that builds the model of this name; the name says architecture and patch size."""
     arch, _, patch_size = name.removeprefix("sparo_").partition("_patch")
-    settings = {"arch": arch, "patch_size": int(patch_size), **options}
-    return build_model_with_cfg(SparoVisionTransformer, name, pretrained, **settings)
+
+    def create(pretrained: bool = False, **options: Any) -> SparoVisionTransformer:
+        settings = {"arch": arch, "patch_size": int(patch_size), **options}
+        return build_model_with_cfg(SparoVisionTransformer, name, pretrained, **settings)
+
+    create.__name__ = name  # by which timm registers it
+    return create
 
 
-@register_model
-def sparo_vit_tiny_patch16(pretrained: bool = False, **options: Any) -> SparoVisionTransformer:
-    """ViT-Ti/16 with SPARO in place of its last block."""
-    return _create("sparo_vit_tiny_patch16", pretrained, options)
-
-
-@register_model
-def sparo_vit_small_patch16(pretrained: bool = False, **options: Any) -> SparoVisionTransformer:
-    """ViT-S/16 with SPARO in place of its last block."""
-    return _create("sparo_vit_small_patch16", pretrained, options)
-
-
-@register_model
-def sparo_vit_small_patch8(pretrained: bool = False, **options: Any) -> SparoVisionTransformer:
-    """ViT-S/8 with SPARO in place of its last block."""
-    return _create("sparo_vit_small_patch8", pretrained, options)
-
-
-@register_model
-def sparo_vit_base_patch16(pretrained: bool = False, **options: Any) -> SparoVisionTransformer:
-    """ViT-B/16 with SPARO in place of its last block."""
-    return _create("sparo_vit_base_patch16", pretrained, options)
+for _name in default_cfgs:
+    globals()[_name] = register_model(_entry(_name))

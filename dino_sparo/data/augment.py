@@ -244,10 +244,6 @@ def normalize_levels(levels: Shaped[Array, "*B C H W"], mean: Array, std: Array)
     return normalized
 
 
-def _channels(levels: Float[np.ndarray, "3 H W"]) -> list[Float[np.ndarray, "1 H W"]]:
-    return [levels[:1], levels[1:2], levels[2:]]
-
-
 def _padded(levels: Any, rows: int) -> Any:
     """The levels with the first and the last row repeated `rows` times."""
     if isinstance(levels, np.ndarray):
@@ -285,14 +281,14 @@ def distort_crop(pixels: Shaped[np.ndarray, "C H W"], parameters: Sequence[float
         if factor == UNUSED[kind]:
             continue
         if kind == "hue":
-            levels = np.concatenate(shift_hue(_channels(levels), int(factor), hue_table()))
+            levels = np.concatenate(shift_hue(np.split(levels, 3), int(factor), hue_table()))
         elif kind == "contrast":
-            mean = mean_level(gray_levels(_channels(levels))) if is_rgb else levels.mean((-2, -1), keepdims=True)
+            mean = mean_level(gray_levels(np.split(levels, 3))) if is_rgb else levels.mean((-2, -1), keepdims=True)
             levels = blend(levels, mean, factor, is_rgb)
         else:
-            levels = blend(levels, gray_levels(_channels(levels)) if of_gray else 0.0, factor, is_rgb)
+            levels = blend(levels, gray_levels(np.split(levels, 3)) if of_gray else 0.0, factor, is_rgb)
     if parameters[GRAYSCALE]:
-        levels = gray_levels(_channels(levels))
+        levels = gray_levels(np.split(levels, 3))
     weights = [int(weight) for weight in parameters[BLUR] if weight]
     if len(weights) > 1:
         levels = blur(levels, weights, is_rgb)

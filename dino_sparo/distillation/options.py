@@ -63,9 +63,7 @@ ENCODER: Group = {
         "averages all tokens.",
     ),
     **shared.SLOT_SIZES,
-    "pre_norm": Option(
-        False, "Use CLIP's vision transformer instead of DINO's, as --init_from with a CLIP needs; not for timm/NAME."
-    ),
+    "pre_norm": Option(False, "Use CLIP's vision transformer, as --init_from with a CLIP needs; not for timm/NAME."),
     "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
     "drop_path_rate": Option(0.1, "Rate of stochastic depth in the student; 0 suits short runs."),
     "pretrained": shared.PRETRAINED,
@@ -94,9 +92,7 @@ OPTIMIZATION: Group = {
     "epochs": Option(100, "Epochs of the run, which the schedules span.", positive_int),
     "max_steps": MAX_STEPS,
     "optimizer": Option("adamw", "adamw suits transformers.", choices=sorted(OPTIMIZERS)),
-    "lr": Option(
-        0.0005, f"Learning rate after the warm-up for a batch of {REFERENCE_BATCH} images; it is scaled with the batch."
-    ),
+    "lr": Option(0.0005, f"Learning rate after the warm-up for {REFERENCE_BATCH} images, scaled with the batch."),
     "warmup_epochs": Option(
         None,
         f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run 1, in a run of "

@@ -25,7 +25,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none, all_reduce_sum
+from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.files import parse_object, write_json
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
@@ -262,28 +262,26 @@ def save_features(folder: Path, train: Features, val: Features, record: dict[str
     The reference writes features of length one and does not normalise them when it reads them. Give `normalize_`d
     features, so that its script reads the folder too.
     """
-    with all_or_none("writing the features"):
-        if is_main():
-            try:
-                _write(folder, {"train": train, "val": val}, record)
-            except (OSError, RuntimeError) as error:
-                raise ValueError(
-                    f"could not write the features to {folder} ({error}); free some space or choose another folder"
-                ) from error
+    on_rank_0(lambda: _write(folder, {"train": train, "val": val}, record), "writing the features")
 
 
 def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [name for split in CACHE_FILES.values() for name in split]
-    for name in (CACHE_RECORD, *names):
-        (folder / name).unlink(missing_ok=True)
-    for split, part in splits.items():
-        for name, tensor in zip(CACHE_FILES[split], (part.features.cpu(), part.labels.cpu()), strict=True):
-            # torch saves the whole storage of a view.
-            is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-            torch.save(tensor if is_whole else tensor.clone(), folder / name)
-    corrupt = {split: part.num_corrupt for split, part in splits.items()}
-    write_json({**record, "corrupt": corrupt}, folder / CACHE_RECORD)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [name for split in CACHE_FILES.values() for name in split]
+        for name in (CACHE_RECORD, *names):
+            (folder / name).unlink(missing_ok=True)
+        for split, part in splits.items():
+            for name, tensor in zip(CACHE_FILES[split], (part.features.cpu(), part.labels.cpu()), strict=True):
+                # torch saves the whole storage of a view.
+                is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+                torch.save(tensor if is_whole else tensor.clone(), folder / name)
+        corrupt = {split: part.num_corrupt for split, part in splits.items()}
+        write_json({**record, "corrupt": corrupt}, folder / CACHE_RECORD)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"could not write the features to {folder} ({error}); free some space or choose another folder"
+        ) from error
 
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:

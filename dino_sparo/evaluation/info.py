@@ -81,23 +81,29 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
         recipe = {name: args[name] for name in defaults if name in args and args[name] != defaults[name]}
     best = {name: f"{content[name]:.2f} %" for name in ("best_knn", "best_zero_shot") if content.get(name)}
     epochs = args.get("epochs") or recipe.get("epochs")
+    origin |= {
+        "epoch": origin["epoch"] if epochs is None else f"{origin['epoch']} of {epochs}",
+        "data": args.get("data_path") or origin["data"],
+        "recipe": {name: value for name, value in recipe.items() if name not in ("data_path", "output_dir")},
+        "scores": {**origin["scores"], **best},
+    }
     return {
         "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
         "kind": "checkpoint of a training" if args else "export" if is_export else "weights",
         "damaged": "no: the checksums fit" if has_checksums or is_export else "not known: there are no checksums",
-        "objective": origin["objective"],
         "encoder": encoder.summary,
         "text": pair and {name: value for name, value in pair["text"].items() if not isinstance(value, dict)},
         "networks": networks or network_name(content, "teacher"),
-        "epochs": origin["epoch"] if epochs is None else f"{origin['epoch']} of {epochs}",
-        "steps": origin["step"],
-        "images per step": origin["global_batch"],
-        "data": args.get("data_path") or origin["data"],
-        "images": origin["num_images"],
-        "options": {name: value for name, value in recipe.items() if name not in ("data_path", "output_dir")},
-        "scores": {**origin["scores"], **best},
+        **_training(origin),
         "versions": content.get("versions"),
     }
+
+
+def _training(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts about the training of weights, from their `origin_of`."""
+    names = {"objective": "objective", "epochs": "epoch", "steps": "step", "images per step": "global_batch"}
+    names |= {"data": "data", "images": "num_images", "options": "recipe", "scores": "scores"}
+    return {fact: origin.get(name) for fact, name in names.items()}
 
 
 def _describe_onnx(file: Path) -> dict[str, Any]:
@@ -118,17 +124,10 @@ def _describe_onnx(file: Path) -> dict[str, Any]:
         "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
         "kind": "export as ONNX",
         "damaged": "not seen: the graph is valid, but ONNX has no checksums of weights",
-        "objective": record["objective"],
         **_facts({name: record[name] for name in ("encoder", "versions")}),
         "networks": record["checkpoint_key"],
-        "epochs": record["epoch"],
-        "steps": record["step"],
-        "data": record["data"],
-        "images": record["num_images"],
-        "inputs": record["onnx"]["inputs"],
-        "outputs": record["onnx"]["outputs"],
-        "options": record["recipe"],
-        "scores": record["scores"],
+        **_training(record),
+        **record["onnx"],  # inputs, outputs
     }
 
 

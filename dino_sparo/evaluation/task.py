@@ -29,6 +29,7 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import rank_0_first, require_same_options
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
+from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.weights.checkpoint import (
@@ -313,8 +314,5 @@ def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
     if not output_dir:
         beside = Path(pretrained_weights).parent  # of a model's name, such as timm/NAME, there is none
         return beside if beside.is_dir() else Path()
-    folder = Path(output_dir)
-    if folder.is_file():
-        raise ValueError(f"--output_dir {output_dir} is a file; give a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    create_output_dir(folder := Path(output_dir))
     return folder

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.timm_backbone import TimmBackbone, check_images, layer_indices, plan_of
+from dino_sparo.models.timm_backbone import TimmBackbone, check_images, check_whole_patches, layer_indices, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
@@ -90,7 +90,7 @@ class Backbone(nn.Module):
         self.embed_dim, self.num_heads = size.embed_dim, size.num_heads
         self.depth = size.depth if depth is None else depth
         self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
-        self.norm_eps = layer_norm_eps(pre_norm)
+        self.norm_eps = PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
         grid_size = img_size // patch_size
         self.grad_checkpointing = False
         self._resampling: dict[tuple[int, torch.device], Tensor] = {}
@@ -337,21 +337,11 @@ def own_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:
     if patch_size < 1:
         raise ValueError(f"patch_size={patch_size} px; give a positive number, usually 4 to 32")
-    if img_size < patch_size or img_size % patch_size:
-        nearest = max(img_size // patch_size, 1) * patch_size
-        raise ValueError(
-            f"img_size={img_size} px is not a multiple of patch_size={patch_size} px; the nearest that fits is "
-            f"{nearest}"
-        )
+    check_whole_patches(img_size, patch_size)
     if in_chans < 1:
         raise ValueError(f"in_chans={in_chans}; an image has at least one channel")
     if not 0 <= drop_path_rate < 1:
         raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
-
-
-def layer_norm_eps(pre_norm: bool) -> float:
-    """Eps of every LayerNorm: DINO's, or CLIP's with `pre_norm`."""
-    return PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
 
 
 def _init_linear(module: nn.Module) -> None:

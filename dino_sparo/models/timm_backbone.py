@@ -225,12 +225,7 @@ class TimmPlan:
             raise ValueError(
                 f"--patch_size {patch_size} with timm/{name}, whose tokens are {self.stride} px apart; leave it out"
             )
-        if img_size % patch_size:
-            nearest = max(round(img_size / patch_size), 1) * patch_size
-            raise ValueError(
-                f"img_size={img_size} px is not a multiple of patch_size={patch_size} px of timm/{name}; the nearest "
-                f"that fits is {nearest}"
-            )
+        check_whole_patches(img_size, patch_size)
         if drop_path_rate and "drop_path_rate" not in self.parameters:
             raise ValueError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
         sizes: dict[str, Any] = {"img_size": img_size, **ANY_SIZE} if "img_size" in self.parameters else {}
@@ -310,6 +305,14 @@ def plan_of(name: str) -> TimmPlan:
         std=model.pretrained_cfg["std"],
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
     )
+
+
+def check_whole_patches(img_size: int, patch_size: int) -> None:
+    """Refuse a side of images, in pixels, that is not cut into whole patches."""
+    if img_size < patch_size or img_size % patch_size:
+        nearest = max(img_size // patch_size, 1) * patch_size
+        multiple = f"is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
+        raise ValueError(f"img_size={img_size} px {multiple}")
 
 
 def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: int) -> None:

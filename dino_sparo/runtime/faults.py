@@ -14,24 +14,23 @@ from typing import Any
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 RESUME_HINT = "If a checkpoint was saved, it is complete: run the same command to resume"
 
-# How to install what may be missing.
+# How to install what may be missing: extra of this package -> packages; then those of other ways.
+EXTRAS = {
+    "clip": ("open_clip", "entmax"),
+    "export": ("onnx", "onnxscript"),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "analyse": ("sklearn",),
+    "plots": ("matplotlib",),
+    "parse-llm": ("openai",),
+    "objects": ("scipy", "pycocotools"),
+}
 INSTALL = {
-    "open_clip": "pip install 'dino_sparo[clip]'",
-    "entmax": "pip install 'dino_sparo[clip]'",
-    "onnx": "pip install 'dino_sparo[export]'",
-    "onnxscript": "pip install 'dino_sparo[export]'",
-    "wandb": "pip install 'dino_sparo[wandb]'",
-    "trackio": "pip install 'dino_sparo[trackio]'",
-    "sklearn": "pip install 'dino_sparo[analyse]'",
-    "matplotlib": "pip install 'dino_sparo[plots]'",
+    **{package: f"pip install 'dino_sparo[{extra}]'" for extra, packages in EXTRAS.items() for package in packages},
+    **{package: f"pip install {package}" for package in ("transformers", "requests")},
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
     "nltk": "pip install nltk && python -m nltk.downloader punkt_tab",
-    "openai": "pip install 'dino_sparo[parse-llm]'",
-    "transformers": "pip install transformers",
-    "requests": "pip install requests",
-    "scipy": "pip install 'dino_sparo[objects]'",
-    "pycocotools": "pip install 'dino_sparo[objects]'",
 }
 
 # Words in torch's errors, where their types do not tell. gloo raises plain RuntimeErrors, which name its source files.

@@ -17,19 +17,14 @@ from dino_sparo.runtime.cli import Group, Option, any_number, positive_int, posi
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
 USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
 FIGURE_FORMAT = Option("png", "File format of figures with text.", choices=("png", "pdf", "svg"))
-PRETRAINED = Option(
-    False,
-    "Start a model timm/NAME from timm's weights, which are downloaded once. Without a network, give --init_from FILE.",
-)
+PRETRAINED = Option(False, "Start a model timm/NAME from timm's weights, which are downloaded once.")
 DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.")
 
 DEVICE: Group = {
     "device": DEVICE_OPTION,
     "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
     "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm."),
-    "dist_timeout_min": Option(
-        10.0, "Minutes that a process waits for others, or for images, before the run ends.", positive_number
-    ),
+    "dist_timeout_min": Option(10.0, "Minutes without others, or images, after which a run ends.", positive_number),
     "local_rank": Option(0, "Ignored. Older launchers set it; the rank comes from the environment."),
 }
 SLOT_SIZES: Group = {

@@ -13,10 +13,10 @@ from signal import Signals
 from typing import Any
 
 from dino_sparo.runtime.cli import config_text
-from dino_sparo.runtime.collectives import all_or_none, broadcast_object, require_same_options
+from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0, require_same_options
 from dino_sparo.runtime.faults import faults_named, full_memory_named
 from dino_sparo.runtime.files import write_text
-from dino_sparo.runtime.launch import init_distributed, is_main
+from dino_sparo.runtime.launch import init_distributed
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.precision import set_tf32
@@ -70,10 +70,10 @@ def train(
     ):
         run = build(args, objective_class, check_options, defaults_of, signals, lock)
         log_step = resume(run)
-        with all_or_none("writing config.yaml"):
-            if is_main():
-                options = {name: given[name] for name in defaults_of(args) if name != "local_rank"}
-                write_text(config_text(options, objective_class.command), Path(args.output_dir) / "config.yaml")
+        config = config_text(
+            {name: given[name] for name in defaults_of(args) if name != "local_rank"}, objective_class.command
+        )
+        on_rank_0(lambda: write_text(config, Path(args.output_dir) / "config.yaml"), "writing config.yaml")
         begin, sampler = time.monotonic(), run.objective.sampler
         end_step = args.epochs * sampler.steps_per_epoch
         if args.max_steps is not None:

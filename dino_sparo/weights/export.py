@@ -142,8 +142,16 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
             f"for it; this one can be exported as huggingface, safetensors or onnx"
         )
-    if isinstance(encoder.backbone, TimmBackbone):
-        return _write_timms_own(encoder.backbone, out, record)
+    description, own = record["encoder"], isinstance(encoder.backbone, TimmBackbone)
+    architecture, arguments, weights = (_timms_own if own else _timm_form)(encoder)
+    images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic"}
+    images["input_size"] = [description["in_chans"], *[description["img_size"]] * 2]
+    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": images}
+    return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": model}})
+
+
+def _timm_form(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Architecture, arguments and weights of our own vision transformer in timm's words."""
     config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
     arguments = {
         "img_size": config.img_size,
@@ -156,17 +164,12 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     if config.pre_norm or config.arch not in TIMM_NAMES:
         arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
     name = TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer")
-    timm_model = {
-        "architecture": TIMM_CLIP_NAME if config.pre_norm else name,
-        "model_args": arguments,
-        "pretrained_cfg": _timm_images(record["encoder"]),
-    }
-    path = _with_suffix(out, ".safetensors")
-    return write_safetensors(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
+    return TIMM_CLIP_NAME if config.pre_norm else name, arguments, encoder.backbone.state_dict()
 
 
-def _write_timms_own(backbone: TimmBackbone, out: str, record: dict[str, Any]) -> Path:
-    """`_write_timm` for an architecture of timm, whose model may normalise or pool in another way."""
+def _timms_own(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """The same of an architecture of timm, whose model may normalise or pool in another way."""
+    backbone: Any = encoder.backbone
     arguments = {**backbone.arguments, "num_classes": 0, "global_pool": "token"}
     weights = {name.removeprefix("model."): value for name, value in backbone.state_dict().items()}
     try:
@@ -176,23 +179,7 @@ def _write_timms_own(backbone: TimmBackbone, out: str, record: dict[str, Any]) -
             f"timm/{backbone.name} with its class token as output has other weights than with its own pooling; this "
             "encoder can be exported as huggingface, safetensors or onnx"
         ) from error
-    timm_model = {
-        "architecture": backbone.name,
-        "model_args": arguments,
-        "pretrained_cfg": _timm_images(record["encoder"]),
-    }
-    return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": timm_model}})
-
-
-def _timm_images(description: dict[str, Any]) -> dict[str, Any]:
-    """The images that an encoder was trained on, in timm's words."""
-    side = description["img_size"]
-    return {
-        "input_size": [description["in_chans"], side, side],
-        "mean": description["mean"],
-        "std": description["std"],
-        "interpolation": "bicubic",
-    }
+    return backbone.name, arguments, weights
 
 
 class _OnnxOutputs(nn.Module):
@@ -290,16 +277,8 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     setup_logging()
     for name in ("onnx_ir", "onnxscript"):  # they log every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
-    export(
-        args.checkpoint,
-        args.out,
-        args.checkpoint_key,
-        args.format,
-        args.img_size,
-        args.arch,
-        args.patch_size,
-        args.quick_gelu,
-    )
+    foreign = args.arch, args.patch_size, args.quick_gelu
+    export(args.checkpoint, args.out, args.checkpoint_key, args.format, args.img_size, *foreign)
 
 
 def push_checkpoint(args: argparse.Namespace) -> str:

@@ -31,7 +31,6 @@ IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
 ARRAY_EXTENSION = ".npy"  # in folders and shards an image only for a model of other than three channels
 # Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
 
 _logger = logging.getLogger(__name__)
 # 1 after the warning about dark images. Forked workers share the memory, so a run warns once.

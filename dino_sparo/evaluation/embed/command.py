@@ -86,7 +86,6 @@ def feature_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each kind of feature, of one image."""
     config = encoder.config
-    config = encoder.config
     if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
         raise ValueError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
     if "slots" in what and not config.kind.has_slots:

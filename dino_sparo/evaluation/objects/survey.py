@@ -4,7 +4,7 @@ The images are read once, in batches; maps are scored and forgotten.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -83,19 +83,16 @@ class Survey:
 
     def measures(self, seed: int) -> dict[str, dict[str, Any]]:
         """Row -> measure -> mean, interval, number of images."""
-        return {
-            row: {name: measures.summarize(self._values(row, name), seed) for name in measures.MEASURES} for row in ROWS
-        }
+        return self._summaries(ROWS, self._values, seed)
 
     def differences(self, seed: int) -> dict[str, dict[str, Any]]:
         """Control -> measure -> the model's score minus the control's on the same images: mean, interval, number."""
-        return {
-            row: {
-                name: measures.summarize(self._values(MODEL, name) - self._values(row, name), seed)
-                for name in measures.MEASURES
-            }
-            for row in CONTROLS
-        }
+        return self._summaries(CONTROLS, lambda row, name: self._values(MODEL, name) - self._values(row, name), seed)
+
+    @staticmethod
+    def _summaries(rows: Sequence[str], values: Callable[[str, str], Any], seed: int) -> dict[str, dict[str, Any]]:
+        names = measures.MEASURES
+        return {row: {name: measures.summarize(values(row, name), seed) for name in names} for row in rows}
 
     def _values(self, row: str, measure: str) -> Float[np.ndarray, " images"]:
         return np.array([scores[row][measure] for scores in self.scores])
