@@ -45,7 +45,7 @@ from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
-from dino_sparo.weights.foreign_names import open_clip_settings, to_open_clip_names
+from dino_sparo.weights.foreign import open_clip_settings, to_open_clip_names
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32
 CHECKED_STEPS = 3

@@ -198,7 +198,7 @@ COMPUTING_FILES = (
         "data/*",
         "data/sources/*",
     ),
-    *("weights/initialize", "weights/foreign_names"),
+    *("weights/initialize", "weights/foreign"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
     *("dino/koleo", "simdino/loss"),
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
@@ -218,7 +218,7 @@ def test_files_that_compute_take_named_parameters_not_parsed_options() -> None:
 
 
 # Read-outs declare what others need to know; what is left are the names of a foreign format.
-KNOW_READOUTS = {"models/readouts.py", "weights/foreign_names.py", "clip/config.py"}
+KNOW_READOUTS = {"models/readouts.py", "weights/foreign.py", "clip/config.py"}
 
 
 def test_no_file_but_the_table_tests_the_name_of_a_read_out() -> None:

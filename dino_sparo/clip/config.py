@@ -13,8 +13,8 @@ from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
 from dino_sparo.image_text.towers import TextConfig
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.models.readouts import READOUTS
-from dino_sparo.weights.checkpoint import CheckpointError, infer_config
-from dino_sparo.weights.foreign_names import ENDS
+from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.foreign import ENDS, infer_config
 
 HEAD_WIDTH = 64  # of all of open_clip's text encoders
 SLOT_SIZES = ("num_slots", "slot_dim", "key_dim", "group_size")

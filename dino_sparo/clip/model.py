@@ -32,8 +32,8 @@ from dino_sparo.weights.checkpoint import (
     clip_weights,
     image_text_entry,
     load_checkpoint,
-    load_strictly,
 )
+from dino_sparo.weights.file import load_strictly
 
 PATCH_SIZE = 32  # pixels, of our own vision transformers in a CLIP
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time

@@ -2,11 +2,15 @@
 
 import argparse
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
@@ -16,14 +20,8 @@ from dino_sparo.runtime.logs import Meters
 from dino_sparo.runtime.preemption import Agreement
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.objective import Objective
-from dino_sparo.weights.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    load_strictly,
-    random_state,
-    restore_random_state,
-)
-from dino_sparo.weights.file import contents_checksum
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import CheckpointError, contents_checksum, load_strictly
 from dino_sparo.weights.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
@@ -34,6 +32,29 @@ HARMLESS_OPTIONS = {
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
     *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
 }
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of all random number generators of this process, as plain values and tensors."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(numpy_name), torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest],
+        "python": [version, list(internal), gauss],
+    }
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Inverse of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""Weights <-> files: checkpoints of runs, foreign names, initialization, export."""
+"""Weights <-> files: checkpoints of runs, foreign weights, initialization, export."""

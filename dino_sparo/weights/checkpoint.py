@@ -1,4 +1,4 @@
-"""Files -> weights: verified reading, strict loading, encoders rebuilt from what the checkpoint says.
+"""Files -> weights: verified reading; encoders rebuilt from what the checkpoint says.
 
 A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
@@ -27,7 +27,7 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     steps_per_epoch        number of steps per epoch
     args, versions         options; versions of the packages
 
-`weights/file.py` reads these files, `weights/folder.py` writes them.
+`file.py` reads these files, `folder.py` writes them, `foreign.py` knows the weights of others.
 
 Names are the reference's where it has one: its scripts read our `--readout cls` checkpoints, and `load_encoder` reads
 its full checkpoints and raw ViT weights. Exports of `export.py` are read wherever a checkpoint is. Where an encoder is
@@ -36,25 +36,21 @@ needed, a CLIP (ours, OpenCLIP's or sparo-clip's) gives its image tower.
 
 import hashlib
 import logging
-import math
-import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of, pretrained_weights
 from dino_sparo.runtime.choices import (
-    ARCHITECTURES,
     IMAGENET_MEAN,
     IMAGENET_STD,
     MAX_VALUE,
@@ -63,8 +59,15 @@ from dino_sparo.runtime.choices import (
     TIMM,
 )
 from dino_sparo.runtime.files import differences, file_sha256, parse_object
-from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
-from dino_sparo.weights.foreign_names import from_open_clip_names, is_open_clip
+from dino_sparo.weights.file import CheckpointError, load_strictly, read_safetensors, read_torch_file
+from dino_sparo.weights.foreign import (
+    flat_weights,
+    from_open_clip_names,
+    infer_config,
+    is_open_clip,
+    timm_weights,
+    without_layer_scale,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,31 +77,7 @@ PUBLISHED = "published"  # normalisation and activation from a file beside forei
 EXPORTED_WEIGHTS, MODEL_TYPE = "model.safetensors", "sparo_encoder"  # of a folder for Hugging Face
 # Of the Hugging Face hub; a missing file of weights, such as runs/checkpoint.pth, is not looked up there.
 REPOSITORY = re.compile(r"[\w.-]+/(?!.*\.(?:pth|pt|bin|safetensors)$)[\w.-]+")
-NUM_NAMES_SHOWN = 8  # in messages
 DEMO = Path(__file__).parent / "demo" / "encoder.safetensors"  # the encoder that `dino-sparo demo` trains, in fp16
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """States of all random number generators of this process, as plain values and tensors."""
-    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": [str(numpy_name), torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest],
-        "python": [version, list(internal), gauss],
-    }
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Inverse of `random_state`."""
-    torch.set_rng_state(state["torch"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -> dict[str, Any]:
@@ -218,159 +197,11 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**checkpoint, PUBLISHED: {**normalization, "quick_gelu": activation}}
 
 
-def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights under our names, whoever saved them.
-
-    Removes DDP's `module.` and entries that are no tensors; puts a raw ViT's `blocks.*`, `cls_token`, ... below
-    `backbone.`.
-    """
-    plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
-    if any(name.startswith("backbone.") for name in plain):
-        return plain
-    return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
-
-
-def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DINOv2's ViT as our own: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
-    layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
-    folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
-    for ending, layer in layers.items():
-        for name in [name for name in folded if name.endswith(f".{ending}")]:
-            stem = f"{name.removesuffix(ending)}{layer}"
-            if not {f"{stem}.weight", f"{stem}.bias"} <= folded.keys():
-                continue
-            gamma = folded.pop(name)
-            folded[f"{stem}.weight"] = gamma[:, None] * folded[f"{stem}.weight"]
-            folded[f"{stem}.bias"] = gamma * folded[f"{stem}.bias"]
-    return folded
-
-
-def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
-    if problems := misfits(module.state_dict(), weights):
-        raise CheckpointError(f"the weights of {source} do not fit the model; {problems}")
-    module.load_state_dict(dict(weights))
-
-
-def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_have_more: bool = False) -> str:
-    """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
-    kinds = {
-        "missing": sorted(wanted.keys() - weights.keys()),
-        "unexpected": [] if may_have_more else sorted(weights.keys() - wanted.keys()),
-        "of another shape": [
-            f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
-            for name in sorted(wanted.keys() & weights.keys())
-            if weights[name].shape != wanted[name].shape
-        ],
-    }
-    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
-
-
-def shortened(names: list[str]) -> str:
-    """The first names of a list and the number of the others, for messages."""
-    rest = len(names) - NUM_NAMES_SHOWN
-    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
-
-
 def encoder_description(
     config: EncoderConfig, mean: Iterable[float] = IMAGENET_MEAN, std: Iterable[float] = IMAGENET_STD
 ) -> dict[str, Any]:
     """A checkpoint's entry `encoder`."""
     return {**asdict(config), "mean": list(mean), "std": list(std)}
-
-
-def infer_config(
-    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
-) -> EncoderConfig:
-    """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
-
-    `arch` and `patch_size` override the inferred values. A timm model is read by its class token, or by the average.
-
-    Raises:
-        CheckpointError: these are not the weights of a ViT, or no known architecture fits.
-    """
-    if arch is not None and arch.startswith(TIMM):
-        plan = plan_of(arch.removeprefix(TIMM))
-        readout = "cls" if plan.has_class_token else "gap"
-        return EncoderConfig(arch, patch_size or plan.stride, readout, img_size=plan.img_size)
-    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
-    depth, queries = num_blocks(weights), weights.get("readout.queries")
-    # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
-    depths = [depth] if queries is None else [depth + 1, depth]
-    names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
-    fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
-    if arch is None and not fitting:
-        known = ", ".join(f"{name} {size}" for size, name in names.items())
-        raise CheckpointError(f"no architecture has width {embed_dim} and {depth} blocks; known are {known}")
-    patch_size, arch = patch_size or kernel, arch or fitting[0]
-    slots: dict[str, Any] = {"readout": "cls"}
-    if queries is not None and "readout.key_proj.bias" in weights:
-        (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
-        slots = {
-            "readout": "sparo",
-            "num_slots": num_slots,
-            "slot_dim": len(weights["readout.value_proj.bias"]),
-            "key_dim": key_dim,
-            "group_size": num_slots * key_dim // num_keys,
-            "replace_block": arch in ARCHITECTURES and ARCHITECTURES[arch].depth > depth,
-        }
-    return EncoderConfig(
-        arch=arch,
-        patch_size=patch_size,
-        **slots,
-        img_size=grid_size * patch_size,
-        in_chans=in_chans,
-        pre_norm="backbone.norm_pre.weight" in weights,
-    )
-
-
-def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
-
-    Args:
-        backbone: the model.
-        weights: of the same architecture, under timm's names or under ours, below `backbone.`.
-        source: their file, for messages.
-
-    Raises:
-        CheckpointError: a weight is missing, or of another shape.
-    """
-    plain = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
-    try:
-        adapted = backbone.adapt(plain)
-    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
-    fitting = {f"backbone.{name}": value for name, value in adapted.items()}
-    wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    if problems := misfits(wanted, fitting, may_have_more=True):
-        raise CheckpointError(
-            f"{source} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
-            "--arch that they were trained with"
-        )
-    return fitting
-
-
-def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
-    """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
-    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
-    if projection is None or positions is None or projection.ndim != 4:
-        raise CheckpointError(
-            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
-            + shortened(sorted(weights))
-        )
-    embed_dim, in_chans, _, kernel = projection.shape
-    return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)
-
-
-def num_blocks(weights: Iterable[str]) -> int:
-    """Number of blocks of a ViT, from the names of its weights."""
-    return 1 + max((block_of(name) for name in weights), default=-1)
-
-
-def block_of(name: str) -> int:
-    """Index of the block that a weight belongs to; -1 for all others."""
-    path = name.removeprefix("backbone.").removeprefix("model.")  # timm's names stand below model
-    return int(path.split(".")[1]) if path.startswith("blocks.") else -1
 
 
 def describe_encoder(

@@ -35,13 +35,12 @@ from dino_sparo.weights.checkpoint import (
     encoder_description,
     encoder_of,
     load_checkpoint,
-    load_strictly,
     located,
     network_name,
     normalization_of,
 )
-from dino_sparo.weights.file import DOCUMENTS_KEY, write_safetensors, write_together
-from dino_sparo.weights.foreign_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
+from dino_sparo.weights.file import DOCUMENTS_KEY, load_strictly, write_safetensors, write_together
+from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import write_folder
 from dino_sparo.weights.origin import origin_of
 

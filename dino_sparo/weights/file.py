@@ -1,6 +1,7 @@
 """Files of torch (.pth) and safetensors <-> their content: checksums are verified, and no code in them runs.
 
-`checkpoint.py` describes the content; `folder.py` writes the checkpoints of a run, `export.py` exports.
+`checkpoint.py` describes the content; `folder.py` writes the checkpoints of a run, `export.py` exports. Weights are
+loaded strictly: all names and shapes must fit.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dino_sparo.runtime.files import parse_json, plain
 
@@ -41,6 +42,8 @@ PLAIN_TYPES = [
     (_numpy_scalar, "numpy.core.multiarray.scalar"),
     (_numpy_scalar, "numpy._core.multiarray.scalar"),
 ]
+
+NUM_NAMES_SHOWN = 8  # in messages
 
 
 class CheckpointError(ValueError):
@@ -239,3 +242,30 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
         for source in temporary.values():
             source.unlink(missing_ok=True)
     return path
+
+
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
+    if problems := misfits(module.state_dict(), weights):
+        raise CheckpointError(f"the weights of {source} do not fit the model; {problems}")
+    module.load_state_dict(dict(weights))
+
+
+def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_have_more: bool = False) -> str:
+    """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
+    kinds = {
+        "missing": sorted(wanted.keys() - weights.keys()),
+        "unexpected": [] if may_have_more else sorted(weights.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
+            for name in sorted(wanted.keys() & weights.keys())
+            if weights[name].shape != wanted[name].shape
+        ],
+    }
+    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
+
+
+def shortened(names: list[str]) -> str:
+    """The first names of a list and the number of the others, for messages."""
+    rest = len(names) - NUM_NAMES_SHOWN
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")

@@ -16,18 +16,9 @@ from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
 from dino_sparo.runtime.choices import TIMM
-from dino_sparo.weights.checkpoint import (
-    CheckpointError,
-    activation_of,
-    block_of,
-    load_checkpoint,
-    network_weights,
-    num_blocks,
-    patch_sizes,
-    shortened,
-    timm_weights,
-    without_layer_scale,
-)
+from dino_sparo.weights.checkpoint import CheckpointError, activation_of, load_checkpoint, network_weights
+from dino_sparo.weights.file import shortened
+from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_weights, without_layer_scale
 
 logger = logging.getLogger(__name__)
 

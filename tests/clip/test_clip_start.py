@@ -26,7 +26,7 @@ from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.runtime.choices import EXPORT_FORMATS
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS, export
-from dino_sparo.weights.foreign_names import to_open_clip_names
+from dino_sparo.weights.foreign import to_open_clip_names
 from dino_sparo.weights.initialize import initialize_encoder
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}

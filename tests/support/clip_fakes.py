@@ -17,7 +17,7 @@ from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.foreign_names import from_open_clip_names, open_clip_settings, to_open_clip_names
+from dino_sparo.weights.foreign import from_open_clip_names, open_clip_settings, to_open_clip_names
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
 TOKENIZER = SimpleTokenizer()

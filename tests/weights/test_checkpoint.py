@@ -33,23 +33,14 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.task import trained_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.training.objective import Objective
+from dino_sparo.training.resume import random_state, restore_random_state
 from dino_sparo.weights import checkpoint as checkpoint_module
 from dino_sparo.weights import file as checkpoint_file
-from dino_sparo.weights.checkpoint import (
-    check_same_model,
-    describe_encoder,
-    encoder_description,
-    flat_weights,
-    infer_config,
-    load_strictly,
-    normalization_of,
-    random_state,
-    restore_random_state,
-)
+from dino_sparo.weights.checkpoint import check_same_model, describe_encoder, encoder_description, normalization_of
 from dino_sparo.weights.export import export
-from dino_sparo.weights.file import weights_checksum
+from dino_sparo.weights.file import load_strictly, weights_checksum
 from dino_sparo.weights.folder import save_checkpoint
-from dino_sparo.weights.foreign_names import ENDS, NAMES, from_open_clip_names
+from dino_sparo.weights.foreign import ENDS, NAMES, flat_weights, from_open_clip_names, infer_config
 from dino_sparo.weights.initialize import check_same_activation
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}

@@ -59,7 +59,7 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.launch import world_size
-from dino_sparo.weights.checkpoint import load_strictly
+from dino_sparo.weights.file import load_strictly
 
 # Default epochs and learning rates; those of read-outs are of efficient probing, whose search starts at 0.1.
 LINEAR_TRAINING = (100, [0.001, 0.003, 0.01, 0.03, 0.1, 0.3])

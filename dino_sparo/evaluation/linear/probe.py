@@ -32,7 +32,8 @@ from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.files import differences, plain
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
-from dino_sparo.weights.checkpoint import load_checkpoint, load_strictly
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import load_strictly
 from dino_sparo.weights.folder import save_checkpoint
 
 logger = logging.getLogger(__name__)

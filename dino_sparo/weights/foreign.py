@@ -1,18 +1,21 @@
-"""OpenCLIP's names of a CLIP's weights <-> ours, for whole state dicts.
+"""Weights of other programs <-> ours: OpenCLIP's whole CLIPs, raw vision transformers, timm's models.
 
-Only names and layouts differ: OpenCLIP stores projections as (D, M) matrices, to be multiplied from the left, and
+Of OpenCLIP only names and layouts differ: it stores projections as (D, M) matrices, to be multiplied from the left, and
 embeddings without batch axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a
 tower; its SPARO and its linear bottleneck are supported. Our names are those of `clip.model.CLIP`: `image.*`, `text.*`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dino_sparo.runtime.choices import ARCHITECTURES
-from dino_sparo.weights.file import CheckpointError
+from dino_sparo.models.encoder import EncoderConfig
+from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
+from dino_sparo.runtime.choices import ARCHITECTURES, TIMM
+from dino_sparo.weights.file import CheckpointError, misfits, shortened
 
 # Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
 NAMES = {
@@ -179,3 +182,127 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
         settings |= {"use_sparo": True, "sparo_type": "cont:const", "share_kv": True, "sparo_heads": num_keys}
         settings |= {"L": image["num_slots"], "V": image["slot_dim"], "sparo_attn_dim": image["key_dim"]}
     return settings
+
+
+# Vision transformers, and models of timm.
+
+
+def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights under our names, whoever saved them.
+
+    Removes DDP's `module.` and entries that are no tensors; puts a raw ViT's `blocks.*`, `cls_token`, ... below
+    `backbone.`.
+    """
+    plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if any(name.startswith("backbone.") for name in plain):
+        return plain
+    return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
+
+
+def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DINOv2's ViT as our own: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
+    layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
+    folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
+    for ending, layer in layers.items():
+        for name in [name for name in folded if name.endswith(f".{ending}")]:
+            stem = f"{name.removesuffix(ending)}{layer}"
+            if not {f"{stem}.weight", f"{stem}.bias"} <= folded.keys():
+                continue
+            gamma = folded.pop(name)
+            folded[f"{stem}.weight"] = gamma[:, None] * folded[f"{stem}.weight"]
+            folded[f"{stem}.bias"] = gamma * folded[f"{stem}.bias"]
+    return folded
+
+
+def infer_config(
+    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+) -> EncoderConfig:
+    """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
+
+    `arch` and `patch_size` override the inferred values. A timm model is read by its class token, or by the average.
+
+    Raises:
+        CheckpointError: these are not the weights of a ViT, or no known architecture fits.
+    """
+    if arch is not None and arch.startswith(TIMM):
+        plan = plan_of(arch.removeprefix(TIMM))
+        readout = "cls" if plan.has_class_token else "gap"
+        return EncoderConfig(arch, patch_size or plan.stride, readout, img_size=plan.img_size)
+    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
+    depth, queries = num_blocks(weights), weights.get("readout.queries")
+    # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
+    depths = [depth] if queries is None else [depth + 1, depth]
+    names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
+    fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
+    if arch is None and not fitting:
+        known = ", ".join(f"{name} {size}" for size, name in names.items())
+        raise CheckpointError(f"no architecture has width {embed_dim} and {depth} blocks; known are {known}")
+    patch_size, arch = patch_size or kernel, arch or fitting[0]
+    slots: dict[str, Any] = {"readout": "cls"}
+    if queries is not None and "readout.key_proj.bias" in weights:
+        (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
+        slots = {
+            "readout": "sparo",
+            "num_slots": num_slots,
+            "slot_dim": len(weights["readout.value_proj.bias"]),
+            "key_dim": key_dim,
+            "group_size": num_slots * key_dim // num_keys,
+            "replace_block": arch in ARCHITECTURES and ARCHITECTURES[arch].depth > depth,
+        }
+    return EncoderConfig(
+        arch=arch,
+        patch_size=patch_size,
+        **slots,
+        img_size=grid_size * patch_size,
+        in_chans=in_chans,
+        pre_norm="backbone.norm_pre.weight" in weights,
+    )
+
+
+def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
+
+    Args:
+        backbone: the model.
+        weights: of the same architecture, under timm's names or under ours, below `backbone.`.
+        source: their file, for messages.
+
+    Raises:
+        CheckpointError: a weight is missing, or of another shape.
+    """
+    plain = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
+    try:
+        adapted = backbone.adapt(plain)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
+    fitting = {f"backbone.{name}": value for name, value in adapted.items()}
+    wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    if problems := misfits(wanted, fitting, may_have_more=True):
+        raise CheckpointError(
+            f"{source} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
+            "--arch that they were trained with"
+        )
+    return fitting
+
+
+def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
+    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
+    if projection is None or positions is None or projection.ndim != 4:
+        raise CheckpointError(
+            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
+            + shortened(sorted(weights))
+        )
+    embed_dim, in_chans, _, kernel = projection.shape
+    return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)
+
+
+def num_blocks(weights: Iterable[str]) -> int:
+    """Number of blocks of a ViT, from the names of its weights."""
+    return 1 + max((block_of(name) for name in weights), default=-1)
+
+
+def block_of(name: str) -> int:
+    """Index of the block that a weight belongs to; -1 for all others."""
+    path = name.removeprefix("backbone.").removeprefix("model.")  # timm's names stand below model
+    return int(path.split(".")[1]) if path.startswith("blocks.") else -1
