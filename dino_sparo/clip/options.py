@@ -11,10 +11,9 @@ from dino_sparo.image_text.evaluation.options import (
     CLASSES,
     CLIP_MODEL,
     LABELLED_IMAGES,
-    PICTURE_RESULT,
     QUESTIONS,
     evaluation_parser,
-    picture_groups,
+    picture_parser,
 )
 from dino_sparo.image_text.options import check_pair_options, training_parser
 from dino_sparo.runtime.choices import CROSS_ATTENTION
@@ -237,7 +236,6 @@ CHOICE: Group = {
 
 def pictures_parser() -> Parser:
     """The options of `pictures.py`, in data-flow order."""
-    groups = picture_groups("Checkpoint of CLIP training, of a model with slots.")
     size: Group = {
         "max_pairs": Option(400, "Largest number of pairs to search, evenly spread over the data.", positive_int),
         "img_size": Option(
@@ -247,4 +245,5 @@ def pictures_parser() -> Parser:
             old_names=("image_size",),
         ),
     }
-    return Parser({**groups, "view": size, "choice of slots and pairs": CHOICE, "result": PICTURE_RESULT})
+    groups = {"view": size, "choice of slots and pairs": CHOICE}
+    return picture_parser("Checkpoint of CLIP training, of a model with slots.", groups)

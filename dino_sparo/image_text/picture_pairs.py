@@ -50,7 +50,7 @@ class ViewedPair:
 def begin_pictures(args: argparse.Namespace) -> torch.device:
     """Set up the log, and refuse what cannot be drawn without a package; returns the device.
 
-    `args` are the options of `picture_groups` and `PICTURE_RESULT`.
+    `args` are the options of `picture_parser`.
     """
     setup_logging()
     require_matplotlib()

@@ -2,17 +2,9 @@
 
 import argparse
 
-from dino_sparo.image_text.evaluation.options import GRAPHS, PICTURE_RESULT, picture_groups
+from dino_sparo.image_text.evaluation.options import GRAPHS, picture_parser
 from dino_sparo.image_text.options import SCENE_TOWERS, check_pair_options, training_parser
-from dino_sparo.runtime.cli import (
-    Group,
-    Option,
-    Parser,
-    number_from_0,
-    positive_int,
-    positive_number,
-    whole_number,
-)
+from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, whole_number
 
 COMPETITIONS = ("queries", "keys")  # axis of the softmax of the binding
 RELATION_SCORES = ("additive", "mlp")
@@ -230,27 +222,21 @@ def parse_parser() -> Parser:
 
 def pictures_parser() -> Parser:
     """The options of `pictures.py`, in data-flow order."""
-    return Parser(
-        {
-            **picture_groups("Checkpoint of OC-CLIP training."),
-            "graphs": {"graphs": GRAPHS},
-            "choice of pairs": {
-                "pairs": Option(
-                    None,
-                    "Numbers of the pairs to show; by default --max_rows pairs, with two relations where possible.",
-                    whole_number,
-                    nargs="+",
-                ),
-                "max_rows": Option(4, "Number of pairs to show, if --pairs is not given.", positive_int),
-                "max_pairs": Option(
-                    400, "Number of captions to search for relations, evenly spread over the data.", positive_int
-                ),
-            },
-            "maps": {
-                "default_tokens": Option(
-                    False, "Draw one map per default token; by default one panel shows all default tokens together."
-                )
-            },
-            "result": PICTURE_RESULT,
-        }
+    choice: Group = {
+        "pairs": Option(
+            None,
+            "Numbers of the pairs to show; by default --max_rows pairs, with two relations where possible.",
+            whole_number,
+            nargs="+",
+        ),
+        "max_rows": Option(4, "Number of pairs to show, if --pairs is not given.", positive_int),
+        "max_pairs": Option(
+            400, "Number of captions to search for relations, evenly spread over the data.", positive_int
+        ),
+    }
+    default_tokens = Option(
+        False, "Draw one map per default token; by default one panel shows all default tokens together."
     )
+    maps: Group = {"default_tokens": default_tokens}
+    groups = {"graphs": {"graphs": GRAPHS}, "choice of pairs": choice, "maps": maps}
+    return picture_parser("Checkpoint of OC-CLIP training.", groups)

@@ -92,11 +92,6 @@ QUESTIONS: Group = {
     "images": Option(None, "Folder of the images; by default `images` in --data_root."),
     **IMAGE_RULES,
 }
-PICTURE_RESULT: Group = {
-    "output_dir": Option(None, "Folder of the result; by default beside the checkpoint."),
-    "figure_format": FIGURE_FORMAT,
-    "device": DEVICE_OPTION,
-}
 
 
 def computation(result: str) -> dict[str, Group]:
@@ -110,17 +105,26 @@ def computation(result: str) -> dict[str, Group]:
     return {"computation and result": group, "device and processes": DEVICE}
 
 
-def picture_groups(weights: str) -> dict[str, Group]:
-    """Groups of a model and the pairs to draw; `weights` is the help of `--pretrained_weights`."""
+def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
+    """The options of pictures of pairs, in data-flow order; `weights` is the help of `--pretrained_weights`."""
     data_path = Option(
         PICTURE_SCENES,
         "A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
-    return {
-        "model": {"pretrained_weights": Option("", weights)},
-        "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **EVALUATION_LIMITS},
+    result: Group = {
+        "output_dir": Option(None, "Folder of the result; by default beside the checkpoint."),
+        "figure_format": FIGURE_FORMAT,
+        "device": DEVICE_OPTION,
     }
+    return Parser(
+        {
+            "model": {"pretrained_weights": Option("", weights)},
+            "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **EVALUATION_LIMITS},
+            **groups,
+            "result": result,
+        }
+    )
 
 
 def evaluation_parser(result: str, groups: Mapping[str, Group], model: Group = MODEL) -> Parser:
