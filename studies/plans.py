@@ -24,6 +24,11 @@ WIDTH_CONTROL = "20-NN, 4 blocks"
 RANDOM_SLOTS, RANDOM_SLOTS_PROBE = "20-NN, random slots", "linear probe, random slots"
 # The last block left out, so that they read as many blocks as SPARO does.
 SHALLOW_SLOTS, SHALLOW_SLOTS_PROBE = f"{RANDOM_SLOTS}, one block less", f"{RANDOM_SLOTS_PROBE}, one block less"
+# Whether the last block is left out, folder, scores.
+RANDOM_CONTROLS = (
+    (False, "random_slots", RANDOM_SLOTS, RANDOM_SLOTS_PROBE),
+    (True, "shallow_slots", SHALLOW_SLOTS, SHALLOW_SLOTS_PROBE),
+)
 # Field of the encoder's configuration -> option of the recipe.
 SLOT_SIZES = {"num_slots": "sparo_slots", "slot_dim": "sparo_slot_dim", "key_dim": "sparo_key_dim"}
 RANDOM_READERS = ("cls", "gap", "sparo")  # the variants whose blocks are also read by random slots
@@ -91,18 +96,10 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
         return found | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
 
     found = {"untrained": measures("--untrained"), "trained": measures()}
-    if trained.variant in RANDOM_READERS:
-        random = with_random_slots(trained)
-        found["trained"] |= {
-            RANDOM_SLOTS: knn(random, "random_slots"),
-            RANDOM_SLOTS_PROBE: probe(random, "random_slots", *alone),
-        }
-    if trained.variant in RANDOM_READERS and trained.variant != "sparo":
-        shallow = with_random_slots(trained, True)
-        found["trained"] |= {
-            SHALLOW_SLOTS: knn(shallow, "shallow_slots"),
-            SHALLOW_SLOTS_PROBE: probe(shallow, "shallow_slots", *alone),
-        }
+    for one_block_less, name, nearest, linear in RANDOM_CONTROLS:
+        if trained.variant in RANDOM_READERS and not (one_block_less and trained.variant == "sparo"):
+            random = with_random_slots(trained, one_block_less)
+            found["trained"] |= {nearest: knn(random, name), linear: probe(random, name, *alone)}
     return found
 
 

@@ -2,7 +2,6 @@
 
     towers.py          the text tower; sizes, start weights and checkpoints of both towers
     scorer.py          images and captions -> scores
-    image_files.py     names of image files -> images, or crops of them
     prompts.py         folders of images -> names of classes -> captions
     options.py         the options that trainings share
     objective.py       data, validation, optimizer of a training

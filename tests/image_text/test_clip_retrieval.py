@@ -15,8 +15,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.image_text import image_files
-from dino_sparo.image_text.evaluation import caption_sets, retrieval
+from dino_sparo.image_text.evaluation import caption_sets, protocol, retrieval
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.retrieval import (
     Recall,
@@ -164,7 +163,7 @@ def test_images_that_cannot_be_read_go_with_their_captions(tmp_path, monkeypatch
     data = open_caption_set(str(tmp_path), str(tmp_path / "captions.txt"))
     with pytest.raises(ValueError, match=r"1 of 3 images .* cannot be read; at most 1 % of them may be"):
         evaluate_retrieval(colour_encoder(), data, [1])
-    monkeypatch.setattr(image_files, "MAX_MISSING", 0.5)
+    monkeypatch.setattr(protocol, "MAX_MISSING", 0.5)
     found = evaluate_retrieval(colour_encoder(), data, [1])
     assert (found.num_images, found.num_captions, found.num_corrupt) == (2, 2, 1)
     assert found.image[1] == found.text[1] == (100, 100)
@@ -229,7 +228,7 @@ def test_captions_keep_their_commas_and_empty_ones_are_counted(tmp_path, images,
 
 def test_flickr8ks_own_file_and_quotes_of_csv_are_read(tmp_path, images, monkeypatch):
     """Five lines of the published file name an image `2258277193_586949ec62.jpg.1` that does not exist."""
-    monkeypatch.setattr(image_files, "MAX_MISSING", 0.5)
+    monkeypatch.setattr(protocol, "MAX_MISSING", 0.5)
     (tmp_path / "Flickr8k.token.txt").write_text("7.jpg#0\tA dog .\n8.jpg.1#0\tgone\n9.jpg#0\tA cat .\n")
     data = open_caption_set(str(images), str(tmp_path / "Flickr8k.token.txt"))
     assert (data.captions, data.left_out["missing images"]) == (["A dog .", "A cat ."], 1)

@@ -47,7 +47,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, aro, vl_checklist, whatsup
-from dino_sparo.image_text.image_files import Crop, named_source
+from dino_sparo.image_text.evaluation.protocol import Crop, named_source
 
 pytest.importorskip("open_clip")
 

@@ -41,7 +41,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     answer_questions,
     judge,
 )
-from dino_sparo.image_text.image_files import Crop
+from dino_sparo.image_text.evaluation.protocol import Crop
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 

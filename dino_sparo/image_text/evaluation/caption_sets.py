@@ -23,7 +23,7 @@ import numpy as np
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.image_text.image_files import find_images, named_source, require_few_missing
+from dino_sparo.image_text.evaluation.protocol import find_images, named_source, require_few_missing
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions

@@ -1,25 +1,129 @@
 """Start and end of an evaluation of an image-text model: its images, and the file of its result.
 
+Images come from a data path, or are named in annotations. A benchmark without some of its images is another benchmark,
+so more than a few missing ones are an error.
+
 As in `evaluation/task.py`, a result file holds the whole protocol of its numbers, and the same command writes the same
 file.
 """
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from PIL import Image
 
 from dino_sparo.data.dataset import require_same_source
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import ImageSource, open_source
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of
+
+ROOT = Path("/")  # start of absolute paths
+# If a larger share of images or captions is missing, the folder or the download is wrong.
+MAX_MISSING = 0.01
+
+
+class Crop(NamedTuple):
+    """Part of an image, as annotations name it.
+
+    Attributes:
+        name: of the image file.
+        box: left, top, right, bottom; pixels. What lies outside of the image is black.
+    """
+
+    name: str
+    box: tuple[float, float, float, float]
+
+
+ImageName = str | Crop
+
+
+def file_of(image: ImageName) -> str:
+    """The name of the image's file."""
+    return image.name if isinstance(image, Crop) else image
+
+
+class CroppedSource(FileSource):
+    """Image files, or parts of them.
+
+    Attributes:
+        boxes: of each image the part to take; None: all of it.
+    """
+
+    boxes: Sequence[tuple[float, float, float, float] | None]
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
+        image, box = super().read(index), self.boxes[index]
+        if box is None:
+            return image
+        left, top, right, bottom = map(round, box)
+        if left >= right or top >= bottom:
+            raise CorruptImageError(self.location(index), f"the box {box} has no area")
+        if right <= 0 or bottom <= 0 or left >= image.width or top >= image.height:
+            size = f"{image.width} x {image.height} pixels"
+            raise CorruptImageError(self.location(index), f"the box {box} lies outside of the image, {size}")
+        return image.crop((left, top, right, bottom))
+
+
+def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> str | None:
+    """Path of an image in a folder: as named, without the folders in its name, or with an ending added.
+
+    Raises ValueError if the file lies below none of the folders `roots` (links in them are the user's own).
+    """
+    base = os.path.basename(name)
+    tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
+    found = next((path for path in tries if os.path.isfile(folder / path)), None)
+    if found is not None and roots is not None:
+        path = Path(os.path.abspath(folder / found))
+        if not any(path.is_relative_to(os.path.abspath(root)) for root in roots):
+            raise ValueError(
+                f"the image {name!r} lies outside of {' and '.join(map(str, roots))}; annotations of strangers may "
+                "name any file. Give --allow_outside if you trust them"
+            )
+    return found
+
+
+def find_images(folder: Path, names: Iterable[str], roots: Sequence[Path] | None = None) -> dict[str, str]:
+    """Name -> path for the images that a folder holds; otherwise as `image_path`."""
+    paths = {name: image_path(folder, name, roots) for name in names}
+    return {name: path for name, path in paths.items() if path is not None}
+
+
+def named_source(
+    folder: Path, names: Sequence[ImageName], paths: Sequence[str], limits: ImageLimits = DEFAULT_LIMITS
+) -> ImageSource:
+    """Images, or parts of them, as a source: names in annotations, and the paths of their files from a folder on."""
+    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
+    files = CroppedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
+    files.limits, files.boxes = limits, [name.box if isinstance(name, Crop) else None for name in names]
+    return files
+
+
+def require_few_missing(missing: int, total: int, kind: str, share: float | None = None) -> None:
+    """Refuse data of which more than a share is missing, by default `MAX_MISSING`; raises ValueError.
+
+    `kind` says in words what is missing, and where.
+    """
+    share = MAX_MISSING if share is None else share
+    if missing > share * total:
+        raise ValueError(
+            f"{missing} of {total} {kind} are missing or cannot be read; at most {100 * share:g} % of them may be. Is "
+            "this the right folder, and the whole of it?"
+        )
+
+
+# By data path; and the result.
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]

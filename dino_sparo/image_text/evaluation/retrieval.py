@@ -30,8 +30,7 @@ from torch import Tensor
 
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report
-from dino_sparo.image_text.image_files import require_few_missing
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.launch import rank, world_size

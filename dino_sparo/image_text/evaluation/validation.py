@@ -17,10 +17,9 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, require_few_missing
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
-from dino_sparo.image_text.image_files import require_few_missing
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
 from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
 from dino_sparo.image_text.scorer import Scorer

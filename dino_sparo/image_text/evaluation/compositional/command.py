@@ -35,8 +35,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report
-from dino_sparo.image_text.image_files import require_few_missing
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.files import write_json

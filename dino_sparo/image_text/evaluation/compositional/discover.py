@@ -11,7 +11,7 @@ from pathlib import Path
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.image_files import MAX_MISSING, file_of, find_images, image_path
+from dino_sparo.image_text.evaluation.protocol import MAX_MISSING, file_of, find_images, image_path
 
 logger = logging.getLogger(__name__)
 

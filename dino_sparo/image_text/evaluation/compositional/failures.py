@@ -22,7 +22,7 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
-from dino_sparo.image_text.image_files import ROOT, Crop, ImageName, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, named_source
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer, Scorer
 
 TITLE = "The clearest errors"

@@ -29,7 +29,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
-from dino_sparo.image_text.image_files import ROOT, Crop, ImageName, file_of, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.files import read_json
 

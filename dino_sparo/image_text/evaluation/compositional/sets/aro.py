@@ -33,8 +33,7 @@ import numpy as np
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
-from dino_sparo.image_text.evaluation.protocol import file_record
-from dino_sparo.image_text.image_files import Crop
+from dino_sparo.image_text.evaluation.protocol import Crop, file_record
 from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require

@@ -14,7 +14,7 @@ from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
-from dino_sparo.image_text.image_files import file_of
+from dino_sparo.image_text.evaluation.protocol import file_of
 
 
 def _files() -> dict[str, str]:

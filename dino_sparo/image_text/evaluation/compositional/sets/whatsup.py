@@ -20,7 +20,7 @@ from typing import Any
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COCO_FOLDERS, COCO_IMAGES
-from dino_sparo.image_text.image_files import file_of
+from dino_sparo.image_text.evaluation.protocol import file_of
 
 PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
 REPOSITORY = "https://github.com/amitakamath/whatsup_vlms"
