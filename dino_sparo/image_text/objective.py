@@ -262,7 +262,8 @@ def number_pairs(
     require_same_source(source)
     sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
     dataset = with_graphs(PairDataset(source, _transform(args), args.seed))
-    return source, sampler, _loader(args, process, dataset, sampler, collate), held_out
+    loader = create_loader(dataset, sampler, collate=collate, **_loading(args, process))
+    return source, sampler, loader, held_out
 
 
 def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
@@ -273,24 +274,14 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
     # `default_convert` leaves a batch of pairs as it is.
-    return stream, sampler, _loader(args, process, stream, None, default_convert), _open_held_out(args)
+    loader = create_loader(stream, None, collate=default_convert, **_loading(args, process))
+    return stream, sampler, loader, _open_held_out(args)
 
 
-def _loader(
-    args: argparse.Namespace,
-    process: Distributed,
-    dataset: Dataset,
-    sampler: EpochSampler | None,
-    collate: Callable[[Any], Any],
-) -> DataLoader:
-    return create_loader(
-        dataset,
-        sampler,
-        collate=collate,
-        num_workers=args.num_workers,
-        pin_memory=process.device.type == "cuda",
-        timeout_min=args.dist_timeout_min,
-    )
+def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
+    """How a loader works."""
+    pin_memory = process.device.type == "cuda"
+    return {"num_workers": args.num_workers, "pin_memory": pin_memory, "timeout_min": args.dist_timeout_min}
 
 
 def _transform(args: argparse.Namespace) -> PairTransform:
