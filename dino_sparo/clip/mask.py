@@ -34,7 +34,7 @@ from dino_sparo.image_text.evaluation.compositional.command import encode_folder
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, SplitResult, macro, split_results
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
-from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
+from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.launch import is_main
@@ -202,9 +202,7 @@ def change_elsewhere(
 ) -> dict[str, Any]:
     """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask."""
     source = open_evaluation_images(data_path, None, download, limits)
-    classes = open_classes(source, data_path=data_path)
-    images = apply_classes(source, classes)
-    templates = open_templates("auto", data_path)
+    images, classes, templates = open_labelled(source, data_path)
     model = ReducedClip(whole_model(scorer.model), mask).to(scorer.device)
     masked = DotProductScorer(**{**vars(scorer), "model": model})  # `scorer` may be one of whole models alone
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]

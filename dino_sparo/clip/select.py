@@ -39,7 +39,7 @@ from dino_sparo.evaluation.slots.curve import (
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
-from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
+from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.launch import is_main, rank, world_size
@@ -171,13 +171,11 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     if args.keep is not None:
         check_number("keep", args.keep, num_slots)
     source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
-    classes = open_classes(source, args.classnames, args.data_path)
-    images = apply_classes(source, classes)
+    images, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
     if args.num_images is not None:
         (images,) = disjoint_subsets(images, (args.num_images,))
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
-    templates = open_templates(args.templates, args.data_path)
     scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
     result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin

@@ -250,6 +250,14 @@ def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
     return relabelled
 
 
+def open_labelled(
+    source: ImageSource, data_path: str, classnames: str = AUTO, templates: str = AUTO
+) -> tuple[ImageSource, ClassList, tuple[str, ...]]:
+    """The images of the classes of `open_classes`, the classes, and the templates of `open_templates`."""
+    classes = open_classes(source, classnames, data_path)
+    return apply_classes(source, classes), classes, open_templates(templates, data_path)
+
+
 def wordnet_ids() -> list[str]:
     """The WordNet ids of ImageNet's 1000 classes, in the order of their numbers."""
     return ImageNetInfo().label_names()

@@ -296,7 +296,7 @@ class DotProductScorer(ImageRows):
         features = []
         with inference(self.module, self.device, self.dtype):
             for ids in progress(token_ids.split(self.batch_size), desc=desc):
-                # Filled up with the first caption, so that all products have one size, as in `encode_padded`.
+                # Filled up with the first caption, so that all products have one size.
                 padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
                 encoded = self.model.encode_text(padded)[: len(ids)]
                 features.append(F.normalize(encoded.float(), dim=-1))

@@ -76,14 +76,13 @@ class Scoring(nn.Module):
         fits: Float[Tensor, "B U R"],
         num_relations: Int[Tensor, " U"],
     ) -> Float[Tensor, "B U"]:
-        """Scores from slots and from `relation_scores`, `fits`, which are 0 for padding."""
-        with torch.autocast(slots.device.type, enabled=False):
-            # Below the bound the gradient passes, too, so that a coefficient can return.
-            coefs = (self.ent_coef, self.rel_coef)
-            alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
-            cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
-            total = alpha * entity_mask.sum(dim=-1) + beta * num_relations
-            return (alpha * cosines.sum(dim=-1) + beta * fits.sum(dim=-1)) / total
+        """Scores from slots and from `relation_scores`, `fits`, which are 0 for padding; called without autocast."""
+        # Below the bound the gradient passes, too, so that a coefficient can return.
+        coefs = (self.ent_coef, self.rel_coef)
+        alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
+        cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
+        total = alpha * entity_mask.sum(dim=-1) + beta * num_relations
+        return (alpha * cosines.sum(dim=-1) + beta * fits.sum(dim=-1)) / total
 
     def relation_scores(
         self,

@@ -16,9 +16,9 @@ import pytest
 from dino_sparo.__main__ import main
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, llm
-from dino_sparo.oc_clip.parsers.caption_rows import Row
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.llm import AnswerCache, LanguageModelParser, LocalModel, Message, read_answer
+from dino_sparo.oc_clip.parsers.rows import Row
 from dino_sparo.runtime.faults import MissingPackageError
 
 GRAPH = {"entities": ["dog", "mat"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}

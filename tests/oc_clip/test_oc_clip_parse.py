@@ -16,9 +16,8 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.parsers import Outcome
-from dino_sparo.oc_clip.parsers.annotated import draw_regions, region_graph
-from dino_sparo.oc_clip.parsers.caption_rows import CAPTION_KEYS, Row, open_rows, texts_in
 from dino_sparo.oc_clip.parsers.command import Report, Templates, parse_rows
+from dino_sparo.oc_clip.parsers.rows import CAPTION_KEYS, Row, draw_regions, open_rows, region_graph, texts_in
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.lock import OutputDirError
 

@@ -21,7 +21,7 @@ from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, re
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
-from dino_sparo.image_text.prompts import apply_classes, open_classes, open_templates
+from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.runtime.logs import progress
@@ -135,6 +135,6 @@ def open_zero_shot_probe(
     """The probe of a run, on the held-out images of `zero_shot_path` or else of the pairs in `data_path`."""
     path = zero_shot_path or data_path
     source = open_evaluation_images(path, download=download, limits=limits)
-    classes = open_classes(source, data_path=path)
-    (images,) = disjoint_subsets(apply_classes(source, classes), (PROBE_IMAGES,))
-    return ZeroShotProbe(images, classes.names, open_templates("auto", path))
+    labelled, classes, templates = open_labelled(source, path)
+    (images,) = disjoint_subsets(labelled, (PROBE_IMAGES,))
+    return ZeroShotProbe(images, classes.names, templates)

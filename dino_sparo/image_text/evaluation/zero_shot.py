@@ -24,7 +24,7 @@ from torch import Tensor
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
-from dino_sparo.image_text.prompts import AUTO, apply_classes, open_classes, open_templates
+from dino_sparo.image_text.prompts import AUTO, open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 
@@ -110,10 +110,9 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
     source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
-    classes = open_classes(source, args.classnames, args.data_path)
-    own = scorer.default_templates if args.templates == AUTO else None
-    templates = own or open_templates(args.templates, args.data_path)
-    chosen = apply_classes(source, classes)
+    chosen, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
+    if args.templates == AUTO:
+        templates = scorer.default_templates or templates
     outcome = evaluate_zero_shot(scorer, chosen, classes.names, templates)
     result = {
         "evaluation": "zero-shot classification",

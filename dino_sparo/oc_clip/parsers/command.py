@@ -22,9 +22,8 @@ from typing import Any
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.graph_files import JsonLines, graph_record, read_lines
 from dino_sparo.oc_clip.parsers import BulkParser, Outcome
-from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
-from dino_sparo.oc_clip.parsers.caption_rows import Row, open_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
+from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_rows
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say

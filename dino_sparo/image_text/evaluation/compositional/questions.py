@@ -182,17 +182,6 @@ def judge(
     return [Answer(*row) for row in zip(*columns, strict=True)]
 
 
-def by_split(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, SplitResult]:
-    """Accuracy of each split, in the order of the questions: the share of images that prefer their own caption."""
-    own: dict[str, list[Answer]] = defaultdict(list)
-    for question, answer in zip(questions, answers, strict=True):
-        own[question.split].append(answer)
-    return {
-        split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
-        for split, each in own.items()
-    }
-
-
 def macro(results: Mapping[str, SplitResult]) -> float:
     """Mean of the splits' accuracies, in percent."""
     return sum(result.accuracy for result in results.values()) / len(results)
@@ -284,8 +273,14 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
-    """Accuracy per split; raises ValueError for scores that are not finite."""
-    return by_split(encoded.questions, answers_to(encoded, score_pairs))
+    """Accuracy of each split: the share of images that prefer their own caption; ValueError if a score is not finite."""
+    own: dict[str, list[Answer]] = defaultdict(list)
+    for question, answer in zip(encoded.questions, answers_to(encoded, score_pairs), strict=True):
+        own[question.split].append(answer)
+    return {
+        split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
+        for split, each in own.items()
+    }
 
 
 def answer_questions(
