@@ -273,7 +273,7 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
-    """Accuracy of each split: the share of images that prefer their own caption; ValueError if a score is not finite."""
+    """Share of images that prefer their own caption, per split; raises ValueError for scores that are not finite."""
     own: dict[str, list[Answer]] = defaultdict(list)
     for question, answer in zip(encoded.questions, answers_to(encoded, score_pairs), strict=True):
         own[question.split].append(answer)
