@@ -27,23 +27,29 @@ IMAGES: Group = {
     "data_path": Option("", "Folder with train/ and val/, table with a column of splits, cifar10:DIR, or scenes."),
     "download": shared.DOWNLOAD,
     "img_size": Option(
-        None, "Side of the images in pixels; by default that of the encoder's position grid.", positive_int
+        None, "Side of the images in pixels; by default the size of the encoder's position grid.", positive_int
     ),
     "fast_views": Option(
         False,
-        "Resize with torch instead of Pillow: twice as fast, with other roundings. Not for numbers that you report.",
+        "Resize with torch instead of Pillow, about twice as fast. Most pixels differ by at most one level, "
+        "pixels at hard edges of tall images by more, so do not use this option for numbers that you report.",
     ),
     "batch_size_per_gpu": Option(128, "Images per process and step.", positive_int),
 }
 RESULT: Group = {
     "precision": Option(
         "fp32",
-        "Precision of the encoder, and of k-NN and probes; use fp32 for numbers that you report.",
+        "Precision of the encoder; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
+        "products on GPUs, including those of k-NN and probes.",
         choices=PRECISIONS,
     ),
     "output_dir": Option(None, "Where the result is written; by default beside the checkpoint."),
 }
-SLOTS = Option(None, "Evaluate only these slots: numbers such as 0,3,7, or a file of slots study or slots select.")
+SLOTS = Option(
+    None,
+    "Evaluate only these slots: numbers such as 0,3,7, or a file of dino-sparo slots study or slots select. "
+    "The name of the result file gets the suffix _slots.",
+)
 
 
 def evaluation_parser(groups: dict[str, Group]) -> Parser:
@@ -61,16 +67,23 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
     )
 
 
-IMAGE_ENCODER = Option(False, "Use only the image encoder of a CLIP or an OC-CLIP, and the options of this command.")
+IMAGE_ENCODER = Option(
+    False,
+    "Use only the image encoder of a CLIP or an OC-CLIP. By default these models have a protocol and "
+    "options of their own.",
+)
 
-VOTE_TEMPERATURE = Option(0.07, "A neighbour's weight in the vote is exp(cosine / temperature).", positive_number)
 KNN: Group = {
     "slots": SLOTS,
     "n_last_blocks": Option(
-        KNN_BLOCKS, "Number of last layers whose class tokens are concatenated; 1: only the encoding.", positive_int
+        KNN_BLOCKS,
+        "Number of last layers whose class tokens are concatenated, as in eval_linear.py; 1: only the encoding.",
+        positive_int,
     ),
     "nb_knn": Option([10, 20, 100, 200], "Numbers of neighbours; 20 is usually best.", positive_int),
-    "temperature": VOTE_TEMPERATURE,
+    "temperature": Option(
+        0.07, "Temperature of the vote: a neighbour's weight is exp(cosine / temperature).", positive_number
+    ),
     **shared.FEATURE_FILES,
 }
 
@@ -86,13 +99,17 @@ PROBE_FEATURES: Group = {
     "n_last_blocks": Option(
         4, "Number of last layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B.", positive_int
     ),
-    "avgpool_patchtokens": Option(False, "Also concatenate the mean of the patch tokens, as suits a ViT-B."),
+    "avgpool_patchtokens": Option(
+        False, "Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B."
+    ),
 }
 ATTENTIVE_PROBES: Group = {
     "probe": Option(
         None,
-        "Train read-outs on the frozen tokens, each with a linear classifier. linear: the encoder's own read-out, "
-        "frozen. sparo: slots. ep: efficient probing. attention: one query with several heads.",
+        "Train read-outs on the frozen tokens, each with a linear classifier, and compare accuracy and number "
+        "of parameters. linear: the encoder's own read-out, frozen. sparo: slots. ep: efficient probing. "
+        "attention: one query with several heads. Writes probes.json, and probe_NAME.pth, an encoder with the "
+        "trained read-out.",
         choices=PROBES,
         nargs="+",
     ),
@@ -100,10 +117,14 @@ ATTENTIVE_PROBES: Group = {
     "ep_queries": Option(32, "Number of queries of ep.", positive_int),
     "ep_reduction": Option(1, "Width of a token divided by the width of ep's encoding.", positive_int),
     "attention_heads": Option(16, "Number of heads of attention; it divides the width of a token.", positive_int),
-    "warmup_epochs": Option(None, "Epochs of warm-up, with --probe; by default a ninth of --epochs.", number_from_0),
+    "warmup_epochs": Option(
+        None, "Epochs of warm-up of the learning rate, with --probe; by default a ninth of --epochs.", number_from_0
+    ),
 }
 PROBE_TRAINING: Group = {
-    "epochs": Option(None, "Number of epochs; by default 100, with --probe 90.", positive_int),
+    "epochs": Option(
+        None, "Number of epochs; the learning rate falls to 0. By default 100, with --probe 90.", positive_int
+    ),
     "lr": Option(
         None,
         "Learning rates for a batch of 256 images, scaled with the batch; each trains one probe. By default "
@@ -113,12 +134,19 @@ PROBE_TRAINING: Group = {
     ),
     "fast": Option(
         False,
-        "Encode every image once, without crops and flips, and keep all features in memory: minutes instead of hours, "
-        "usually a little less accurate. The features of ImageNet take 27 GB with the defaults of ViT-S and SPARO.",
+        "Encode every image once, without crops and flips, and train on these features: minutes instead of "
+        "hours, usually a little less accurate. Every process keeps the features of all images on its GPU, or "
+        "with --use_cuda false in main memory: 27 GB for ImageNet with the defaults of ViT-S and SPARO.",
     ),
     "val_freq": Option(1, "Epochs between two validations.", positive_int),
-    "num_labels": Option(None, "Number of classes; another number in the data is an error.", positive_int),
-    "evaluate": Option(False, "Only test the probes, or the linear head of facebookresearch/dino, in linear.pth."),
+    "num_labels": Option(
+        None, "Expected number of classes; the command ends if the data have a different number.", positive_int
+    ),
+    "evaluate": Option(
+        False,
+        "Train nothing, and test the probes in linear.pth of --output_dir. A linear head of "
+        "facebookresearch/dino with this file name is read too.",
+    ),
     "use_cuda": shared.USE_CUDA,
 }
 
@@ -138,12 +166,16 @@ EMBEDDINGS: Group = {
     "split": Option(None, "Name of the split to embed, or all; by default the split that training uses."),
     "what": Option(
         ["encoding"],
-        "Features to write. encoding: the read-out's result. slots: the same, slot by slot. cls, patches: the last "
-        "block's tokens. mean: the mean of the patch tokens. captions: of a CLIP or an OC-CLIP, alone.",
+        "Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, "
+        "slot by slot. cls, patches: the class token and the patch tokens of the last block, after its "
+        "LayerNorm. mean: the mean of the patch tokens. captions: the features of captions from a CLIP or an "
+        "OC-CLIP, without other features.",
         choices=FEATURES,
     ),
     "captions": Option(
-        None, "For --what captions: file of captions as for dino-sparo retrieval, unless --data_path has captions."
+        None,
+        "For --what captions: file with the captions of the images in --data_path, in a format of dino-sparo "
+        "retrieval. Not needed if --data_path is a table, shards or scenes with captions.",
     ),
     "dtype": Option("float32", "Type of the arrays on disk.", choices=("float32", "float16")),
     "overwrite": Option(False, "Overwrite embeddings in --output_dir."),
@@ -165,7 +197,9 @@ CLUSTERS: Group = {
     "clusters": Option(20, "Number of clusters of k-means.", positive_int),
     "slot": Option(None, "Number of the only slot to cluster by; needs --what slots.", whole_number),
     "examples": Option(12, "Number of images per cluster on the page.", positive_int),
-    "map": Option("tsne", "Method of the map; PCA preserves large distances.", choices=("tsne", "pca")),
+    "map": Option(
+        "tsne", "Method of the map. t-SNE preserves neighbourhoods, PCA large distances.", choices=("tsne", "pca")
+    ),
     "figure_format": shared.FIGURE_FORMAT,
     **shared.SHOW_CHANNELS,
     "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
@@ -197,11 +231,18 @@ def statistics_parser() -> Parser:
 
 CLASSIFIED: Group = {
     "folder": Option(None, "Embeddings of labelled images, written by dino-sparo embed.", is_positional=True),
-    "images": Option(None, "Embeddings of new images, from the same encoder; without, only accuracy is measured."),
+    "images": Option(
+        None, "Embeddings of new images, from the same encoder. Without this option, only the accuracy is measured."
+    ),
     "val": Option(None, "Embeddings of other labelled images, to measure the accuracy on."),
 }
 CLASSIFIER: Group = {
-    "C": Option((1.0, 10.0, 100.0), "Inverse strengths of regularisation to try.", positive_number, nargs="+"),
+    "C": Option(
+        (1.0, 10.0, 100.0),
+        "Inverse strengths of regularisation; cross-validation chooses one.",
+        positive_number,
+        nargs="+",
+    ),
     "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
     "top": Option(3, "Number of most probable classes in the table.", positive_int),
     "output": Option(None, "Table of predictions (.csv); by default predictions.csv in the folder of --images."),
@@ -215,19 +256,29 @@ def predict_parser() -> Parser:
 
 
 SLOT_RANKING: Group = {
-    "choosing_images": Option(10_000, "Number of training images that rank the slots, at most a fifth.", positive_int),
-    "numbers": Option(None, "Numbers of slots; by default powers of two and all slots.", positive_int, nargs="+"),
-    "keep": Option(None, "Number of slots to choose; by default the best on the --choosing_images.", positive_int),
+    "choosing_images": Option(
+        10_000, "Number of training images held out to rank the slots, at most a fifth of all.", positive_int
+    ),
+    "numbers": Option(
+        None, "Numbers of slots to evaluate; by default powers of two and all slots.", positive_int, nargs="+"
+    ),
+    "keep": Option(
+        None,
+        "Number of slots in the result file; by default the most accurate number on the --choosing_images.",
+        positive_int,
+    ),
     "draws": Option(5, "Number of random orders of the slots, as a control.", positive_int),
 }
 SLOT_KNN: Group = {
     "nb_knn": Option(20, "Number of neighbours.", positive_int),
-    "temperature": VOTE_TEMPERATURE,
+    "temperature": Option(0.07, "Temperature of the vote.", positive_number),
 }
 SLOT_PROBES: Group = {
     "probe": Option(False, "Also train linear probes on the chosen slots: 1 + --draws probes for each of --numbers."),
     "epochs": Option(30, "Epochs of the probes.", positive_int),
-    "lr": Option([0.01, 0.1, 1.0], "Learning rates to choose from, for a batch of 256 images.", positive_number),
+    "lr": Option(
+        [0.01, 0.1, 1.0], "Learning rates for a batch of 256 images; the --choosing_images select one.", positive_number
+    ),
     "use_cuda": shared.USE_CUDA,
 }
 
@@ -239,21 +290,28 @@ def slot_study_parser() -> Parser:
 
 DRAWN_IMAGES: Group = {
     "data_path": Option(
-        None, "An image, or any data that training takes; by default a built-in scene.", spellings=("image_path",)
+        None,
+        "An image, a folder, or any data that training takes; by default a built-in scene.",
+        spellings=("image_path",),
     ),
     **shared.EVALUATION_LIMITS,
     "img_size": Option(
         None,
-        "Short side of the image in pixels, or height and width; by default twice the training size, for finer maps.",
+        "Size of the image in pixels: one number for the short side (several images are cropped to the central "
+        "square), or height and width. By default twice the training size, for finer maps.",
         positive_int,
         nargs="+",
         spellings=("image_size",),
     ),
-    "num_images": Option(8, "Number of images of a folder, evenly spread.", positive_int, old_names=("max_images",)),
+    "num_images": Option(
+        8, "Number of images taken from a folder, evenly spread.", positive_int, old_names=("max_images",)
+    ),
 }
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
-    "threshold": Option(None, "Also draw masks.png: the fewest patches with this share of a map's mass.", share),
+    "threshold": Option(
+        None, "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.", share
+    ),
     "save_each": Option(False, "Also write one PNG per map."),
     "figure_format": shared.FIGURE_FORMAT,
     **shared.SHOW_CHANNELS,
@@ -263,8 +321,8 @@ PICTURES: Group = {
 ATLAS: Group = {
     "atlas": Option(
         None,
-        "Images to search for those that activate each slot most, any that --data_path takes. Writes atlas.png, "
-        "atlas.html and atlas.json.",
+        "Images to search for those that activate each slot most: a folder, or any data that --data_path takes, "
+        "such as scenes. Writes atlas.png, atlas.html and atlas.json.",
     ),
     "atlas_images": Option(8, "Images per slot.", positive_int),
     "atlas_max_images": Option(2000, "Largest number of images to search, a random subset.", positive_int),
@@ -292,7 +350,9 @@ MASKED_IMAGES: Group = {
         "scenes; a folder in VOC's layout; a folder with images/ and masks/; or a folder of images, with --masks.",
     ),
     "masks": Option(
-        None, "For a folder of images: a folder of PNG masks with the images' stems, or COCO's annotations (.json)."
+        None,
+        "For a folder of images: a folder of PNG masks with the images' stems (0: background, every other "
+        "value: an object), or COCO's annotations (.json).",
     ),
     "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
     **shared.EVALUATION_LIMITS,
@@ -307,11 +367,13 @@ MEASURES: Group = {
     "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO.", share),
     "maps": Option(
         None,
-        "Number of maps to score, as a mean over random subsets, so that encoders with other numbers can be compared; "
-        "by default all maps.",
+        "Number of maps to score, as a mean over 5 random subsets per image; by default all maps. To compare "
+        "encoders with different numbers of maps, give the smallest number for all of them.",
         positive_int,
     ),
-    "match": Option("", "Another checkpoint, such as of another seed, whose slots are matched to those of this one."),
+    "match": Option(
+        "", "Another checkpoint, for example with another seed, whose slots are matched to the slots of this one."
+    ),
     "seed": Option(0, "Random seed of controls, subsets and intervals."),
     "output_dir": Option(None, "Where result and plots are written; by default beside the checkpoint."),
 }
@@ -331,9 +393,10 @@ def slot_score_parser() -> Parser:
     )
 
 
-EXPORTED_CHECKPOINT = Option(None, "A checkpoint or weights, as --pretrained_weights takes them.", is_positional=True)
 EXPORTED: Group = {
-    "checkpoint": EXPORTED_CHECKPOINT,
+    "checkpoint": Option(
+        None, "A checkpoint of this package or of facebookresearch/dino, or raw ViT weights.", is_positional=True
+    ),
     "out": Option(None, "Path of the result without suffix; for huggingface a folder.", is_positional=True),
     "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
     "format": Option(
@@ -343,14 +406,18 @@ EXPORTED: Group = {
         choices=EXPORT_FORMATS,
     ),
     "img_size": Option(
-        None, "Side of the images in pixels, an ONNX file's only one; by default as trained.", positive_int
+        None,
+        "Side of the images in pixels, by default the training size; an ONNX file takes only this size.",
+        positive_int,
     ),
 }
 
 
 def info_parser() -> Parser:
     """The options of `dino_sparo.evaluation.info`."""
-    path = Option(None, "A file or folder that dino-sparo wrote, or weights of others.", is_positional=True)
+    path = Option(
+        None, "A file or folder that dino-sparo wrote, or a checkpoint of another package.", is_positional=True
+    )
     return Parser({"file": {"path": path}})
 
 
@@ -360,7 +427,9 @@ def export_parser() -> Parser:
 
 
 PUSHED: Group = {
-    "checkpoint": EXPORTED_CHECKPOINT,
+    "checkpoint": Option(
+        None, "A checkpoint of this package or of facebookresearch/dino, or an export.", is_positional=True
+    ),
     "repository": Option(None, "USER/NAME on the Hugging Face hub; created if it does not exist.", is_positional=True),
     "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
     "private": Option(False, "Create a private repository."),
