@@ -124,7 +124,12 @@ JOB: Group = {
     "module": MODULE,
     "ngpus": Option(8, "GPUs per node, with one task each.", positive_int),
     "nodes": Option(1, "Nodes.", positive_int),
-    "gres": Option(None, "Request GPUs by sbatch's --gres, on clusters without --gpus-per-node.", metavar="gpu[:TYPE]"),
+    "gres": Option(
+        None,
+        "Request GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters without --gpus-per-node. --ngpus "
+        "gives the number.",
+        metavar="gpu[:TYPE]",
+    ),
     "timeout_min": Option(2800, "Time limit of the job in minutes.", positive_int),
     "partition": Option(None, "Partition; the cluster's default if not given."),
     "mem_gb_per_gpu": Option(None, "Main memory per GPU in GB.", positive_int),
@@ -136,7 +141,11 @@ JOB: Group = {
     "name": Option("dino_sparo", "Name of the job."),
     "slurm_additional": Option([], "Other options of sbatch, such as exclude=node17.", metavar="KEY=VALUE"),
     "job_dir": Option(None, "Folder of the job's own files; default: OUTPUT_DIR/%%j."),
-    "max_requeues": Option(10, "Largest number of requeues after faults, and at the time limit, beside preemptions."),
+    "max_requeues": Option(
+        10,
+        "Largest number of requeues after faults (a process died, or the network hangs), and of requeues at the "
+        "time limit. Preemptions do not count.",
+    ),
     "dry_run": Option(False, "Print the batch script and submit nothing."),
     "local": Option(False, "Run the job's tasks on this machine, without Slurm."),
 }

@@ -15,14 +15,23 @@ __all__ = ["check_options", "defaults_of", "fill_in_defaults", "get_args_parser"
 FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; see `fill_in_defaults`
 
 HEAD: Group = {
-    "out_dim": Option(65536, "Number of prototypes K; a few thousand suit tens of thousands of images."),
-    "norm_last_layer": Option(True, "Keep the prototypes at unit length; false is less stable, can be more accurate."),
+    "out_dim": Option(
+        65536,
+        "Number of prototypes K: many for large and varied data, a few thousand for tens of thousands of images.",
+    ),
+    "norm_last_layer": Option(
+        True, "Keep the prototypes at unit length. False can be more accurate for a ViT-S, but is less stable."
+    ),
 }
 LOSS: Group = {
     "koleo_weight": Option(
-        0.0, "Weight of the KoLeo loss, which keeps encodings from collapsing; 0: none. DINOv2 uses 0.1."
+        0.0,
+        "Weight of the KoLeo loss, which spreads the student's encodings apart; 0: none. DINOv2 uses 0.1. Try "
+        "this option if encodings collapse.",
     ),
-    "warmup_teacher_temp": Option(0.04, "Teacher's temperature at the start; lower it if the loss does not fall."),
+    "warmup_teacher_temp": Option(
+        0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."
+    ),
     "teacher_temp": Option(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
     "warmup_teacher_temp_epochs": Option(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
 }
@@ -33,7 +42,9 @@ OPTIMIZATION: Group = {
         f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
         whole_number,
     ),
-    "loss_chunk": Option(0, "Prototypes that the loss computes at a time; fewer take less memory. 0: all."),
+    "loss_chunk": Option(
+        0, "Number of prototypes that the loss computes at a time; 0: all. Fewer take less memory and more time."
+    ),
 }
 
 

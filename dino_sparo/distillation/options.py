@@ -34,13 +34,16 @@ IMAGES: Group = {
 CROPS: Group = {
     "global_crops_size": Option(224, "Side of the global crops in pixels."),
     "local_crops_size": Option(96, "Side of the local crops in pixels."),
-    "global_crops_scale": Option((0.4, 1.0), "Range of a global crop's share of the area; without local crops 0.14 1."),
+    "global_crops_scale": Option(
+        (0.4, 1.0),
+        "Range of a global crop's share of the image's area. Without local crops, 0.14 1 works better.",
+    ),
     "local_crops_number": Option(8, "Local crops per image; 0 for none."),
     "local_crops_scale": Option((0.05, 0.4), "Range of a local crop's share of the image's area."),
     "distort_on": Option(
         "auto",
-        "Where colour jitter, blur and solarisation run: in the processes that load images, or on the device. auto: "
-        "device on GPUs, else cpu.",
+        "Where colour jitter, blur and solarisation run. cpu: in the processes that load images. device: in "
+        "batches, so that these processes only decode and crop. auto: device on GPUs, else cpu.",
         choices=("auto", "cpu", "device"),
     ),
 }
@@ -69,16 +72,23 @@ ENCODER: Group = {
     "pretrained": shared.PRETRAINED,
     "init_from": Option(
         None,
-        "Start from the weights in this file that fit: both networks with their heads and the center of a checkpoint "
-        "of this package or of facebookresearch/dino, else the encoder, such as a DINO or timm ViT or the image tower "
-        "of a CLIP. A resumed run uses its own weights.",
+        "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
+        "package or of facebookresearch/dino has student, teacher, both heads and the center. A DINO or timm "
+        "ViT, or the image tower of a CLIP (of this package, OpenCLIP or sparo-clip), has the encoder. For "
+        "timm/NAME, give weights of that model. Parts of other sizes start at random. A resumed run uses its "
+        "own weights.",
     ),
 }
 HEAD: Group = {
     "head_hidden_dim": Option(2048, "Width of the head's MLP; a smaller width saves time with tiny encoders."),
-    "use_bn_in_head": Option(False, "Use batch norm in the head's MLP, synchronised between GPUs, which is slower."),
+    "use_bn_in_head": Option(
+        False,
+        "Use batch norm in the head's MLP. On several GPUs, the statistics are synchronised, which slows every step.",
+    ),
     "init_head": Option(
-        None, "new: --init_from loads the teacher's encoder alone; the heads start at random.", choices=("new",)
+        None,
+        "new: --init_from loads only the teacher's encoder, into student and teacher; the heads start at random.",
+        choices=("new",),
     ),
 }
 TEACHER: Group = {
@@ -92,7 +102,9 @@ OPTIMIZATION: Group = {
     "epochs": Option(100, "Epochs of the run, which the schedules span.", positive_int),
     "max_steps": MAX_STEPS,
     "optimizer": Option("adamw", "adamw suits transformers.", choices=sorted(OPTIMIZERS)),
-    "lr": Option(0.0005, f"Learning rate after the warm-up for {REFERENCE_BATCH} images, scaled with the batch."),
+    "lr": Option(
+        0.0005, f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH}; it scales with the batch."
+    ),
     "warmup_epochs": Option(
         None,
         f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run 1, in a run of "
@@ -101,8 +113,12 @@ OPTIMIZATION: Group = {
     ),
     "min_lr": Option(1e-6, "Learning rate at the end."),
     "layer_decay": LAYER_DECAY,
-    "freeze_backbone_epochs": Option(0, "Epochs at the start during which both backbones are frozen."),
-    "init_optimizer": Option(False, "Also load the optimizer's moments of all weights that fit from --init_from."),
+    "freeze_backbone_epochs": Option(
+        0, "Epochs at the start during which the backbones of student and teacher are frozen."
+    ),
+    "init_optimizer": Option(
+        False, "Also load the optimizer's moments from the checkpoint of --init_from, for all weights that fit."
+    ),
     "weight_decay": Option(0.04, "Weight decay in the first step."),
     "weight_decay_end": Option(0.4, "Weight decay in the last step."),
     "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0: no limit."),

@@ -17,21 +17,28 @@ from dino_sparo.runtime.cli import Group, Option, any_number, positive_int, posi
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
 USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
 FIGURE_FORMAT = Option("png", "File format of figures with text.", choices=("png", "pdf", "svg"))
-PRETRAINED = Option(False, "Start a model timm/NAME from timm's weights, which are downloaded once.")
+PRETRAINED = Option(
+    False,
+    "Start a model timm/NAME from timm's weights, which are downloaded once. Without a network, give --init_from FILE.",
+)
 DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.")
 
 DEVICE: Group = {
     "device": DEVICE_OPTION,
     "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
     "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm."),
-    "dist_timeout_min": Option(10.0, "Minutes without others, or images, after which a run ends.", positive_number),
+    "dist_timeout_min": Option(
+        10.0, "Minutes that a process waits for others, or images, before the run ends.", positive_number
+    ),
     "local_rank": Option(0, "Ignored. Older launchers set it; the rank comes from the environment."),
 }
 SLOT_SIZES: Group = {
     "sparo_slots": Option(NUM_SLOTS, "Number of slots L.", positive_int),
     "sparo_slot_dim": Option(SLOT_DIM, "Width of a slot V; the encoding has L*V numbers.", positive_int),
     "sparo_key_dim": Option(KEY_DIM, "Width of the attention's keys and queries.", positive_int),
-    "sparo_group_size": Option(1, "Slots that share a key projection; 2 or 4 save parameters.", positive_int),
+    "sparo_group_size": Option(
+        1, "Slots that share one key projection; 2 or 4 save parameters when there are many slots.", positive_int
+    ),
 }
 CHECKPOINT: Group = {
     "pretrained_weights": Option(
@@ -41,12 +48,22 @@ CHECKPOINT: Group = {
     ),
     "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student."),
     "untrained": Option(
-        False, "Evaluate random weights, as a control. Checkpoint, or --arch and --patch_size, say the architecture."
+        False,
+        "Evaluate random weights, as a control. The architecture is the checkpoint's, or without a checkpoint "
+        "that of options such as --arch and --patch_size.",
     ),
 }
 FOREIGN_WEIGHTS: Group = {
-    "arch": Option(None, f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; if shapes do not determine it."),
-    "patch_size": Option(None, "Side of a patch in pixels, for --untrained without weights.", positive_int),
+    "arch": Option(
+        None,
+        f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
+        "it.",
+    ),
+    "patch_size": Option(
+        None,
+        "Side of a patch in pixels; only for --untrained without weights, because weights determine it.",
+        positive_int,
+    ),
     "quick_gelu": Option(
         False, "Give true for a CLIP's image tower with OpenAI's activation, unless an open_clip_config.json says so."
     ),
@@ -62,7 +79,8 @@ IMAGE_LIMITS: Group = {
     ),
     "max_image_mpix": Option(
         MAX_IMAGE_MPIX,
-        "Largest image, in 10^6 pixels; larger images count as unreadable. Decoding takes up to 8 bytes per pixel.",
+        "Largest image, in 10^6 pixels; larger images count as unreadable. Decoding takes up to 8 bytes per "
+        "pixel in each process that loads images.",
         positive_number,
     ),
     "max_value": Option(
@@ -97,22 +115,23 @@ CHANNELS: Group = {
 SHOW_CHANNELS: Group = {
     "show_channels": Option(
         [],
-        "Channels that pictures show, counted from 0: one as grey, or three as red, green and blue, each with its own "
-        "contrast. By default RGB is unchanged, and other images show their first three channels, or the first.",
+        "Channels that pictures show, counted from 0: one as grey, or three as red, green and blue, each "
+        "stretched from its 2nd to its 98th percentile. By default RGB is unchanged, and other images show "
+        "their first three channels, or the first.",
         whole_number,
     ),
 }
 TRAINING_DATA: Group = {
     "split": Option(
         None,
-        "Split to train on: the name of a subfolder, list, table or shards, or a word in a table's column of splits; "
-        "or all. By default train, if there is such a split, else all.",
+        "Split to train on: the name of a subfolder, list, table or shards in --data_path, or a word in a "
+        "table's column of splits. all: all images. By default train, if there is such a split, else all.",
     ),
     "download": DOWNLOAD,
     "max_corrupt": Option(
         0.01,
-        f"Largest share of unreadable images or pairs; {MIN_CORRUPT} are always allowed, except with 0. Above it the "
-        "run ends.",
+        "Largest share of unreadable images, or of pairs without image or caption; above it the run ends. "
+        f"{MIN_CORRUPT} of them are always allowed, except with 0.",
         share,
     ),
 }

@@ -8,34 +8,52 @@ from dino_sparo.runtime.cli import Group, Option, positive_int, share
 COMPUTE: Group = {
     "precision": Option(
         "auto",
-        "Precision of the forward passes; the loss is always fp32. auto: bf16 if the device supports bf16, else fp32. "
-        "tf32: fp32 with faster, less precise matrix products on GPUs.",
+        "Precision of the forward passes; the loss is always fp32. auto: bf16 if the device supports bf16, else "
+        "fp32. tf32: fp32 with faster matrix products on GPUs, of three correct digits instead of seven.",
         choices=("auto", *PRECISIONS),
     ),
     "compile": Option(
-        "auto", "Compile networks and loss in the first step; auto: on GPUs only.", choices=("auto", "on", "off")
+        "auto",
+        "Compile networks and loss with torch.compile, which takes a minute or two in the first step; auto: on "
+        "GPUs only.",
+        choices=("auto", "on", "off"),
     ),
     "grad_checkpointing": Option(
         False, "Recompute the trained encoders' activations in the backward pass: less memory, a third slower."
     ),
-    "memory_report": Option(False, "Log what takes the memory in the first step."),
+    "memory_report": Option(
+        False, "Log how much memory weights, gradients, optimizer and activations take in the first step."
+    ),
 }
 LAYER_DECAY = Option(
     None,
-    "Factor between the learning rates of a layer of the image backbone and the next, deeper one; 0.65 to 0.9 "
-    "preserves released weights. By default all layers have the same rate.",
+    "Factor between the learning rates of neighbouring layers of the image backbone: deeper layers learn "
+    "faster. 0.65 to 0.9 preserves released weights. By default all layers have the same rate.",
     share,
 )
-MAX_STEPS = Option(None, "Stop after this number of steps; the schedules still follow --epochs.", positive_int)
+MAX_STEPS = Option(
+    None, "Stop after this number of steps in total, for trials; the schedules still follow --epochs.", positive_int
+)
 RUN: Group = {
     "output_dir": Option(None, "Folder of checkpoints and logs. A run in this folder is resumed."),
     "saveckp_freq": Option(20, "Keep a checkpoint every N epochs; 0: never."),
-    "saveckp_minutes": Option(30.0, "Also save every N minutes within an epoch; 0: save only after epochs."),
-    "keep_checkpoints": Option(3, "Checkpoints to keep, the newest and those before it.", positive_int),
-    "allow_rescale": Option(False, "Resume with another total batch, by the number of images seen."),
+    "saveckp_minutes": Option(
+        30.0, "Also save every N minutes within an epoch; a crash loses at most N minutes. 0: save only after epochs."
+    ),
+    "keep_checkpoints": Option(
+        3,
+        "Number of checkpoints to keep. If the newest is damaged, the run resumes from the previous one.",
+        positive_int,
+    ),
+    "allow_rescale": Option(
+        False,
+        "Resume with another total batch: schedules and the position in the epoch are computed from the number "
+        "of images seen. Without this option, another total batch is refused.",
+    ),
     "report_to": Option(
         ("tensorboard",),
-        "Trackers that receive losses, options and pictures, several or none. tensorboard writes to --output_dir.",
+        "Trackers that receive losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights "
+        "& Biases. trackio: Trackio, on this machine. Give several trackers, or none.",
         choices=TRACKERS,
         nargs="*",
     ),
