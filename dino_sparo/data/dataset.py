@@ -108,9 +108,10 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
     own, number = source.classes or [], {name: i for i, name in enumerate(classes)}
     unknown = [name for i, name in enumerate(own) if name not in number and (labels == i).any()]
     if unknown:
+        known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
         raise ValueError(
-            f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; the "
-            f"training images have {len(classes)}: {', '.join(classes[:5])}, ...; give matching splits"
+            f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; "
+            f"the training images have {len(classes)}: {known}; give matching splits"
         )
     if own == classes:
         return source

@@ -186,7 +186,8 @@ def check_normalization(args: argparse.Namespace) -> None:
         if len(values := getattr(args, name)) != args.in_chans:
             raise ValueError(
                 f"--{name} has {len(values)} numbers, but --in_chans is {args.in_chans}; measure the images: "
-                f"dino-sparo statistics --data_path {args.data_path} --in_chans {args.in_chans}"
+                f"dino-sparo statistics --data_path {args.data_path} --in_chans {args.in_chans} "
+                f"--max_value {args.max_value}"
             )
     if not min(args.norm_std) > 0:
         raise ValueError(f"--norm_std {' '.join(map(str, args.norm_std))}: give positive numbers")

@@ -291,7 +291,7 @@ def slot_study_parser() -> Parser:
 DRAWN_IMAGES: Group = {
     "data_path": Option(
         None,
-        "An image, a folder, or any data that training takes; by default a built-in scene.",
+        "An image, a folder, or any data that training takes; by default the images of --atlas, else a built-in scene.",
         spellings=("image_path",),
     ),
     **shared.EVALUATION_LIMITS,

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -128,7 +129,12 @@ def write_json(values: dict[str, Any], path: Path) -> None:
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:
     """Each wanted value that differs from the saved one, in words; `before` is such as "in the file"."""
     changed = [name for name, value in wanted.items() if saved.get(name) != value]
-    return [f"{name} {saved.get(name)!r} {before}, {wanted[name]!r} {now}" for name in changed]
+    return [f"{name} {_shown(saved.get(name))} {before}, {_shown(wanted[name])} {now}" for name in changed]
+
+
+def _shown(value: Any) -> str:
+    """A value in a message; of a SHA-256, its beginning."""
+    return f"{value[:8]}..." if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
 
 
 def plain(value: Any) -> Any:

@@ -101,8 +101,10 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
         return {**weights, "encoder": encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
     path = located(path)
     if not path.is_file():
+        inside = path / "checkpoint.pth"
+        example = inside if inside.is_file() else "a .pth file"
         raise CheckpointError(
-            f"no checkpoint at {path}; give the path of a .pth file, or demo for the encoder in this package"
+            f"no checkpoint at {path}; give the path of {example}, or demo for the encoder in this package"
         )
     if path.suffix == ".safetensors":
         return _with_published(read_safetensors(path), path)

@@ -63,7 +63,7 @@ def _reading(path: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
             ) from error
-        reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
+        reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
             f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
         ) from error

@@ -397,6 +397,7 @@ def test_only_the_first_of_several_processes_draws(
         (["--image_size", "4"], "smaller than one patch of 5 px"),
         (["--pretrained_weights", ""], "--pretrained_weights is empty"),
         (["--pretrained_weights", "none.pth"], "no checkpoint at none.pth"),
+        (["--pretrained_weights", "run"], "no checkpoint at run; give the path of run/checkpoint.pth, or demo"),
     ],
 )
 def test_mistakes_end_with_one_line(
@@ -409,6 +410,8 @@ def test_mistakes_end_with_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.png").write_bytes(b"no image")
+    Path("run").mkdir()
+    Path("run/checkpoint.pth").touch()
     with pytest.raises(SystemExit, match="1"):
         visualize_attention.main(["--pretrained_weights", str(checkpoints["cls"]), *options])
     assert message.replace("\\", "") in caplog.text

@@ -72,6 +72,11 @@ def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     drawn.mkdir()
     dino_sparo.attention(data_path=stacks / "val", output_dir=drawn, show_channels=[4], **options)
     assert (drawn / "attention.png").is_file()
+    (tmp_path / "atlas").mkdir()
+    dino_sparo.attention(atlas=stacks / "val", output_dir=tmp_path / "atlas", **options)
+    assert len(list((tmp_path / "atlas").glob("attention-*.png"))) == 4
+    with pytest.raises(ValueError, match="the built-in scene has 3 channels, the model takes 5; give --data_path"):
+        dino_sparo.attention(output_dir=tmp_path, **options)
     exported = dino_sparo.load_encoder(export(checkpoint, tmp_path / "stacks"))
     assert torch.equal(exported(exported.transform(np.load(file))), encoder(images))
 
@@ -131,7 +136,10 @@ def test_weights_of_three_channels_are_adapted_as_timm_does(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_mean": [0.5] * 3}, r"--norm_mean has 3 numbers, but --in_chans is 5; .* dino-sparo statistics --data"),
+        (
+            {"norm_mean": [0.5] * 3},
+            r"--norm_mean has 3 numbers, but --in_chans is 5; .* dino-sparo statistics .* --max_value 1000",
+        ),
         ({"norm_std": [0.5]}, r"--norm_std has 1 numbers, but --in_chans is 5"),
         ({"norm_std": [0.5, 0, 1, 1, 1]}, r"--norm_std 0.5 0.0 1.0 1.0 1.0: give positive numbers"),
     ],

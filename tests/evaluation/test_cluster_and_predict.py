@@ -177,11 +177,12 @@ def test_wrong_labels_lower_the_accuracy_by_cross_validation(labelled: Path, tmp
 def test_embeddings_of_another_encoder_are_refused_by_its_hash(
     labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    new = write_embeddings(tmp_path / "new", tmp_path / "others", sha256="4567")
+    new = write_embeddings(tmp_path / "new", tmp_path / "others", sha256="4567" * 16)
     with pytest.raises(SystemExit):
         run("predict", [str(labelled), "--images", str(new)])
     assert "another encoder" in caplog.text
     assert "sha256 '0123' in" in caplog.text
+    assert f"45674567... in {new}; embed both with the same checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cluster", "predict"])

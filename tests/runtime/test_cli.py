@@ -377,6 +377,7 @@ assert "torch" not in sys.modules
 def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
         (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
+        (["train", "--img_size", "64"], "unrecognized arguments: --img_size 64"),
         (
             ["train", "--batch_size", "16"],
             "unrecognized arguments: --batch_size 16; did you mean --batch_size_per_gpu?",

@@ -484,6 +484,16 @@ def test_the_progress_line_of_training_is_sparse_and_counts_within_the_epoch(
     assert caplog.messages[2].startswith("epoch 1  step 30/50")
 
 
+def test_less_than_one_image_per_second_is_not_logged_as_zero(
+    clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = EpochClock(50, 200, CPU)
+    clock(40.0)
+    with caplog.at_level(logging.INFO):
+        epoch.tick(1, 0, 17, torch.tensor(2.5))
+    assert "  0.42 images/s  " in caplog.messages[0]
+
+
 # Memory.
 
 

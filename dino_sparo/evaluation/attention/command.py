@@ -50,7 +50,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     require_matplotlib()
     subject, folder = task.subject, task.folder
     limits, channels = task.limits, args.show_channels
-    images = read_images(args.data_path, args.num_images, limits)
+    images = read_images(args.data_path or args.atlas, args.num_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
@@ -79,6 +79,8 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
     Unreadable images of several are left out, unless none can be read.
     """
     if image_path is None:
+        if limits.in_chans != 3:
+            raise ValueError(f"the built-in scene has 3 channels, the model takes {limits.in_chans}; give --data_path")
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
     is_image = image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))

@@ -43,6 +43,7 @@ MAX_FIT_BYTES = 1 << 30  # features up to this size are loaded for k-means; of m
 BATCH_ROWS, PASSES, STARTS = 4096, 3, 3  # of k-means on batches; random starts of k-means in memory
 SCORED_IMAGES, MAPPED_IMAGES = 5_000, 2_000  # samples for the silhouette and for the map
 PERPLEXITY = 30.0  # of t-SNE, scikit-learn's default
+LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # behind a cluster's number
 PICTURE_HEIGHT, PICTURE_WIDTH = 160, 240  # pixels, at most
 
 Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # rows, as indices or a slice -> their features
@@ -66,6 +67,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
         return embeddings.vectors(args.what, rows, args.slot)
 
+    logger.info("k-means: %d clusters of %d images", args.clusters, num_images)
     centres, method = fit_centres(vectors, num_images, args.clusters, args.seed)
     clusters, distances = assign(vectors, num_images, centres)
     # By cluster, then by distance: the first rows of a cluster are its examples.
@@ -87,6 +89,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     rows = zip(range(num_images), embeddings.index["path"], clusters.tolist(), distances.tolist(), strict=True)
     write_csv(out / CSV, [("row", "path", "cluster", "distance"), *rows])
+    logger.info("drawing clusters.%s and %s", args.figure_format, PAGE)
     draw_map(vectors, clusters, out / f"clusters.{args.figure_format}", args.map, args.seed)
     draw_page(result, examples, embeddings, out / PAGE, args.data_path, args.show_channels)
     write_json(result, out / RESULT)
@@ -189,7 +192,7 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
                 colour = colour_of(cluster, num_clusters)
                 axis.scatter(*own.T, s=3, color=colour, linewidths=0)
                 x, y = np.median(own, axis=0)
-                axis.text(x, y, str(cluster), ha="center", va="center", weight="bold", color=colour)
+                axis.text(x, y, str(cluster), ha="center", va="center", weight="bold", color=colour, bbox=LABEL)
         axis.spines[:].set_visible(False)
         axis.set(xticks=[], yticks=[], title=f"{len(rows):,} images, {'t-SNE' if method == 'tsne' else 'PCA'}")
 

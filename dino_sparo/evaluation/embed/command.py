@@ -74,7 +74,7 @@ def announce(writer: EmbeddingWriter) -> list[int]:
     remaining: list[int] = broadcast_object(writer.remaining())
     if is_main():
         sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
-        size = f"{writer.num_bytes / 1e9:.3f} GB on disk"
+        size = f"{writer.num_bytes / 1e6:,.1f} MB on disk"
         say(f"{writer.num_images:,} {writer.unit} -> {sizes} in {writer.dtype}, {size}: {writer.folder}")
         if len(remaining) < writer.num_chunks:
             say(f"resuming: {writer.num_chunks - len(remaining)} of {writer.num_chunks} chunks are done")

@@ -79,7 +79,10 @@ def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, 
         for record in (labelled.record, other.record)
     )
     if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
-        raise ValueError(f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}")
+        raise ValueError(
+            f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}; "
+            "embed both with the same checkpoint"
+        )
 
 
 def _warn_of_fitted_images(folder: str, others: Iterable[str], kind: str) -> None:

@@ -119,7 +119,10 @@ class EmbeddingWriter:
         saved = None if overwrite else read_record(self.folder)
         if saved is not None:
             if different := differences(saved["settings"], record["settings"], "there", "now"):
-                raise ValueError(f"{self.folder} holds other embeddings ({'; '.join(different)}); give --overwrite")
+                raise ValueError(
+                    f"{self.folder} holds other embeddings ({'; '.join(different)}); "
+                    "give another --output_dir, or --overwrite"
+                )
             return
         shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
         for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
