@@ -11,6 +11,7 @@ from PIL import Image
 from test_cli import CHANGED
 from torch import nn
 
+from dino_sparo.data.sources import ImageLimits, open_source
 from dino_sparo.dino.options import get_args_parser
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime import preemption
@@ -86,3 +87,14 @@ def test_the_script_for_small_photographs_writes_class_folders(tmp_path: Path, m
     assert folders == of_class | {f"cifar10/val/{name}": 500 for name in FewPhotographs.classes}
     with Image.open(tmp_path / "cifar10" / "train" / "frog" / "0001.png") as photograph:
         assert photograph.getpixel((0, 0)) == (3, 0, 0)
+
+
+def test_the_script_for_toy_x_rays_writes_12_bit_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "medical_images.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    images = open_source("toy_xrays", "train", limits=ImageLimits(max_value=4095, in_chans=1))
+    assert (len(images), images.classes) == (240, ["texture16", "texture32", "texture4", "texture8"])
+    with Image.open("toy_xrays/val/texture4/240.png") as image:
+        assert 2048 < image.getextrema()[1] <= 4095
