@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import interleave, peak_memory
-from dino_sparo.evaluation.knn import knn_classify
+from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.knn import KNNResult, classify_shards
 
 TEMPERATURE = 0.07
 # Bars.
@@ -53,6 +54,15 @@ def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]
         noise = torch.randn(number, sizes.dim, generator=generator).mul_(sizes.noise)
         found += [F.normalize(noise.add_(centres[labels]), dim=1).to(device), labels.to(device)]
     return found[0], found[1], found[2], found[3]
+
+
+def knn_classify(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, k: list[int], temperature: float
+) -> dict[int, KNNResult]:
+    """`classify_shards` in one process, on the features' device."""
+    sides = ((train, train_labels), (test, test_labels))
+    shares = (Features(values, labels, torch.arange(len(labels))) for values, labels in sides)
+    return classify_shards(*shares, k, temperature, train.device)
 
 
 def build(sizes: Sizes, device: str, ks: tuple[int, ...]) -> Callable[[], Any]:

@@ -11,11 +11,10 @@ import time
 import torch
 from torch.nn import functional as F
 
-from benchmarks.knn import TEMPERATURE
+from benchmarks.knn import TEMPERATURE, knn_classify
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import synchronize
-from dino_sparo.evaluation.knn import knn_classify
 
 TRAIN, TEST, DIM, CLASSES, K = 1_281_167, 50_000, 4096, 1000, 20
 ROWS = 16_384  # drawn at once

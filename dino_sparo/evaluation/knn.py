@@ -93,22 +93,6 @@ def evaluate_knn(
     return classify_shards(train, val, k, temperature, device)
 
 
-def knn_classify(
-    train_features: Float[Tensor, "train _"],
-    train_labels: Int[Tensor, " _"],
-    test_features: Float[Tensor, "test _"],
-    test_labels: Int[Tensor, " _"],
-    k: Sequence[int] = (20,),
-    temperature: float = 0.07,
-) -> dict[int, KNNResult]:
-    """`classify_shards` in one process, on the features' device; labels are non-negative, gaps are allowed."""
-    train, test = (
-        Features(features, labels, torch.arange(len(labels)))
-        for features, labels in ((train_features, train_labels), (test_features, test_labels))
-    )
-    return classify_shards(train, test, k, temperature, train_features.device)
-
-
 def classify_shards(
     train: Features, val: Features, k: Sequence[int], temperature: float, device: torch.device
 ) -> dict[int, KNNResult]:

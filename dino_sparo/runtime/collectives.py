@@ -164,14 +164,12 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
     """
     with all_or_none(what):
         if is_main():
-            error: Exception | None = None
             try:
                 yield
-            except Exception as raised:
-                error = raised
-            broadcast_object(_message_of(error))
-            if error is not None:
-                raise error
+            except Exception as error:
+                broadcast_object(_message_of(error))
+                raise
+            broadcast_object("")
         elif message := broadcast_object(""):
             raise PeerError(f"{what} failed on rank 0: {message}")
         else:

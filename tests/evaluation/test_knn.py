@@ -38,9 +38,10 @@ def knn_classify(
     temperature: float = 0.07,
 ) -> Any:
     """The result of one number of neighbours, or of several by number."""
-    if isinstance(k, list):
-        return knn.knn_classify(train, train_labels, test, test_labels, k, temperature)
-    return knn.knn_classify(train, train_labels, test, test_labels, [k], temperature)[k]
+    sides = ((train, train_labels), (test, test_labels))
+    shares = (features.Features(values, labels, torch.arange(len(labels))) for values, labels in sides)
+    results = knn.classify_shards(*shares, k if isinstance(k, list) else [k], temperature, torch.device("cpu"))
+    return results if isinstance(k, list) else results[k]
 
 
 def knn_predict(
@@ -212,11 +213,8 @@ def test_neighbours_of_features_with_a_graph_have_none():
 
 
 def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
-    sets = clusters()
-    assert knn.knn_classify(*sets) == knn_classify(*sets, [20], 0.07)
-    for function in (knn.knn_classify, knn.evaluate_knn):
-        parameters = inspect.signature(function).parameters
-        assert [parameters[name].default for name in ("k", "temperature")] == [(20,), 0.07]
+    parameters = inspect.signature(knn.evaluate_knn).parameters
+    assert [parameters[name].default for name in ("k", "temperature")] == [(20,), 0.07]
 
 
 def test_no_temperature_overflows():
@@ -243,9 +241,9 @@ def test_no_temperature_overflows():
 )
 def test_bad_input_is_refused(changes, message):
     names = ("train_features", "train_labels", "test_features", "test_labels")
-    arguments = dict(zip(names, clusters(), strict=True)) | {"k": [3], "temperature": 0.07}
+    arguments = dict(zip(names, clusters(), strict=True)) | changes
     with pytest.raises(ValueError, match=message):
-        knn.knn_classify(**(arguments | changes))
+        knn_classify(*arguments.values(), [3])
 
 
 # --- several processes
