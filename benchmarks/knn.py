@@ -61,8 +61,8 @@ def knn_classify(
 ) -> dict[int, KNNResult]:
     """`classify_shards` in one process, on the features' device."""
     sides = ((train, train_labels), (test, test_labels))
-    shares = (Features(values, labels, torch.arange(len(labels))) for values, labels in sides)
-    return classify_shards(*shares, k, temperature, train.device)
+    voting, judged = (Features(values, labels, torch.arange(len(labels))) for values, labels in sides)
+    return classify_shards(voting, judged, k, temperature, train.device)
 
 
 def build(sizes: Sizes, device: str, ks: tuple[int, ...]) -> Callable[[], Any]:
