@@ -100,18 +100,17 @@ def saved_moments(checkpoint: Mapping[str, Any], source: str, optimizer: str) ->
     Raises:
         CheckpointError: the checkpoint has no such state, or the state of another optimizer.
     """
-    saved, remedy = checkpoint.get("optimizer"), "or leave --init_optimizer out"
+
+    def refused(words: str) -> CheckpointError:
+        return CheckpointError(f"--init_optimizer true: {source} has {words}, or leave --init_optimizer out")
+
+    saved = checkpoint.get("optimizer")
     if not isinstance(saved, Mapping) or not isinstance(checkpoint.get("student"), Mapping):
-        raise CheckpointError(
-            f"--init_optimizer true: {source} has no student with an optimizer; give a run's checkpoint.pth, {remedy}"
-        )
+        raise refused("no student with an optimizer; give a run's checkpoint.pth")
     options = checkpoint.get("args", {})
     before = (options if isinstance(options, Mapping) else vars(options)).get("optimizer", optimizer)
     if before != optimizer:
-        raise CheckpointError(
-            f"--init_optimizer true: {source} has the state of {before}, this run has --optimizer {optimizer}; give "
-            f"--optimizer {before}, {remedy}"
-        )
+        raise refused(f"the state of {before}, this run has --optimizer {optimizer}; give --optimizer {before}")
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
     if not names:
@@ -120,10 +119,8 @@ def saved_moments(checkpoint: Mapping[str, Any], source: str, optimizer: str) ->
         names = [name for name in names if name != LENGTHS or len(names) == len(indices)]
         names = sorted(names, key=lambda name: is_unregularised(name, weights[name]))
     if len(names) != len(indices):
-        raise CheckpointError(
-            f"--init_optimizer true: {source} has an optimizer of {len(indices)} weights and a student of "
-            f"{len(names)}; give another checkpoint, {remedy}"
-        )
+        numbers = f"an optimizer of {len(indices)} weights and a student of {len(names)}"
+        raise refused(f"{numbers}; give another checkpoint")
     return {name: saved["state"][index] for name, index in zip(names, indices, strict=True) if index in saved["state"]}
 
 

@@ -286,36 +286,29 @@ def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) ->
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
     """Features of both splits and the record that `save_features` wrote; the reference's folders have no record."""
-    path = folder / CACHE_RECORD
+    path, splits = folder / CACHE_RECORD, []
     try:
         record = parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
+        for name in ("sha256", "checksums"):  # of older versions
+            record.pop(name, None)
+        corrupt = record.pop("corrupt", {})
+        for split, names in CACHE_FILES.items():
+            features, labels = (_load_tensor(folder / name) for name in names)
+            if features.ndim != 2 or labels.shape != features.shape[:1]:
+                shapes = f"{tuple(features.shape)} and {names[1]} {tuple(labels.shape)}"
+                raise ValueError(f"{folder / names[0]} has shape {shapes}; expected (images, F) and (images,)")
+            splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; write it again with --dump_features {folder}") from error
-    for name in ("sha256", "checksums"):  # of older versions
-        record.pop(name, None)
-    corrupt = record.pop("corrupt", {})
-    splits = []
-    for split, names in CACHE_FILES.items():
-        features, labels = (_load_tensor(folder / name) for name in names)
-        if features.ndim != 2 or labels.shape != features.shape[:1]:
-            raise ValueError(
-                f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
-                f"(images, F) and (images,); write them again with --dump_features"
-            )
-        splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
+        raise ValueError(f"{error}; write the features again with --dump_features {folder}") from error
     return splits[0], splits[1], record
 
 
 def _load_tensor(path: Path) -> Tensor:
-    again = f"write the features again with --dump_features {path.parent}"
     if not path.is_file():
-        raise ValueError(f"no cached features at {path}; {again}")
-    try:
-        tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
-    except ValueError as error:  # also of a damaged name in the archive
-        raise ValueError(f"{error}; {again}") from error
+        raise ValueError(f"no cached features at {path}")
+    tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; {again}")
+        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor")
     return tensor
 
 
