@@ -495,7 +495,7 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     for _ in range(2):  # into a new folder, and into one that is there
         assert run(*options, "--output", tmp_path / "results") == results
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file; give a folder"):
+    with pytest.raises(ValueError, match="is a file; give the path of a folder"):
         run(*options, "--output", tmp_path / "file")
     assert {path.name for path in (tmp_path / "results").iterdir()} == {
         "compositional_sparo.json", "compositional_cls.json"
