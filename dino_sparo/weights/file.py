@@ -115,7 +115,8 @@ def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
             f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
             f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
         )
-    is_archive = zipfile.is_zipfile(path)
+    with _reading(path):  # a single wrong bit makes `is_zipfile` raise
+        is_archive = zipfile.is_zipfile(path)
     if is_archive and verify:
         verify_checkpoint(path)
     with _reading(path), torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]

@@ -262,6 +262,22 @@ def test_other_files_are_no_checkpoints(data: bytes, tmp_path: Path) -> None:
     assert_no_checkpoint(tmp_path / "other.pth", data)
 
 
+def test_every_wrong_bit_at_the_end_of_an_archive_is_a_checkpoint_error_or_harmless(tmp_path: Path) -> None:
+    """The bug: with a wrong number of disks `zipfile.is_zipfile` raises, and the user saw a traceback."""
+    path, whole = tmp_path / "end.pth", saved_bytes({"w": torch.zeros(3, 5), "epoch": 3}, True)
+    first = whole.rindex(b"PK\x06\x07")  # the locator of the directory, with the number of disks
+    refused = 0
+    for bit in range(8 * first, 8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            load_checkpoint(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 100
+
+
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_whatever_the_bytes_the_error_is_ours(tmp_path: Path) -> None:
     rng, path = random.Random(0), tmp_path / "noise.pth"
