@@ -1,4 +1,4 @@
-"""`python -m studies oc-splits`: which commands it runs, its report, how it continues, its heat map."""
+"""`python -m studies oc-splits`: which commands it runs, its report, how it continues, its curves."""
 
 import json
 from argparse import Namespace
@@ -13,7 +13,7 @@ from studies import __main__ as studies
 from studies.oc_splits import data
 from studies.oc_splits import run as splits
 from studies.oc_splits.design import TESTS
-from studies.oc_splits.run import MODELS, chosen_amount, draw_heat_maps, get_args_parser, run_splits, table
+from studies.oc_splits.run import MODELS, chosen_amount, get_args_parser, run_splits, table
 
 ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
 
@@ -125,20 +125,6 @@ def test_the_time_of_a_training_that_went_on_from_a_checkpoint_is_not_given(tmp_
     (result,) = run_splits(options(tmp_path, "--models", "clip-cls"), Resumed())
     assert result["training_s"] is None
     assert table([result]).splitlines()[1].split()[-1] == "-"
-
-
-@pytest.mark.slow
-def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
-    pytest.importorskip("matplotlib")
-    run = FakeRun()
-    results = run_splits(options(tmp_path, "--grid", "--models", "clip-cls"), run)
-    cells = [(seen, hard) for seen in splits.SEEN_SHARES for hard in splits.HARD_SHARES]
-    assert [(result["seen"], result["hard"]) for result in results] == cells
-    assert (tmp_path / "splits.png").is_file()
-    # Cells may be missing, and the same numbers give the same bytes.
-    for name in ("a.png", "b.png"):
-        draw_heat_maps(results[:5], tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_the_curve_has_the_loss_of_every_epoch_and_the_tests_of_kept_checkpoints(tmp_path):

@@ -329,19 +329,16 @@ ATLAS: Group = {
 }
 
 
+def map_parser(groups: dict[str, Group], encoder: Group | None = None) -> Parser:
+    """The options of an evaluation of attention maps, in data-flow order; `encoder` adds to those of the checkpoint."""
+    checkpoint = {"encoder": shared.CHECKPOINT | (encoder or {}), "foreign weights": shared.FOREIGN_WEIGHTS}
+    return Parser({**checkpoint, **groups, "device and processes": shared.DEVICE}, defaults={"num_workers": 4})
+
+
 def attention_parser() -> Parser:
-    """The options of `visualize_attention.py`, in data-flow order."""
-    return Parser(
-        {
-            "encoder": shared.CHECKPOINT | {"image_encoder": IMAGE_ENCODER},
-            "foreign weights": shared.FOREIGN_WEIGHTS,
-            "images": DRAWN_IMAGES,
-            "pictures": PICTURES,
-            "slot atlas": ATLAS,
-            "device and processes": shared.DEVICE,
-        },
-        defaults={"num_workers": 4},
-    )
+    """The options of `visualize_attention.py`."""
+    groups = {"images": DRAWN_IMAGES, "pictures": PICTURES, "slot atlas": ATLAS}
+    return map_parser(groups, {"image_encoder": IMAGE_ENCODER})
 
 
 MASKED_IMAGES: Group = {
@@ -380,17 +377,8 @@ MEASURES: Group = {
 
 
 def slot_score_parser() -> Parser:
-    """The options of `objects/command.py`, in data-flow order."""
-    return Parser(
-        {
-            "encoder": shared.CHECKPOINT,
-            "foreign weights": shared.FOREIGN_WEIGHTS,
-            "images and masks": MASKED_IMAGES,
-            "measures": MEASURES,
-            "device and processes": shared.DEVICE,
-        },
-        defaults={"num_workers": 4},
-    )
+    """The options of `objects/command.py`."""
+    return map_parser({"images and masks": MASKED_IMAGES, "measures": MEASURES})
 
 
 EXPORTED: Group = {

@@ -2,7 +2,6 @@
 
     python -m studies oc-splits                                             # attributes, half of the pairs, seed 0
     python -m studies oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-swapped oc-clip oc-clip-no-rel
-    python -m studies oc-splits --grid                                      # all shares, and their heat map
     python -m studies oc-splits --curve                                     # and the learning curves
 
 Each cell (a share of seen pairs and a share of hard ones) and seed has one split on disk (`data.py`). Every model is
@@ -18,14 +17,11 @@ import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dino_sparo.draw.plots import colour_of, panels
-from dino_sparo.draw.sheet import INK, PANEL, PAPER, SOFT, require_matplotlib
+from dino_sparo.draw.sheet import SOFT, require_matplotlib
 from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
@@ -42,8 +38,6 @@ TRUE_GRAPHS, PARSED_GRAPHS = "true", "templates"
 CHANCE = 50.0
 WARMUP_SHARE = 10  # warmup takes one step in ten
 NAME_WIDTH, COLUMN_WIDTH = 24, 15
-TESTS_SHOWN = ("seen_pair", "unseen_order", "unseen_pair")  # in the heat maps
-LIGHT_NUMBERS = 30  # percent from chance at which a number on a heat map is light
 
 
 class Model(NamedTuple):
@@ -106,7 +100,6 @@ OPTIONS = {
             "Percent of these pairs that are also trained on with colours, or objects, exchanged.",
             choices=HARD_SHARES,
         ),
-        "grid": Option(False, "All shares instead of --seen and --hard, and their heat map."),
         "num_images": _amount("Training pictures.", "num_images"),
         "num_questions": _amount("Questions per test.", "num_questions"),
     },
@@ -154,25 +147,20 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
     amount = chosen_amount(args)
     args.seeds, args.models = [*dict.fromkeys(args.seeds)], [*dict.fromkeys(args.models)]
-    if args.grid or args.curve:
+    if args.curve:
         require_matplotlib()
     start_demo(args, f"oc-splits-{args.split}")
     setup_logging()
-    cells = list(product(SEEN_SHARES, HARD_SHARES)) if args.grid else [(args.seen, args.hard)]
     results = []
-    for (seen, hard), seed in product(cells, args.seeds):
-        split = Split(args.split, seed, seen, hard)
-        folder = Path(args.output_dir) / f"seen{seen}_hard{hard}_seed{seed}"
+    for seed in args.seeds:
+        split = Split(args.split, seed, args.seen, args.hard)
+        folder = Path(args.output_dir) / f"seen{args.seen}_hard{args.hard}_seed{seed}"
         data = write_split(folder / "data", split, amount.num_images, amount.num_questions, args.img_size)
         results += [model_result(name, split, data, folder / name, amount, args, run) for name in args.models]
     path = Path(args.output_dir) / "splits.json"
     write_json({"experiment": f"oc-splits {args.split}", "results": results, "versions": versions()}, path)
-    for seen, hard in cells:
-        of_cell = [result for result in results if (result["seen"], result["hard"]) == (seen, hard)]
-        say(f"\n{args.split}, {seen} % of the pairs seen, {hard} % of these hard, seeds {args.seeds}, accuracy in %\n")
-        say(table(of_cell))
-    if args.grid:
-        draw_heat_maps(results, path.with_suffix(".png"))
+    head = f"{args.split}, {args.seen} % of the pairs seen, {args.hard} % of these hard, seeds {args.seeds}"
+    say(f"\n{head}, accuracy in %\n\n{table(results)}")
     if args.curve:
         draw_curves(results, path.with_name("curves.png"))
     say(f"\n{path}")
@@ -314,34 +302,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(label: str, values: Sequence[str]) -> str:
     return f"{label:<{NAME_WIDTH}}" + "".join(f"{value:>{COLUMN_WIDTH}}" for value in values)
-
-
-def draw_heat_maps(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy against the shares of seen and hard pairs, mean over seeds, as a PNG (OC-CLIP, figures 2 and 7).
-
-    A row of maps per test of unseen combinations, a column per model; the smallest shares are at the lower left.
-    """
-    tests = [test for test in TESTS[results[0]["split"]] if test in TESTS_SHOWN]
-    models = list(dict.fromkeys(result["model"] for result in results))
-    seen_shares, hard_shares = (sorted({result[name] for result in results}) for name in ("seen", "hard"))
-    seeds = ", ".join(map(str, sorted({result["seed"] for result in results})))
-    title = f"Accuracy in %, mean over seeds {seeds}. White is guessing, 50 %."
-    with panels(path, len(tests), len(models), title) as axes:
-        for axis, (test, model) in zip(axes.flat, product(tests, models), strict=True):
-            cells = np.full((len(seen_shares), len(hard_shares)), np.nan)
-            for (i, seen), (j, hard) in product(enumerate(seen_shares), enumerate(hard_shares)):
-                cell = (model, seen, hard)
-                own = [r["tests"][test]["accuracy"] for r in results if (r["model"], r["seen"], r["hard"]) == cell]
-                if own:
-                    cells[i, j] = np.mean(own)
-                    colour = PAPER if abs(cells[i, j] - CHANCE) > LIGHT_NUMBERS else INK
-                    axis.text(j, i, f"{cells[i, j]:.1f}", ha="center", va="center", color=colour, fontsize=12)
-            axis.set_facecolor(PANEL)  # seen where a cell is missing
-            axis.imshow(cells, cmap="PuOr", vmin=0, vmax=100, origin="lower", aspect="auto")
-            axis.set_xticks(range(len(hard_shares)), [str(share) for share in hard_shares])
-            axis.set_yticks(range(len(seen_shares)), [str(share) for share in seen_shares])
-            axis.set_title(f"{model}: {test.replace('_', ' ')}", fontsize=11)
-            axis.set(xlabel="of these with hard negatives, %", ylabel="pairs seen in training, %")
 
 
 def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
