@@ -4,7 +4,7 @@
         --data_path imagenet/train --output_dir runs/vits16
 
 The job has one task per GPU. The command takes every option of the trainer (`--module`) and a few of Slurm's. When
-Slurm preempts the job, it saves between two steps, is requeued under the same number, and goes on from the same step.
+Slurm preempts the job, it saves between two steps, is requeued under the same number, and resumes at the same step.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Trainer:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit when the job is requeued: the same again, which goes on from the checkpoint."""
+        """Called by submitit when the job is requeued: the same again, which resumes from the checkpoint."""
         return DelayedSubmission(type(self)(self.args))
 
 
