@@ -59,8 +59,14 @@ class DINOObjective(DistillationObjective):
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
         """Student or teacher from the options, with random weights."""
-        encoder, norms = build_encoder(args, drop_path_rate), (args.use_bn_in_head, args.norm_last_layer)
-        head = DINOHead(encoder.encoding_dim, args.out_dim, *norms, hidden_dim=args.head_hidden_dim)
+        encoder = build_encoder(args, drop_path_rate)
+        head = DINOHead(
+            encoder.encoding_dim,
+            args.out_dim,
+            args.use_bn_in_head,
+            args.norm_last_layer,
+            hidden_dim=args.head_hidden_dim,
+        )
         return DINONetwork(encoder, head)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 The text encoder is the counterpart of `dino_sparo.models.encoder`. open_clip's tokenizer makes the ids. The end token
 is the last id of the vocabulary, so the largest id of a caption is its end, as in CLIP; read-outs do not see the tokens
-behind the end. Parsers of captions use spaCy.
+behind the end. spaCy, which parsers of captions and a benchmark use, is opened here too.
 
 `weights/initialize.py` starts an image encoder alone.
 """

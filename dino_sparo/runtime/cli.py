@@ -329,7 +329,8 @@ class Parser(argparse.ArgumentParser):
     def _nearest(self, word: str) -> list[str]:
         """The options that begin with a word, else the one that resembles it most."""
         known = self._option_string_actions
-        return [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, 1, 0.7)
+        begun = [option for option in known if option.startswith(word)]
+        return begun or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
 
 
 def with_underscores(word: str) -> str:

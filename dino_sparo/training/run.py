@@ -78,9 +78,13 @@ def train(
         end_step = args.epochs * sampler.steps_per_epoch
         if args.max_steps is not None:
             end_step = min(end_step, args.max_steps)
-        rate = max(group["lr"].max() for group in run.objective.updater.schedules)
-        batch, steps = sampler.global_batch_size, sampler.steps_per_epoch
-        logger.info("%d epochs of %d steps, total batch %d, learning rate up to %.3g", args.epochs, steps, batch, rate)
+        logger.info(
+            "epochs %d, steps per epoch %d, total batch %d, peak learning rate %.3g",
+            args.epochs,
+            sampler.steps_per_epoch,
+            sampler.global_batch_size,
+            max(schedule["lr"].max() for schedule in run.objective.updater.schedules),
+        )
         metrics = ("epoch/train_loss", f"epoch/{run.objective.metric}")
         tracked = TrackedRun(Path(args.output_dir), args.run_name, log_step, vars(args), metrics)
         log = RunLog(tracked, run.epochs_done, args.report_to)

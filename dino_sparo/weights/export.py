@@ -141,15 +141,16 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
             f"for it; this one can be exported as huggingface, safetensors or onnx"
         )
-    description, own = record["encoder"], isinstance(encoder.backbone, TimmBackbone)
-    architecture, arguments, weights = (_timms_own if own else _timm_form)(encoder)
+    description = record["encoder"]
+    convert = _timm_model if isinstance(encoder.backbone, TimmBackbone) else _own_model
+    architecture, arguments, weights = convert(encoder)
     images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic"}
     images["input_size"] = [description["in_chans"], *[description["img_size"]] * 2]
     model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": images}
     return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": model}})
 
 
-def _timm_form(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Architecture, arguments and weights of our own vision transformer in timm's words."""
     config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
     arguments = {
@@ -166,8 +167,8 @@ def _timm_form(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]
     return TIMM_CLIP_NAME if config.pre_norm else name, arguments, encoder.backbone.state_dict()
 
 
-def _timms_own(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """The same of an architecture of timm, whose model may normalise or pool in another way."""
+def _timm_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Architecture, arguments and weights of a model of timm that is read by its class token."""
     backbone: Any = encoder.backbone
     arguments = {**backbone.arguments, "num_classes": 0, "global_pool": "token"}
     weights = {name.removeprefix("model."): value for name, value in backbone.state_dict().items()}
@@ -276,8 +277,16 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     setup_logging()
     for name in ("onnx_ir", "onnxscript"):  # they log every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
-    foreign = args.arch, args.patch_size, args.quick_gelu
-    export(args.checkpoint, args.out, args.checkpoint_key, args.format, args.img_size, *foreign)
+    export(
+        args.checkpoint,
+        args.out,
+        args.checkpoint_key,
+        args.format,
+        args.img_size,
+        args.arch,
+        args.patch_size,
+        args.quick_gelu,
+    )
 
 
 def push_checkpoint(args: argparse.Namespace) -> str:
