@@ -90,7 +90,6 @@ class LARS(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        flag = getattr(self, "skip_where", None)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -99,12 +98,8 @@ class LARS(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if "mu" not in state:
                     state["mu"] = torch.zeros_like(parameter)
-                mu = state["mu"] * group["momentum"] + update
-                if flag is not None:
-                    mu = torch.where(flag > 0, state["mu"], mu)
-                state["mu"].copy_(mu)
-                moved = parameter.add(mu, alpha=-group["lr"])
-                parameter.copy_(moved if flag is None else torch.where(flag > 0, parameter, moved))
+                state["mu"].mul_(group["momentum"]).add_(update)
+                parameter.add_(state["mu"], alpha=-group["lr"])
 
     @staticmethod
     def _scaled_gradient(parameter: Tensor, weight_decay: float, eta: float) -> Tensor:
@@ -116,31 +111,10 @@ class LARS(torch.optim.Optimizer):
         return update * torch.where((parameter_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 
 
-class SkippingSGD(torch.optim.SGD):
-    """SGD that skips a step where `skip_update_where` says so.
-
-    torch's own fused SGD could, but fails on parameters that join later, as the head's last layer does.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        flag = getattr(self, "skip_where", None)
-        moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter in moving:  # torch starts from zeros; created here, so that the first step can be skipped too
-            if self.state[parameter].get("momentum_buffer") is None:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in moving]
-        before = [] if flag is None else [tensor.clone() for tensor in (*moving, *buffers)]
-        super().step()
-        for tensor, old in zip((*moving, *buffers), before, strict=False):
-            tensor.copy_(torch.where(flag > 0, old, tensor))  # type: ignore[arg-type, operator]
-
-
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     # The learning rate of all of them is set at every step by the schedule.
     "adamw": lambda groups: torch.optim.AdamW(groups, fused=True),
-    "sgd": lambda groups: SkippingSGD(groups, lr=0.0, momentum=0.9),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
     "lars": lambda groups: LARS(groups),
 }
 
@@ -198,12 +172,23 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parame
     return torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
 
-def skip_update_where(optimizer: torch.optim.Optimizer, flag: Float[Tensor, ""]) -> None:
-    """Make the steps of an optimizer of `OPTIMIZERS` do nothing while `flag`, on the device, is not zero.
+@torch.no_grad()
+def step_unless(flag: Float[Tensor, ""], optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of an optimizer of `OPTIMIZERS`, which changes nothing if `flag`, on the device, is not zero.
 
-    torch's fused AdamW takes the flag as an overflow of the gradient scaler.
+    torch's fused AdamW takes the flag as an overflow of the gradient scaler. The step of other optimizers is undone:
+    torch's fused SGD could take the flag too, but fails on parameters that join later, as the head's last layer does.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
-    else:
-        optimizer.skip_where = flag  # type: ignore[attr-defined]
+        optimizer.step()
+        return
+    moving = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    weights = [weight.clone() for weight in moving]
+    states = [{name: value.clone() for name, value in optimizer.state[weight].items()} for weight in moving]
+    optimizer.step()
+    for weight, old_weight, old_state in zip(moving, weights, states, strict=True):
+        weight.copy_(torch.where(flag > 0, old_weight, weight))
+        for name, value in optimizer.state[weight].items():
+            old_value = old_state.get(name, torch.zeros_like(value))  # momentum starts from zero
+            value.copy_(torch.where(flag > 0, old_value, value))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.launch import rank
-from dino_sparo.training.optim import gradient_norms, skip_update_where
+from dino_sparo.training.optim import gradient_norms, step_unless
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
@@ -107,8 +107,7 @@ class Updater:
     def update(self) -> None:
         """Let the optimizer change the weights, unless something was not finite."""
         # `GradScaler.step` would read the device, but for fused optimizers, and knows of this step's gradients alone.
-        skip_update_where(self.optimizer, torch.maximum(self.nonfinite, self.overflow))
-        self.optimizer.step()
+        step_unless(torch.maximum(self.nonfinite, self.overflow), self.optimizer)
         if self.scaler is not None:
             self.scaler.update()
 

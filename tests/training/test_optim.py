@@ -143,10 +143,11 @@ def after_steps(kind: str, steps: int, last_flag: float | None = None) -> list[t
     matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
     optimizer = create(kind, [{"params": [matrix, vector], "lr": 0.1, "weight_decay": 0.5}])
     for step in range(steps):
-        if step == steps - 1 and last_flag is not None:
-            optim.skip_update_where(optimizer, torch.tensor(last_flag))
         matrix.grad, vector.grad = torch.randn(3, 5), torch.randn(7)
-        optimizer.step()
+        if step == steps - 1 and last_flag is not None:
+            optim.step_unless(torch.tensor(last_flag), optimizer)
+        else:
+            optimizer.step()
     return [matrix.detach(), vector.detach(), *(v for state in optimizer.state.values() for v in state.values())]
 
 
