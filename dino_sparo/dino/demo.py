@@ -17,7 +17,7 @@ from dino_sparo.draw.plots import draw_training_curve
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, option_words, spread, start_demo, timed_run
+from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, spread, start_demo, train_and_score
 
 TRAINING = {
     "data_path": "scenes:10000:48",
@@ -66,16 +66,14 @@ def evaluate(
 
 def train_and_evaluate(readout: str, seed: int, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
     """One encoder, and the scores of the untrained and the trained one."""
-    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
+    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout}
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
 
     def scores(folder: Path) -> dict[str, Any]:
         states = ("untrained", "trained")
         return {s: evaluate(folder, data_path, args.device, seed, untrained=s == "untrained", run=run) for s in states}
 
-    return timed_run(
-        args, readout, seed, lambda folder: run("train", option_words({**options, "output_dir": folder})), scores
-    )
+    return train_and_score(args, run, "train", options, readout, seed, scores)
 
 
 def draw(folder: Path, readout: str, data_path: str, device: str, run: RunCommand) -> list[Path]:

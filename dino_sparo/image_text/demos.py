@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_sparo.image_text.options import SCENE_TOWERS
-from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, timed_run
+from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, train_and_score
 
 IMAGE_SIZE: int = SCENE_TOWERS["img_size"]
 # Score -> what guessing gives, percent.
@@ -33,22 +33,18 @@ def compare_models(
 ) -> list[dict[str, Any]]:
     """Train, evaluate and draw each model with each seed; show the table.
 
-    `kind` is that of `timed_run`, `title` that of the table's first column.
+    `kind` is that of `train_and_score`, `title` that of the table's first column.
     """
     num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
     data_path, pairs = f"scenes:{num_images}:{IMAGE_SIZE}", write_pairs(Path(args.output_dir), num_pairs, run)
 
     def train_and_evaluate(name: str, seed: int) -> dict[str, Any]:
         command, options, _, templates = models[name]
-        options = {**options, "seed": seed, "device": args.device}
-        return timed_run(
-            args,
-            name,
-            seed,
-            lambda folder: run(command, option_words({**options, "output_dir": folder})),
-            lambda folder: scene_scores(folder, data_path, pairs, args.device, run, templates),
-            kind,
-        )
+
+        def scores(folder: Path) -> dict[str, float]:
+            return scene_scores(folder, data_path, pairs, args.device, run, templates)
+
+        return train_and_score(args, run, command, options, name, seed, scores, kind)
 
     runs = [train_and_evaluate(name, seed) for seed in args.seeds for name in models]
     for done in runs:

@@ -66,22 +66,26 @@ def start_demo(args: argparse.Namespace, name: str) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 
 
-def timed_run(
+def train_and_score(
     args: argparse.Namespace,
+    run: RunCommand,
+    command: str,
+    options: Mapping[str, object],
     name: str,
     seed: int,
-    train: Callable[[Path], Any],
-    evaluate: Callable[[Path], Mapping[str, Any]],
+    score: Callable[[Path], Mapping[str, Any]],
     kind: str = "readout",
 ) -> dict[str, Any]:
     """Train one model and evaluate it.
 
     Args:
         args: the demo's options.
+        run: (command, words) -> what the command returns.
+        command: that trains the model.
+        options: of the command, without seed, device and folder.
         name: of the model among those compared.
         seed: of the run.
-        train: into a folder.
-        evaluate: what lies in that folder -> scores.
+        score: folder of the run -> scores.
         kind: what the models differ in.
 
     Returns:
@@ -89,11 +93,10 @@ def timed_run(
     """
     folder = Path(args.output_dir) / f"{name}_seed{seed}"
     begin = time.monotonic()
-    train(folder)
+    run(command, option_words({**options, "seed": seed, "device": args.device, "output_dir": folder}))
     trained_s = time.monotonic() - begin
-    scores = evaluate(folder)
-    total_s = time.monotonic() - begin
-    times = {"training_s": trained_s, "total_s": total_s}
+    scores = score(folder)
+    times = {"training_s": trained_s, "total_s": time.monotonic() - begin}
     return {kind: name, "seed": seed, **scores, **times, "folder": str(folder)}
 
 
