@@ -94,11 +94,6 @@ class SceneObject:
         (x, y), r = self.centre, self.radius
         return (x - r, y - r, x + r, y + r)
 
-    @property
-    def phrase(self) -> str:
-        """The object in words: article, colour, texture, shape."""
-        return self.described(ATTRIBUTES)
-
     def described(self, attributes: Collection[str]) -> str:
         """The object in words with some of its ATTRIBUTES: article, perhaps colour and texture, shape."""
         words = [getattr(self, name) for name in ("colour", "texture") if name in attributes] + [self.shape]

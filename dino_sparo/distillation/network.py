@@ -47,17 +47,13 @@ class DINONetwork(nn.Module):
 def mlp(widths: list[int], use_bn: bool) -> nn.Module:
     """Linear layers between the given widths; one alone is the bare layer, as the reference has it."""
     layers: list[nn.Module] = []
-    for in_width, out_width in pairwise(widths[:-1]):
-        layers.append(_linear(in_width, out_width))
-        if use_bn:
-            layers.append(nn.BatchNorm1d(out_width))
-        layers.append(nn.GELU())
-    last = _linear(widths[-2], widths[-1])
-    return nn.Sequential(*layers, last) if layers else last
-
-
-def _linear(in_width: int, out_width: int) -> nn.Linear:
-    layer = nn.Linear(in_width, out_width)
-    trunc_normal_(layer.weight, std=0.02)
-    nn.init.zeros_(layer.bias)
-    return layer
+    for in_width, out_width in pairwise(widths):
+        if layers and use_bn:
+            layers.append(nn.BatchNorm1d(in_width))
+        if layers:
+            layers.append(nn.GELU())
+        linear = nn.Linear(in_width, out_width)
+        trunc_normal_(linear.weight, std=0.02)
+        nn.init.zeros_(linear.bias)
+        layers.append(linear)
+    return nn.Sequential(*layers) if len(layers) > 1 else layers[0]

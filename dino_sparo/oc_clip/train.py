@@ -13,7 +13,7 @@ import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,7 +139,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """The checkpoint's entry, with the graphs: other graphs alone are another run, not another model."""
         return {self.model_key: {**self.model_description, "graphs": self.graphs.record}}
 
-    @property
+    @cached_property
     def data_hashes(self) -> dict[str, str]:
         """Those of the pairs, and of the file of graphs, if they come from one."""
         graphs = {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}

@@ -8,6 +8,7 @@ import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int64
@@ -129,7 +130,7 @@ class Objective(ABC, Generic[AnyBatch]):
         """The modules that `--compile` compiles; by default all networks."""
         return list(self.networks.values())
 
-    @property
+    @cached_property
     def data_hashes(self) -> dict[str, str]:
         """Fingerprint of the data, by a noun in the plural; resuming warns if it changed."""
         fingerprint = fingerprint_of(self.source)

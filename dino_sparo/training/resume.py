@@ -5,7 +5,6 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,6 @@ class Run:
             "steps_per_epoch": sampler.steps_per_epoch,
         }
 
-    @cached_property
-    def data_hashes(self) -> dict[str, str]:
-        """Fingerprints of the data; see `Objective.data_hashes`."""
-        return self.objective.data_hashes
-
     def save_patiently(self, watchdog: Watchdog, copies: Sequence[str] = ()) -> None:
         """`save`, which may take longer than a step."""
         with watchdog.patient():
@@ -147,7 +141,7 @@ class Run:
             **self.sizes,
             **objective.description,
             "args": plain(vars(self.args)),
-            "data_hashes": self.data_hashes,
+            "data_hashes": objective.data_hashes,
             "versions": {**versions(), "git": git_hash()},
         }
         is_again = self.step == self.saved_step  # before and after an evaluation
@@ -220,7 +214,7 @@ def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> 
     for name, value in now.items():
         if name.startswith("init_") and value:
             logger.info("--%s %s is ignored: %s is resumed", name, value, path)
-    for name, value in run.data_hashes.items():
+    for name, value in run.objective.data_hashes.items():
         if checkpoint.get("data_hashes", {}).get(name, value) != value:
             logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
     for name, value in versions().items():

@@ -13,7 +13,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.data.scene_graphs import Ties
+from dino_sparo.data.scene_graphs import ATTRIBUTES, Ties
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text import scorer as scorer_file
 from dino_sparo.image_text.evaluation.compositional.command import encode_folder
@@ -196,9 +196,9 @@ def test_negatives_have_the_same_words_and_describe_another_scene(tmp_path):
 def test_swaps_by_hand():
     graph = next(graph for graph in map(Scenes(50).scene_graph, range(50)) if graph.relations)
     relation = graph.relations[0]
-    subject, other = graph.objects[relation.subject], graph.objects[relation.object]
+    subject, other = (graph.objects[i].described(ATTRIBUTES) for i in (relation.subject, relation.object))
     ending = f"{relation.predicate} {{}} on {graph.background}"
-    assert swapped_objects(graph).caption == f"{other.phrase} {ending.format(subject.phrase)}"
+    assert swapped_objects(graph).caption == f"{other} {ending.format(subject)}"
     exchanged = swapped_attribute(graph, "colour")
     assert [thing.colour for thing in exchanged.objects] == [thing.colour for thing in reversed(graph.objects)]
     assert [thing.shape for thing in exchanged.objects] == [thing.shape for thing in graph.objects]
