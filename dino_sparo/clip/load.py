@@ -65,7 +65,7 @@ class SlotScorer(DotProductScorer):
     def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
         """The slots that add most to each caption; see `ExplainableScorer`."""
         ids = self.tokenize(list(captions)).ids
-        with inference(self.module, self.device, self.dtype):
+        with inference(self.model, self.device, self.dtype):
             (maps,), attention, cosines = see(self.model, self.views([image]), ids, self.device)
         view = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, view, PICTURE_HEIGHT)

@@ -28,7 +28,6 @@ from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, ma
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection
-from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
     begin_pictures,
@@ -73,7 +72,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     slots = slots_of_option(args.slots, loaded)
     image_size = args.img_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
-    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder, limits_of(args))
+    source = open_picture_pairs(args)
     tokens = partial(tokenize, context_length=config.text.context_length)
     pairs = see_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
     if slots is None:

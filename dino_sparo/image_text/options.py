@@ -50,8 +50,9 @@ PAIRS: Group = {
     "data_path": Option(
         None,
         "The pairs: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of tars), a table "
-        "(.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or labelled "
-        "images (class folders, cifar10:DIR), whose captions are made from class names.",
+        "(.csv, .tsv, .jsonl), COCO's annotations (.json), a folder of images with a .txt of the same name beside "
+        "each, the built-in scenes (scenes:NUMBER:SIZE), or labelled images (class folders, cifar10:DIR), whose "
+        "captions are made from class names.",
     ),
     "shards": Option(
         "indexed",

@@ -7,26 +7,22 @@ import argparse
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.data.sources.image_source import FileSource
+from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model, run_names
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.task import result_folder
-from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.evaluation.protocol import limits_of
+from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.pairs.tables import PackedTexts, listed_captions
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.cli import printable, say
 from dino_sparo.runtime.faults import require
@@ -85,45 +81,20 @@ def write_pictures(args: argparse.Namespace, stem: str, figure: Figure, numbers:
     return result
 
 
-def open_picture_pairs(
-    data_path: str,
-    image_key: str | None = None,
-    caption_key: str | None = None,
-    image_folder: str | None = None,
-    limits: ImageLimits = DEFAULT_LIMITS,
-) -> PairSource:
-    """The pairs to look at; scenes are held-out ones.
+def open_picture_pairs(args: argparse.Namespace) -> PairSource:
+    """The pairs to look at, by the options of `picture_parser`; scenes are held-out ones.
 
-    `data_path` is a folder of pairs, or anything that `open_pairs` opens; the others are arguments of `open_pairs`.
+    Images without a caption are left out, however many there are.
     """
-    folder = Path(data_path).expanduser()
-    if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
-        return open_pair_folder(folder, limits)
-    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val", limits=limits)
-
-
-def open_pair_folder(folder: Path, limits: ImageLimits = DEFAULT_LIMITS) -> PairSource:
-    """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name.
-
-    Raises:
-        ValueError: there are none.
-    """
-    images = sorted(path for path in folder.iterdir() if path.name.lower().endswith(IMAGE_EXTENSIONS))
-    names, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
-    for image in images:
-        caption = image.with_suffix(".txt")
-        if caption.is_file():
-            names.append(image.name)
-            captions.append(caption.read_text(encoding="utf-8-sig", errors="replace").strip())
-        else:
-            left_out.add("without a .txt", str(image))
-    if not len(names.ends):
-        raise ValueError(f"{folder} holds {len(images)} images, none with a .txt file of the same name beside it")
-    if left_out.total:
-        logger.warning("%s: left out %s", folder, left_out)
-    files = FileSource(f"folder {folder}", str(folder), names.packed(), None, None)
-    files.limits = limits
-    return PairSource(files, partial(listed_captions, captions.packed(), None), left_out)
+    return open_pairs(
+        args.data_path,
+        args.image_key,
+        args.caption_key,
+        args.image_folder,
+        max_left_out=1.0,
+        default_split="val",
+        limits=limits_of(args),
+    )
 
 
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:

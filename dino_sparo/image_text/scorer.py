@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int64
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data.sources import ImageSource
@@ -204,11 +204,6 @@ class ImageRows(ABC):
     dtype: torch.dtype
 
     @property
-    def module(self) -> nn.Module:
-        """The model as a module, whose train or eval mode can be switched; a stand-in if it is none."""
-        return self.model if isinstance(self.model, nn.Module) else nn.Identity()
-
-    @property
     def storage(self) -> torch.device:
         """The device of the rows of all images."""
         return self.device
@@ -225,14 +220,14 @@ class ImageRows(ABC):
     def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("batch_size", "num_workers", "dtype")}
         return extract_split(
-            self.module, source, self.transform, self.device, encode=encode, storage=storage, **settings
+            self.model, source, self.transform, self.device, encode=encode, storage=storage, **settings
         )
 
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
         """Rows of this process' share of the images, in order; none is stored."""
         loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
         for features, batch, rows in encoded_batches(
-            self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
+            self.model, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
         ):
             labels = batch.labels[rows].to(self.device)
             yield EncodedImages(features, labels, batch.indices[rows], len(batch.corrupt))
@@ -246,29 +241,17 @@ class ImageRows(ABC):
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""
         parts = self.views(images).split(self.batch_size)
-        with inference(self.module, self.device, self.dtype):
+        with inference(self.model, self.device, self.dtype):
             return torch.cat([self.encode_image(part.to(self.device)) for part in parts])
-
-
-# Models with one encoder per side.
-
-
-@runtime_checkable
-class ImageTextModel(Protocol):
-    """A model with two encoders; the dot product of two features is their similarity."""
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        """Images (B, C, H, W) -> features (B, M), of length one."""
-
-    def encode_text(self, token_ids: Tensor) -> Tensor:
-        """Token ids (B, N) -> features (B, M), of length one."""
 
 
 @dataclass(frozen=True)
 class DotProductScorer(ImageRows):
-    """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
+    """A model with one encoder per side, and all that its features depend on; its payloads are matrices of features.
 
     Attributes:
+        model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features
+            (B, M) of length one.
         tokenize: captions -> `Tokens`.
         record: description of the model in a result file.
         (The others are those of `ImageRows`.)
@@ -278,7 +261,7 @@ class DotProductScorer(ImageRows):
     default_templates: ClassVar[tuple[str, ...] | None] = None
     ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
 
-    model: ImageTextModel
+    model: Any
     tokenize: Callable[[list[str]], Tokens]
     transform: Callable[..., list[Tensor]]
     device: torch.device
@@ -294,7 +277,7 @@ class DotProductScorer(ImageRows):
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
         """Features of captions, of length one in fp32."""
         features = []
-        with inference(self.module, self.device, self.dtype):
+        with inference(self.model, self.device, self.dtype):
             for ids in progress(token_ids.split(self.batch_size), desc=desc):
                 # Filled up with the first caption, so that all products have one size.
                 padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)

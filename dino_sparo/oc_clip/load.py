@@ -149,7 +149,7 @@ class GraphScorer(ImageRows):
         """The numbers of graphs, whose phrases are encoded."""
         batch = batch_graphs(tuple(dict.fromkeys(graph for own in graphs for graph in own)))
         phrases = [phrase for phrase in batch.phrases if phrase not in self.embeddings]
-        with inference(self.module, self.device, self.dtype):
+        with inference(self.model, self.device, self.dtype):
             for start in range(0, len(phrases), PHRASE_BATCH):
                 some = phrases[start : start + PHRASE_BATCH]
                 tokens = tokenize_phrases(some, self.model.config.text.context_length)
@@ -213,7 +213,7 @@ class GraphScorer(ImageRows):
     def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
         """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
         (view,) = self.views([image])
-        with inference(self.module, self.device, self.dtype):
+        with inference(self.model, self.device, self.dtype):
             graphs = [self.graphs.lookup(caption)[0] for caption in captions]
             pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
             explained = [

@@ -19,7 +19,6 @@ from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.pixels import Picture
-from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
@@ -53,7 +52,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = load_oc_clip(args.pretrained_weights)
     config, scoring = loaded.model.config, loaded.model.scoring
-    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder, limits_of(args))
+    source = open_picture_pairs(args)
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)

@@ -27,7 +27,7 @@ from dino_sparo.clip.concepts import (
     word_attention,
 )
 from dino_sparo.data.views import PatchView
-from dino_sparo.image_text.picture_pairs import open_picture_pairs
+from dino_sparo.image_text.pairs.sources import open_pairs
 
 SLOTS = 5
 
@@ -99,7 +99,7 @@ def test_shares_are_sums_over_a_words_tokens_and_sum_to_one():
 
 def test_a_look_is_what_the_model_attends_to(weights):
     loaded = load_clip(weights)
-    source = open_picture_pairs("scenes:19:48")
+    source = open_pairs("scenes:19:48", default_split="val")
     view = PatchView([32], 8, loaded.mean, loaded.std)
     looks = see_pairs(loaded.model, source, view, tokenize, torch.device("cpu"), max_pairs=18)
     assert len(looks) == 18

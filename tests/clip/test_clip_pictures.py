@@ -29,7 +29,8 @@ from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.slots.choice import SlotSelection
-from dino_sparo.image_text.picture_pairs import open_pair_folder, open_picture_pairs
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.picture_pairs import open_picture_pairs
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -58,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_pairs_is_read_by_name(folder, caplog):
-    source = open_picture_pairs(str(folder))
+    source = open_pairs(str(folder), max_left_out=1.0)
     assert [Path(source.location(i)).name for i in range(len(source))] == ["a.png", "b.png", "c.png", "e.png"]
     assert source.captions_of(0) == ["blue sky"]
     assert source.left_out.counts == {"without a .txt": 1}
@@ -68,12 +69,12 @@ def test_a_folder_of_pairs_is_read_by_name(folder, caplog):
 def test_a_folder_without_captions_is_refused(tmp_path):
     paint(tmp_path / "a.png", "red")
     (tmp_path / "b.txt").write_text("another name")
-    with pytest.raises(ValueError, match=r"holds 1 images, none with a \.txt file"):
-        open_pair_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"a folder of images with a \.txt of the same name beside each"):
+        open_pairs(str(tmp_path))
 
 
 def test_scenes_are_held_out_ones_with_their_captions():
-    source = open_picture_pairs("scenes:3:48")
+    source = open_picture_pairs(parser_of("pictures").parse_args(["--data_path", "scenes:3:48"]))
     assert "val" in source.name
     assert " on " in source.captions_of(2)[0]
 

@@ -384,6 +384,26 @@ def test_labelled_images_get_captions_from_their_class_names(tmp_path: Path, cap
     assert open_pairs("scenes:26", caption_templates=["one {}"]).captions_of(1) == [f"one {SHAPES[1]}"]
 
 
+def test_a_folder_of_pairs_is_evaluated_and_trained_on_with_a_limit_of_missing_captions(tmp_path: Path) -> None:
+    image_files(tmp_path, 13)
+    for index in range(13):
+        (tmp_path / f"{index}.txt").write_text(f"caption {index}\n")
+    source = open_pairs(str(tmp_path), default_split="val")
+    assert [source.captions_of(index) for index in (0, 2)] == [["caption 0"], ["caption 10"]]
+    for index in range(11):
+        (tmp_path / f"{index}.txt").unlink()
+    with pytest.raises(ValueError, match=r"11 of 13 samples are left out: 11 without a \.txt"):
+        open_pairs(str(tmp_path))
+
+
+def test_texts_that_belong_to_no_image_do_not_hide_class_folders(tmp_path: Path) -> None:
+    for name in ("frog", "cat"):
+        image_files(tmp_path / name, 2)
+    (tmp_path / "classnames.txt").write_text("frog\ncat\n")
+    assert open_pairs(str(tmp_path), caption_templates=["a {}"]).captions_of(0) == ["a cat"]
+    assert len(open_pairs(str(tmp_path)).captions_of(0)) == 80
+
+
 def test_captions_cannot_be_made_from_nothing(tmp_path: Path) -> None:
     image_files(tmp_path / "flat", 2)
     with pytest.raises(ValueError, match="has neither captions nor labels; give tar shards"):

@@ -28,7 +28,8 @@ from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import framed
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.picture_pairs import ViewedPair, view_pairs
 from dino_sparo.oc_clip.batches import batch_graphs, tokenize_phrases
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
@@ -77,7 +78,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
     assert [pair["index"] for pair in found["pairs"]] == [4, 8]
     loaded = load_oc_clip(weights)
     model = loaded.model
-    source = open_picture_pairs("scenes:9:48")
+    source = open_pairs("scenes:9:48", default_split="val")
     view = PatchView([SIZE], 8, loaded.mean, loaded.std)
     for pair, viewed in zip(found["pairs"], view_pairs(source, [4, 8], view), strict=True):
         graph = open_graphs("templates")(viewed.caption)
@@ -288,7 +289,7 @@ def test_captions_without_a_graph_and_phrases_that_are_cut_off_are_named(weights
 
 
 def test_pairs_with_relations_are_chosen_whatever_they_score():
-    source, graphs = open_picture_pairs("scenes:40:48"), open_graphs("templates")
+    source, graphs = open_pairs("scenes:40:48", default_split="val"), open_graphs("templates")
     chosen = choose_pairs(source, graphs, 40, 5)
     assert len(chosen) == 5
     assert chosen == sorted(chosen)

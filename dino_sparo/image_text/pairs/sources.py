@@ -6,6 +6,7 @@
     shards-{000..099}.tar, a::b, globs, folder of tars    webdataset's: `7.jpg` + `7.txt`, or a key of `7.json`
     table.csv, table.tsv, .jsonl                          columns of paths and of captions, one pair per row
     captions_train2017.json                               COCO: several captions per image, one is drawn per epoch
+    folder of images                                      `7.jpg` + `7.txt`
     scenes, scenes:NUM:SIZE                               the built-in scenes in words
     class folders, labelled sets (cifar10:DIR), ...       captions made from class names
 """
@@ -32,7 +33,7 @@ from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
+from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_folder, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
 from dino_sparo.image_text.prompts import AUTO, open_classes, open_templates, prompts
 
@@ -119,6 +120,11 @@ class PairPath:
         if is_file and path.lower().endswith(TABLE_ENDINGS):
             keys = self.image_key, self.caption_key, self.negative_key, self.split_column
             return open_pair_table(path, keys, self.image_folder, split, self.default_split)
+        if split == ALL and os.path.isdir(path) and not shards:
+            pairs = open_pair_folder(path)
+            if len(pairs):
+                self._columns.refuse_for(self.data_path)
+                return pairs
         if not shards and not (is_file and path.lower().endswith(".json")):
             return self._open_without_captions()
         if split not in (None, ALL):
@@ -165,7 +171,8 @@ class PairPath:
         if images.labels is None:
             raise ValueError(
                 f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table "
-                "with a column of captions, COCO's annotations, or class folders"
+                "with a column of captions, COCO's annotations, a folder of images with a .txt of the same name beside "
+                "each, or class folders"
             )
         lists = [(word,) if "{}" in word else open_templates(word, data_path) for word in templates or (AUTO,)]
         sentences = tuple(sentence for words in lists for sentence in words)

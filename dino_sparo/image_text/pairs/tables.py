@@ -1,6 +1,6 @@
-"""A table (.csv, .tsv, .jsonl) or COCO's annotations (.json) -> pairs.
+"""A table (.csv, .tsv, .jsonl), COCO's annotations (.json) or a folder of images and texts -> pairs.
 
-Only the first few image files must exist when the listing is opened.
+Of the images that a table or annotations name, only the first few must exist when the listing is opened.
 """
 
 import os
@@ -8,11 +8,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
+from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
@@ -111,6 +113,21 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource
         ends.append(len(captions.ends))
     images = _files(f"captions {path}", image_folder or os.path.dirname(path), paths)
     return PairSource(images, partial(listed_captions, captions.packed(), np.array(ends, dtype=np.int64)), left_out)
+
+
+def open_pair_folder(folder: str) -> PairSource:
+    """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name."""
+    entries = set(os.listdir(folder))
+    paths, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
+    for image in sorted(entry for entry in entries if entry.lower().endswith(IMAGE_EXTENSIONS)):
+        caption = Path(image).with_suffix(".txt").name
+        if caption in entries:
+            paths.append(image)
+            captions.append((Path(folder) / caption).read_text(encoding="utf-8-sig", errors="replace").strip())
+        else:
+            left_out.add("without a .txt", os.path.join(folder, image))
+    files = FileSource(f"folder {folder}", folder, paths.packed(), None, None)
+    return PairSource(files, partial(listed_captions, captions.packed(), None), left_out)
 
 
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
