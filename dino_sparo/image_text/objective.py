@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from dino_sparo.data.dataset import open_together, require_same_source
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.evaluation.validation import hold_out, open_validation, open_zero_shot_probe
+from dino_sparo.image_text.evaluation.protocol import limits_of
+from dino_sparo.image_text.evaluation.validation import hold_out, open_zero_shot_probe, validate, validation_pairs
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import PairPath
 from dino_sparo.image_text.pairs.streams import PairStream
@@ -110,11 +110,10 @@ class PairObjective(Objective[AnyBatch]):
         logger.info(words, self.network.config.summary, *sizes, dtype, process)
 
         # Evaluations after an epoch.
-        self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
+        self.held_out = None if held_out is None else validation_pairs(held_out)
         self.probe = None
         if args.zero_shot_freq:
-            limits = training_limits(args)
-            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits)
+            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits_of(args))
 
     @abstractmethod
     def build_model(self) -> tuple[Any, list[ModelPart]]:
@@ -214,7 +213,7 @@ class PairObjective(Objective[AnyBatch]):
 
     def is_evaluated(self, epoch: int) -> bool:
         """After every epoch if pairs are held out, else every `--zero_shot_freq` epochs."""
-        return self.validation is not None or self._is_probed(epoch)
+        return self.held_out is not None or self._is_probed(epoch)
 
     def _is_probed(self, epoch: int) -> bool:
         return self.probe is not None and (epoch + 1) % self.args.zero_shot_freq == 0
@@ -223,8 +222,8 @@ class PairObjective(Objective[AnyBatch]):
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
         values = {"loss_over_ln_batch": means.get("itc_loss", means["loss"]) / math.log(max(self.args.batch_size, 2))}
-        if self.validation is not None:
-            values |= self.validation.measure(self.scorer, self.logit_scale)
+        if self.held_out is not None:
+            values |= validate(self.scorer, self.held_out, self.logit_scale, self.args.batch_size)
         if self.probe is None or not self._is_probed(epoch):
             return EpochResult(values)
         accuracy = self.probe.accuracy(self.scorer)
@@ -270,7 +269,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
     number, accum_steps = args.epoch_pairs, args.grad_accum_steps
     sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    sizes = sampler, args.context_length, args.caption_key, training_limits(args)
+    sizes = sampler, args.context_length, args.caption_key, limits_of(args)
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
     # `default_convert` leaves a batch of pairs as it is.
@@ -286,11 +285,6 @@ def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
 
 def _transform(args: argparse.Namespace) -> PairTransform:
     return PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
-
-
-def training_limits(args: argparse.Namespace) -> ImageLimits:
-    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`."""
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
@@ -309,7 +303,7 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
         args.download,
         split_column=args.split_column,
         negative_key=getattr(args, "negative_key", None),
-        limits=training_limits(args),
+        limits=limits_of(args),
         **split,
     )
     return open_together(pairs.open, pairs.index, f"opening {path}")

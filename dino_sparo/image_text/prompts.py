@@ -10,7 +10,6 @@ package; the lists for torchvision's sets stand here. Templates that CLIP's pape
 accuracies depend on their templates: give the authors' templates as a file to compare with them.
 """
 
-import copy
 import importlib.util
 import logging
 import math
@@ -220,20 +219,18 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
     folders = source.classes or []
     kind, _, folder = classnames.partition(":")
     if classnames == AUTO:
-        classes = _automatic(folders, set_name(data_path))
-    elif classnames == "imagenet":
-        classes = _all_of_imagenet(folders)
-    elif classnames == "folders":
-        classes = _in_words(folders)
-    elif kind == "objectnet":
-        classes = _objectnet(folders, folder)
-    elif is_file(classnames):
-        classes = _from_file(folders, classnames)
-    else:
-        raise ValueError(
-            f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
-        )
-    return classes
+        return _automatic(folders, set_name(data_path))
+    if classnames == "imagenet":
+        return _all_of_imagenet(folders)
+    if classnames == "folders":
+        return _in_words(folders)
+    if kind == "objectnet":
+        return _objectnet(folders, folder)
+    if is_file(classnames):
+        return _from_file(folders, classnames)
+    raise ValueError(
+        f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
+    )
 
 
 def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
@@ -244,10 +241,7 @@ def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
         raise ValueError(f"{source.name}: no image belongs to any of the {len(classes.names)} classes")
     if len(kept) < len(labels):
         logger.info("%s: %d of %d images belong to the classes to choose among", source.name, len(kept), len(labels))
-        return Subset(source, kept, labels[kept], classes.names)
-    relabelled = copy.copy(source)
-    relabelled.labels, relabelled.classes = labels, classes.names
-    return relabelled
+    return Subset(source, kept, labels[kept], classes.names)
 
 
 def open_labelled(

@@ -128,8 +128,9 @@ def test_the_decay_is_chosen_on_images_that_were_not_trained_on():
     """Labels without meaning: a probe with little decay learns its own images by heart, which must not count."""
     train = clusters(200, noise=1.5)
     settings = ProbeSettings(CLASSES, epochs=3, batch_size=32)
-    decay, tried, num_val = choose_weight_decay(train, 0.25, settings)
-    assert num_val == 50
+    decay, sweep = choose_weight_decay(train, 0.25, settings)
+    assert sweep["num_val"] == 50
+    tried = sweep["tried"]
     assert decay == next(row["weight_decay"] for row in tried if row["top1"] == max(r["top1"] for r in tried))
     order = torch.from_numpy(np.random.default_rng(0).permutation(200))
     rows, val = order[50:].sort().values, order[:50].sort().values

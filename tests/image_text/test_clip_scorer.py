@@ -24,7 +24,7 @@ from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
 from dino_sparo.image_text.evaluation.compositional.questions import Question, judge
-from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, open_validation
+from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, validate
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
@@ -244,7 +244,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
 
 def test_validation_asks_the_scorer(scorer: BindingScorer) -> None:
     pairs = open_pairs("scenes:9:32")
-    found = open_validation(pairs, 4).measure(scorer, torch.tensor(3.0))
+    found = validate(scorer, pairs, torch.tensor(3.0), 4)
     captions = [scorer.words(pairs.captions_of(index)[0]) for index in range(9)]
     table = torch.tensor([[score(mean_colour(pairs, i), text) for text in captions] for i in range(9)])
     groups = [3 * table[start : start + 4, start : start + 4] for start in (0, 4)]

@@ -17,7 +17,13 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text import objective
-from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
+from dino_sparo.image_text.evaluation.validation import (
+    MAX_PAIRS,
+    hold_out,
+    validate,
+    validation_loss,
+    validation_pairs,
+)
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.weights.checkpoint import CheckpointError
@@ -70,7 +76,7 @@ def test_a_share_that_leaves_a_side_empty_is_refused(share: float) -> None:
 def test_no_more_pairs_are_compared_than_every_epoch_can_bear() -> None:
     source = open_pairs(f"scenes:{3 * MAX_PAIRS}:32")
     assert [len(part) for part in hold_out(source, 0.5, 0)] == [2 * MAX_PAIRS, MAX_PAIRS]
-    pairs = open_validation(source, 7).pairs
+    pairs = validation_pairs(source)
     assert len(pairs) == MAX_PAIRS
     assert pairs.location(MAX_PAIRS - 1) == source.location(3 * MAX_PAIRS - 1)
 
@@ -95,7 +101,7 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
     source = open_pairs("scenes:9:32")
     view = ClipView(32, loaded.mean, loaded.std)
     encoder = DotProductScorer(loaded.model.train(), tokenize, view, CPU, 4)
-    found = open_validation(source, 100).measure(encoder, loaded.model.logit_scale.exp())
+    found = validate(encoder, source, loaded.model.logit_scale.exp(), 100)
     assert loaded.model.training
     with torch.no_grad():
         model = loaded.model.eval()

@@ -94,13 +94,13 @@ QUESTIONS: Group = {
 }
 
 
-def computation(result: str) -> dict[str, Group]:
-    """Groups of computation and device; `result` is the default name of the result, beside the checkpoint."""
+def computation(result: Group) -> dict[str, Group]:
+    """Groups of computation and device; `result` says where the result is written."""
     group: Group = {
         "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
         "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
         "precision": PRECISION,
-        "output": Option(None, f"Result file; by default {result} beside the checkpoint."),
+        **result,
     }
     return {"computation and result": group, "device and processes": DEVICE}
 
@@ -129,7 +129,8 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
 
 def evaluation_parser(result: str, groups: Mapping[str, Group], model: Group = MODEL) -> Parser:
     """The options of an evaluation, in data-flow order; `result` is the default name of its result."""
-    return Parser({"model: what is evaluated": model, **groups, **computation(result)})
+    output: Group = {"output": Option(None, f"Result file; by default {result} beside the checkpoint.")}
+    return Parser({"model: what is evaluated": model, **groups, **computation(output)})
 
 
 def zero_shot_parser() -> Parser:
@@ -190,13 +191,9 @@ COMPARISON: Group = {
 
 def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
-    groups = computation("compositional.json")
     folder = Option(None, "Folder of the results; by default beside each checkpoint.", old_names=("output",))
-    groups["computation and result"] = {**groups["computation and result"], "output_dir": folder}
-    del groups["computation and result"]["output"]
-    return Parser(
-        {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON, **groups}
-    )
+    groups = {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON}
+    return Parser(groups | computation({"output_dir": folder}))
 
 
 def order_captions_parser() -> Parser:

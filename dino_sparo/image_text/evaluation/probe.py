@@ -16,7 +16,7 @@ Every process keeps the features of all training images: images x width x 4 byte
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,27 +94,21 @@ def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tu
     Returns:
         The index of the best decay, and the accuracy of each index that was tried.
     """
-    tried: dict[int, float] = {}
-
-    def best_of(indices: Iterable[int]) -> int:
-        places = sorted(set(indices))
-        if new := [place for place in places if place not in tried]:
-            tried.update(zip(new, accuracies_of(new), strict=True))
-        return max(places, key=lambda place: tried[place])
-
-    best = best_of(COARSE)
+    tried = dict(zip(COARSE, accuracies_of(list(COARSE)), strict=True))
     for span in SPANS:
-        best = best_of((max(best - span, 0), best, min(best + span, len(WEIGHT_DECAYS) - 1)))
-    return best, dict(sorted(tried.items()))
+        best = max(sorted(tried), key=lambda index: tried[index])
+        neighbours = {max(best - span, 0), min(best + span, len(WEIGHT_DECAYS) - 1)}
+        new = sorted(neighbours - tried.keys())
+        tried |= zip(new, accuracies_of(new), strict=True)
+    return max(sorted(tried), key=lambda index: tried[index]), dict(sorted(tried.items()))
 
 
-def choose_weight_decay(
-    train: Features, val_share: float, settings: ProbeSettings
-) -> tuple[float, list[dict[str, float]], int]:
+def choose_weight_decay(train: Features, val_share: float, settings: ProbeSettings) -> tuple[float, dict[str, Any]]:
     """Train probes on part of the training images and compare them on the share `val_share`.
 
     Returns:
-        The best weight decay, the accuracy of each decay that was tried, and the number of images that compared them.
+        The best weight decay; and for the result the share, the number of images that compared the decays, and the
+        accuracy of each decay that was tried.
     """
     number = len(train.features)
     num_val = round(val_share * number)
@@ -133,7 +127,8 @@ def choose_weight_decay(
         return accuracies
 
     best, tried = search_weight_decay(accuracies_of)
-    return WEIGHT_DECAYS[best], [{"weight_decay": WEIGHT_DECAYS[p], "top1": a} for p, a in tried.items()], num_val
+    trials = [{"weight_decay": WEIGHT_DECAYS[index], "top1": accuracy} for index, accuracy in tried.items()]
+    return WEIGHT_DECAYS[best], {"val_share": val_share, "num_val": num_val, "tried": trials}
 
 
 @torch.no_grad()
@@ -162,8 +157,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -
     sweep: dict[str, Any] | None = None
     weight_decay = args.weight_decay
     if weight_decay is None:
-        weight_decay, tried, num_val = choose_weight_decay(train, args.val_share, settings)
-        sweep = {"val_share": args.val_share, "num_val": num_val, "tried": tried}
+        weight_decay, sweep = choose_weight_decay(train, args.val_share, settings)
     everything = torch.arange(len(train.features), device=storage)
     accuracies = probe_result(train_probes(train, everything, [weight_decay], settings), test)
     result = {

@@ -1,6 +1,6 @@
 """A model in training -> numbers on held-out data, after some of its epochs.
 
-`Validation` measures the loss and the retrieval of held-out pairs, `ZeroShotProbe` the zero-shot accuracy on labelled
+`validate` measures the loss and the retrieval of held-out pairs, `ZeroShotProbe` the zero-shot accuracy on labelled
 images. Nothing is random: images have the evaluations' view, and the first caption of an image counts.
 """
 
@@ -30,41 +30,31 @@ MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared wi
 PROBE_IMAGES = 4000
 
 
-@dataclass(frozen=True)
-class Validation:
-    """Held-out pairs.
+@torch.no_grad()
+def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compared: int) -> dict[str, float]:
+    """`val_loss` in nats, `val_text_r1` and `val_image_r1` in percent, on every process.
 
-    Attributes:
-        pairs: the pairs.
+    The loss is the mean over whole groups of `num_compared` pairs and comparable with the training loss. Ties count as
+    wrong: pairs with equal captions are never found.
+
+    Args:
+        scorer: the model.
+        pairs: held-out pairs.
+        logit_scale: inverse temperature, the factor of the scores in the loss.
         num_compared: pairs per group of the loss, as in a training step.
     """
-
-    pairs: PairSource
-    num_compared: int
-
-    @torch.no_grad()
-    def measure(self, scorer: Scorer, logit_scale: Tensor) -> dict[str, float]:
-        """`val_loss` in nats, `val_text_r1` and `val_image_r1` in percent, on every process.
-
-        The loss is the mean over whole groups of `num_compared` pairs and comparable with the training loss. Ties count
-        as wrong: pairs with equal captions are never found.
-
-        Args:
-            scorer: the model.
-            logit_scale: inverse temperature, the factor of the scores in the loss.
-        """
-        images = scorer.encode_images(self.pairs)
-        require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
-        indices = progress(images.indices.tolist(), desc="validation captions")
-        captions = [self.pairs.captions_of(index)[0] for index in indices]
-        texts = scorer.encode_texts(captions, "validation captions")
-        own = torch.arange(len(captions))[:, None].expand(-1, 2)
-        by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
-        return {
-            "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, self.num_compared),
-            "val_text_r1": by_image[1].any,
-            "val_image_r1": by_text[1].any,
-        }
+    images = scorer.encode_images(pairs)
+    require_few_missing(images.num_corrupt, len(pairs), f"pairs of {pairs.name}")
+    indices = progress(images.indices.tolist(), desc="validation captions")
+    captions = [pairs.captions_of(index)[0] for index in indices]
+    texts = scorer.encode_texts(captions, "validation captions")
+    own = torch.arange(len(captions))[:, None].expand(-1, 2)
+    by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
+    return {
+        "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, num_compared),
+        "val_text_r1": by_image[1].any,
+        "val_image_r1": by_text[1].any,
+    }
 
 
 def validation_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor, num_compared: int) -> float:
@@ -108,11 +98,11 @@ def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, P
     return some_pairs(source, np.sort(order[number:])), some_pairs(source, np.sort(order[:number]))
 
 
-def open_validation(pairs: PairSource, num_compared: int) -> Validation:
-    """Validation on the pairs of a source, or on `MAX_PAIRS` of them, evenly spread."""
-    if len(pairs) > MAX_PAIRS:
-        pairs = some_pairs(pairs, np.linspace(0, len(pairs) - 1, MAX_PAIRS).round().astype(np.int64))
-    return Validation(pairs, num_compared)
+def validation_pairs(source: PairSource) -> PairSource:
+    """The pairs of a source, or `MAX_PAIRS` of them, evenly spread."""
+    if len(source) <= MAX_PAIRS:
+        return source
+    return some_pairs(source, np.linspace(0, len(source) - 1, MAX_PAIRS).round().astype(np.int64))
 
 
 @dataclass(frozen=True)

@@ -82,19 +82,17 @@ class Failures(NamedTuple):
 
 def clearest_failures(questions: Sequence[Question], answers: Sequence[Answer | None], count: int) -> Failures:
     """The clearest errors of a benchmark, at most `count`."""
-    margins = {n: answer.false_score - answer.true_score for n, answer in enumerate(answers) if answer is not None}
-    wrong = [n for n, margin in margins.items() if margin > 0]
+    answered = [(question, answer) for question, answer in zip(questions, answers, strict=True) if answer is not None]
+    wrong = [(question, answer) for question, answer in answered if answer.margin > 0]
     clearest: dict[ImageName, Failure] = {}
-    for number in sorted(wrong, key=lambda number: -margins[number]):
-        question, answer = questions[number], answers[number]
-        assert answer is not None
+    for question, answer in sorted(wrong, key=lambda pair: -pair[1].margin):
         name = question.images[answer.worst_image]
         file, box = name if isinstance(name, Crop) else (name, None)
         captions = question.captions[question.matches[answer.worst_image]], question.captions[answer.false_caption]
         failure = Failure(question.split, file, box, *captions, answer.true_score, answer.false_score)
         clearest.setdefault(name, failure)
-    num_tied = sum(margin == 0 for margin in margins.values())
-    return Failures(len(margins), len(wrong) + num_tied, num_tied, list(clearest.values())[:count])
+    num_tied = sum(answer.margin == 0 for _, answer in answered)
+    return Failures(len(answered), len(wrong) + num_tied, num_tied, list(clearest.values())[:count])
 
 
 def write_failures(

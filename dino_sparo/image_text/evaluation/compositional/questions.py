@@ -146,6 +146,11 @@ class Answer(NamedTuple):
     false_score: float
     marks: Mapping[str, bool] = MappingProxyType({})
 
+    @property
+    def margin(self) -> float:
+        """The false score above the true score; positive for an error."""
+        return self.false_score - self.true_score
+
 
 class SplitResult(NamedTuple):
     """Accuracy of a split in percent, with its numbers of questions and of ties."""
