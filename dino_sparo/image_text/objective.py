@@ -226,7 +226,7 @@ class PairObjective(Objective[AnyBatch]):
             values |= validate(self.scorer, self.held_out, self.logit_scale, self.args.batch_size)
         if self.probe is None or not self._is_probed(epoch):
             return EpochResult(values)
-        accuracy = self.probe.accuracy(self.scorer)
+        accuracy = self.probe(self.scorer)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 

@@ -24,7 +24,7 @@ from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
 from dino_sparo.image_text.evaluation.compositional.questions import Question, judge
-from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, validate
+from dino_sparo.image_text.evaluation.validation import open_zero_shot_probe, validate
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
@@ -169,10 +169,10 @@ def test_zero_shot_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, tmp_
         ranking = sorted(range(len(names)), key=lambda c: (-scores[c], c))
         top1, top5 = top1 + (ranking[0] == label), top5 + (label in ranking[:5])
     assert (found.top1, found.top5) == pytest.approx((100 * top1 / 41, 100 * top5 / 41))
-    assert ZeroShotProbe(source, names, templates).accuracy(scorer) == found.top1
     options = ("--data_path", "scenes:11:32", "--output", tmp_path / "a.json")
     result = command("zero-shot", zero_shot.evaluate_checkpoint, scorer, *options)
     assert (result["similarity"], result["prompts"]["ensemble"]) == ("binding, fp32", scorer.ensemble)
+    assert open_zero_shot_probe(None, "scenes:11:32")(scorer) == result["top1"]
 
 
 @pytest.mark.parametrize("chunk", [4, 7, 256])

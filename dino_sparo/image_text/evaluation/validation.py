@@ -1,11 +1,10 @@
 """A model in training -> numbers on held-out data, after some of its epochs.
 
-`validate` measures the loss and the retrieval of held-out pairs, `ZeroShotProbe` the zero-shot accuracy on labelled
-images. Nothing is random: images have the evaluations' view, and the first caption of an image counts.
+`validate` measures the loss and the retrieval of held-out pairs, `open_zero_shot_probe` the zero-shot accuracy on
+labelled images. Nothing is random: images have the evaluations' view, and the first caption of an image counts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.evaluation.features import disjoint_subsets
@@ -105,26 +103,20 @@ def validation_pairs(source: PairSource) -> PairSource:
     return some_pairs(source, np.linspace(0, len(source) - 1, MAX_PAIRS).round().astype(np.int64))
 
 
-@dataclass(frozen=True)
-class ZeroShotProbe:
-    """Images labelled by their places in `names`, and templates for a scorer that has none of its own."""
-
-    images: ImageSource
-    names: list[str]
-    templates: tuple[str, ...]
-
-    def accuracy(self, scorer: Scorer) -> float:
-        """Top-1 accuracy in percent; every process takes part and gets it."""
-        templates = scorer.default_templates or self.templates
-        return evaluate_zero_shot(scorer, self.images, self.names, templates).top1
-
-
 def open_zero_shot_probe(
     zero_shot_path: str | None, data_path: str, download: bool = False, limits: ImageLimits = DEFAULT_LIMITS
-) -> ZeroShotProbe:
-    """The probe of a run, on the held-out images of `zero_shot_path` or else of the pairs in `data_path`."""
+) -> Callable[[Scorer], float]:
+    """The probe of a run: scorer -> top-1 accuracy in percent, in which every process takes part.
+
+    The images are the held-out ones of `zero_shot_path`, or else of the pairs in `data_path`. Their templates are for
+    scorers that have none of their own.
+    """
     path = zero_shot_path or data_path
     source = open_evaluation_images(path, download=download, limits=limits)
     labelled, classes, templates = open_labelled(source, path)
     (images,) = disjoint_subsets(labelled, (PROBE_IMAGES,))
-    return ZeroShotProbe(images, classes.names, templates)
+
+    def accuracy(scorer: Scorer) -> float:
+        return evaluate_zero_shot(scorer, images, classes.names, scorer.default_templates or templates).top1
+
+    return accuracy
