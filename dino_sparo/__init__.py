@@ -1,12 +1,12 @@
 """dino_sparo: DINO and CLIP pretraining of a vision transformer that is read out as SPARO slots.
 
-The rooms, in the order of the data flow; `docs/architecture.md` has a sentence on each:
+The folders, in the order of the data flow; `docs/architecture.md` has a sentence on each:
 
     images -> batches of crops     data/
     crops -> tokens -> slots       models/
     weights <-> files              weights/
     a run, for any objective       training/  runtime/
-    objectives                     dino/  clip/  oc_clip/; image_text/ has what the last two share
+    objectives                     dino/  simdino/, on distillation/; clip/  oc_clip/, on image_text/
     what an encoder is worth       evaluation/
     pictures                       draw/
     commands                       __main__.py  submit.py; as calls from Python: api.py

@@ -1,7 +1,7 @@
 """CLIP with SPARO: images and captions as slots of one shared space, on the encoder that DINO trains.
 
-The second objective. The image encoder, its read-outs, the trainer, checkpoints and logs are the shared rooms of
-`dino_sparo`; captions, pairs and evaluations are those of `dino_sparo.image_text`. Here is what CLIP adds:
+The image encoder, its read-outs, the trainer, checkpoints and logs are those of all objectives; captions, pairs and
+evaluations are those of `image_text/`. CLIP adds:
 
     images, captions -> slots      config.py  model.py
     slots -> loss                  loss.py

@@ -35,7 +35,7 @@ PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images 
 
 
 class Towers(NamedTuple):
-    """The read-outs of both towers, keys of `readout_table.READOUTS`.
+    """The read-outs of both towers, keys of `readouts.READOUTS`.
 
     Attributes:
         image: the image tower's.

@@ -1,10 +1,10 @@
-"""Crops of 8-bit pixels and the parameters drawn for them -> distorted, normalised crops.
+"""Crops of pixels and the parameters drawn for them -> distorted, normalised crops.
 
 Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion of RGB computes what Pillow computes: it rounds
 to 8 bits after every operation and uses Pillow's fixed-point weights. Crops of other than three channels are distorted
 without rounding, since their levels have fractions; contrast then is about each channel's own mean.
-`pack_parameters` turns a draw into numbers, and two
-functions take them:
+
+`pack_parameters` turns a draw into numbers. One of two functions applies them:
 
     distort_crop   one crop on the CPU, only the distortions that were drawn; the pixels are Pillow's, bit for bit
     Distortions    a batch on any device. Every distortion runs for every crop, with neutral numbers where it was not
@@ -73,7 +73,9 @@ def pack_parameters(
 def box_weights(radius: float) -> tuple[float, ...]:
     """The weights of a box filter by distance from its middle; three such filters are Pillow's GaussianBlur(radius).
 
-        l + a,  L = sqrt(12 radius^2 / 3 + 1),  l = floor((L - 1) / 2),  a = the share of the two outermost pixels
+        L = sqrt(12 radius^2 / 3 + 1),  l = floor((L - 1) / 2)
+
+    The box of length L has the l nearest pixels on each side whole, and a share a of the next pixel on each side.
 
     Source: Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"; rounded to fp32
     where Pillow's BoxBlur.c rounds.

@@ -30,7 +30,7 @@ from dino_sparo.runtime.launch import rank, world_size
 
 # This many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64
-# After this many neighbours, the tries lie this share of the source apart: the golden ratio's.
+# After this many neighbours, each try is this share of the source further on, which leaves a damaged region.
 NUM_NEIGHBOURS, WIDE_STEP = 8, 0.6180339887
 
 D = TypeVar("D", bound="DeviceBatch")
@@ -131,8 +131,8 @@ class Item:
     """One image, ready for a batch; the attributes are those of `Batch`.
 
     Attributes:
-        corrupt: (location, reason) of the requested image, if it is unreadable. Other unreadable images on the way to
-            a readable one are reported when they are requested, so that an epoch counts each image once.
+        corrupt: (location, reason) of the requested image, if it is unreadable. A replacement that is unreadable too is
+            reported at its own turn, so that an epoch counts each image once.
     """
 
     views: list[Tensor]
@@ -188,7 +188,7 @@ class Batch(DeviceBatch):
         labels: (B,), classes, -1 where an image has none.
         indices: (B,), places in the source.
         corrupt: (location, reason) of each unreadable image that was replaced.
-        parameters: (S, B, numbers), for `augment.Distortions`, of views that are 8-bit pixels.
+        parameters: (S, B, numbers), for `augment.Distortions`, of views that are not distorted yet.
     """
 
     views: list[Shaped[Tensor, "B C _ _"]]
@@ -229,9 +229,9 @@ class EpochDataset(Dataset, ABC):
 class ImageDataset(EpochDataset):
     """Images of a source, each turned into S crops by a transform with the image's own random numbers.
 
-    An unreadable image is replaced by the next readable one (after the last comes the first) and reported in
-    `Item.corrupt`. Label and index belong to the replacement. The random numbers belong to the requested image, so that
-    the replacement's crops here differ from its own item's crops.
+    An unreadable image is replaced by a readable one (`read_next`) and reported in `Item.corrupt`. Label and index are
+    those of the replacement. The random numbers are those of the requested image, so that the replacement is not
+    cropped twice in the same way.
     """
 
     source: ImageSource

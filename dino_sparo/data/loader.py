@@ -30,12 +30,13 @@ def create_loader(
 ) -> DataLoader:
     """A loader of batches; iterate it once per epoch, after `sampler.set_epoch`.
 
-    Workers live as long as the loader. More workers than processors only take memory, so their number is capped. On
-    Linux they are forked: they share the source's names with this process, and need not import torch again.
+    Workers live as long as the loader, those of a stream for one epoch. More workers than processors only take memory,
+    so their number is capped. On Linux they are forked: they share the source's names with this process, and need not
+    import torch again.
 
     Args:
         dataset: the images, the pairs, or a stream of whole batches.
-        sampler: the indices of each batch; None for a stream, whose workers are started anew in every epoch.
+        sampler: the indices of each batch; None for a stream.
         num_workers: processes that read, crop and tokenise; 0 does all of it here.
         collate: items -> batch; element of a stream -> batch.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
@@ -68,8 +69,8 @@ def _as_many_as_cores(num_workers: int) -> int:
 
 def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
     """The batches on the device; a GPU copies the next batch from page-locked memory while it computes."""
-    # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader, and
-    # that waits for workers, of which one may hang.
+    # Keep a reference to this iterator. Without one, an error that leaves the training loop closes the loader. The
+    # loader then waits for its workers, and one of them may hang.
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 

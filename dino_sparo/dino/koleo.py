@@ -11,7 +11,7 @@ from dino_sparo.runtime.launch import rank
 EPSILON = 1e-8
 
 
-def koleo_loss(encodings: Float[Tensor, "B D"]) -> Float[Tensor, ""]:
+def koleo_loss(encodings: Float[Tensor, "B M"]) -> Float[Tensor, ""]:
     """Minus the mean logarithm of the distance to the nearest neighbour, natural logarithm.
 
         x_i = encoding_i / ||encoding_i||_2
@@ -23,7 +23,7 @@ def koleo_loss(encodings: Float[Tensor, "B D"]) -> Float[Tensor, ""]:
     section 3.2, in the form of facebookresearch/dinov2's `KoLeoLoss`, which searches the images of one rank alone.
 
     Args:
-        encodings: (B, D), one crop of each image; at least two images over all ranks.
+        encodings: (B, M), one crop of each image; at least two images over all ranks.
     """
     own = F.normalize(encodings.float(), dim=-1, eps=EPSILON)
     all_rows = gather_with_gradient(own).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Logits -> loss: cross-entropy of T teacher crops against S student crops, nats; the center; signs of collapse."""
+"""The loss of DINO from the logits of student and teacher, the center, and a diagnosis of collapse."""
 
 import math
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class DINOLoss(nn.Module):
             student_logits: (S*B, K), crop by crop, global crops first.
             teacher_logits: (2*B, K), crop by crop.
             epoch: counted from 0, for the teacher's temperature.
-            update_center: False for gradient accumulation, where the caller moves the center (`begin_center_update`).
+            update_center: False if the caller moves the center with `begin_center_update`, as `dino/step.py` does.
         """
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
         batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
@@ -175,7 +175,7 @@ class DINOLoss(nn.Module):
         self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
-        """Move the center towards the mean of the teacher's logits; the arguments are those of the next function."""
+        """Move the center towards the mean of the teacher's logits; arguments as in `begin_center_update`."""
         self.begin_center_update(logits_sum, count)(None)
 
     @torch.no_grad()
@@ -218,9 +218,9 @@ def diagnose_collapse(
 ) -> str | None:
     """A line for the log that names the collapse and what usually helps; None if there is no collapse.
 
-    I = marginal_entropy - teacher_entropy is the information in the teacher's prototype about the image. I is zero if
-    every image gets the same distribution. The entropy then distinguishes DINO's two collapses (DINO, section 5.3:
-    uniform without sharpening, on one prototype without centring).
+    I = marginal_entropy - teacher_entropy is the mutual information of image and prototype. I is zero if every image
+    gets the same distribution. The entropy then distinguishes DINO's two collapses (DINO, section 5.3: uniform without
+    sharpening, on one prototype without centring).
 
     Args:
         loss: nats, like the entropies, which are those of `LossDiagnostics`.

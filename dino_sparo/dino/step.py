@@ -1,7 +1,8 @@
-"""One step of DINO: the paper's algorithm 1.
+"""One step of DINO, the paper's algorithm 1: the student sees all crops, the teacher the two global ones.
 
-Student and teacher see the crops, the loss compares them, the optimizer moves the student, the center moves towards the
-teacher's logits, and the moving average moves the teacher. `train.py` builds what goes in here.
+The loss compares them, the optimizer moves the student, the moving average moves the teacher, and the center moves
+towards the teacher's logits. `distillation/step.py` clips the gradients and moves student and teacher; `train.py`
+builds the networks, the loss and the schedules.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
-    """One step of algorithm 1: forward, loss, backward, student update, center update, teacher update.
+    """One step of algorithm 1: forward, loss, backward, student update, teacher update, center update.
 
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     center, which moves once, at the end. (Batch norm in the head and KoLeo, if asked for, see each part alone.)

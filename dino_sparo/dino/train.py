@@ -98,5 +98,5 @@ class DINOObjective(DistillationObjective):
 
 
 def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
-    """False while flat answers are normal: while the teacher's temperature warms up, and in a tenth of the run."""
+    """False while flat output is normal: in the warm-up of the teacher's temperature and the first tenth of the run."""
     return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)

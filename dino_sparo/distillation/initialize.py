@@ -24,8 +24,8 @@ def initialize_networks(
     """Start student, teacher and loss, in place, from the weights that fit.
 
     A checkpoint with a student and a teacher gives each network its own weights. From any other file, or with
-    `new_head`, both take the same encoder. The parts of a head, and then the loss's center, are taken up to the first
-    that does not fit: prototypes have no meaning without the MLP that they were trained with.
+    `new_head`, both take the same encoder. The parts of a head are taken in order, and then the loss's center. After
+    the first that does not fit, all later parts stay random: prototypes mean nothing without the MLP of their training.
 
     Args:
         networks: `student` and `teacher`, each with an `encoder` and a `head`; then the loss.

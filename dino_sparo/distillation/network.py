@@ -35,7 +35,7 @@ class DINONetwork(nn.Module):
 
     def forward(
         self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]], with_encodings: bool = False
-    ) -> Float[Tensor, "SB K"] | tuple[Float[Tensor, "SB K"], Float[Tensor, "SB D"]]:
+    ) -> Float[Tensor, "SB K"] | tuple[Float[Tensor, "SB K"], Float[Tensor, "SB M"]]:
         """Crops -> rows (S*B, K), crop by crop: the first B rows belong to the first crop.
 
         `with_encodings` also returns the input of the head, (S*B, L*V).

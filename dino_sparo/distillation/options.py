@@ -87,7 +87,7 @@ HEAD: Group = {
     ),
     "init_head": Option(
         None,
-        "new: --init_from loads only the teacher's encoder, into student and teacher; the heads start at random.",
+        "new: take only the teacher's encoder from --init_from, for student and teacher; the heads start at random.",
         choices=("new",),
     ),
 }

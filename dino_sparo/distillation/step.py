@@ -24,6 +24,8 @@ def finish_step(
 ) -> StepReport:
     """Clip the gradients, update student and teacher, report the step.
 
+    `objective.momentum`, the teacher's momentum for each step, is built in `distillation/objective.py`.
+
     Args:
         objective: changed in place.
         losses: of the micro-batches, detached.

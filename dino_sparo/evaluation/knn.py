@@ -3,8 +3,9 @@
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Prints a table and writes knn.json, the accuracies with all that they depend on. The encoder is built as the checkpoint
-says; the reference's checkpoints and raw ViT weights are read too. Options as in facebookresearch/dino.
+Prints a table and writes knn.json, the accuracies with all that they depend on. `task.py` opens the encoder, by default
+the teacher of the checkpoint; the reference's checkpoints and raw ViT weights are read too. Options as in
+facebookresearch/dino.
 
 The quickest evaluation: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
 vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
@@ -17,7 +18,7 @@ to the search of one process. Similarity is the cosine,
 
 computed block by block, so that memory does not grow with the number of images. Of equally similar images those that
 come first in the training set are the nearer ones. All matrix products have one size, because rounding depends on the
-size: with AVX-512 none of 60 million similarities changed with the place of its images.
+size. On a processor with AVX-512, none of 60 million similarities changed when its images stood elsewhere in a block.
 """
 
 import argparse

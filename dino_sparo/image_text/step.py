@@ -35,9 +35,9 @@ def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""
 
         L = -1 / (2 B) sum_i [log e^{s S_ii} / sum_j e^{s S_ji} + log e^{s S_ii} / sum_j e^{s S_ij}]
 
-    With several ranks a rank has the scores of its own images with the texts of all, in the order of the ranks: no pair
-    is scored twice. The sum over all images in the first term is then a sum over ranks, of which each knows its own
-    part; the parts are gathered, with gradients. The mean of the ranks' losses is the loss above.
+    Each rank scores its own images with the texts of all ranks, in the order of the ranks, so that no pair is scored
+    twice. The sum over all images in the first term needs the scores of all ranks: each rank sums its part, and the
+    parts are gathered, with gradients. The mean of the ranks' losses is the loss above.
 
     Source: CLIP, figure 3. OC-CLIP's equation 5, L_itc, has the sum of pairs and directions in place of their mean.
 
@@ -122,8 +122,8 @@ def loss_gradients(
     """The loss, what is logged beside it, and its gradients at features without gradients and at its own weights.
 
     By the chain rule the gradient of a weight is the sum of (d loss / d features) (d features / d weight) over the
-    micro-batches: each is passed through the network once more, alone, and this gradient sent back from its end. The
-    loss' own weights are no feature of any micro-batch; their gradient is taken here, once. Source: Gao et al.,
+    micro-batches. So each micro-batch is encoded again, alone, and the gradient of its features goes back through the
+    network. The gradient of the loss's own weights, such as the temperature, is taken here, once. Source: Gao et al.,
     "Scaling deep contrastive learning batch size under memory limited setup", section 3. (OpenCLIP computes the whole
     loss anew for every micro-batch, and so adds up the temperature's gradient as many times.)
     """

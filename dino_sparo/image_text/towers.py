@@ -53,7 +53,7 @@ class TextConfig:
         width: D, of the tokens.
         heads: attention heads of a block.
         layers: blocks, including the block that a read-out may replace.
-        readout: a key of `readout_table.READOUTS`.
+        readout: a key of `readouts.READOUTS`.
         num_slots: L, of a slotted read-out.
         slot_dim: V, of a slotted read-out.
         key_dim: A, of a slotted read-out.

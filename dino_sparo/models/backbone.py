@@ -2,7 +2,7 @@
 
 `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D): the class token, then the
 patches row by row. Weights have the names of facebookresearch/dino's `vision_transformer.py`, so its files load
-unchanged.
+unchanged. All other backbones are models of timm (`timm_backbone.py`); docs/extending.md adds one.
 """
 
 import math

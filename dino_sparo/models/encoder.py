@@ -187,7 +187,7 @@ class Encoder(nn.Module):
         the unnormalised encoding (SPARO, appendix 0.C.2).
 
         Returns:
-            n tensors (B, D), of which the last one is (B, L*V); (B, N, D).
+            n features, n - 1 class tokens (B, D) and the encoding (B, L*V); then the last block's tokens (B, N, D).
         """
         if self.is_vanilla:
             tokens = self.backbone.intermediate_tokens(images, n)
@@ -196,8 +196,8 @@ class Encoder(nn.Module):
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
-        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it
-        # pools the last block, and so the class token of that block is left out.
+        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. A read-out that replaces no block
+        # pools the last block, so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
         class_tokens = [self._summary(block_tokens) for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)

@@ -84,7 +84,7 @@ class EfficientProbing(nn.Module):
         slot_l = U_l H^T softmax(H q_l / sqrt(D))
 
     with tokens H (N, D), query q_l (D) and value projection U_l (V, D), without bias. There are no keys: a query is as
-    wide as a token. The authors choose L and L*V, their width of the encoding, D by default. Source: Psomas et al.,
+    wide as a token. The authors choose L and the width of the encoding L*V, by default D. Source: Psomas et al.,
     "Attention, please! Revisiting attentive probing through the lens of efficiency" (ICLR 2026).
 
     Args:

@@ -1,7 +1,7 @@
 """Name of a read-out -> how it is built and what other code needs to know about it.
 
 A new read-out is one class and one entry of `READOUTS`, here or in a file outside of this package; docs/extending.md
-has an example. No other file tests the name of a read-out.
+has an example. No other file tests the name of a read-out, but `weights/foreign.py`, which knows sparo-clip's names.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """OC-CLIP: a caption's scene graph is bound to the patches of an image, entity by entity, and scored.
 
-Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. OC-CLIP adds:
+Encoder, text encoder, trainer and evaluations are those of all objectives. OC-CLIP adds:
 
     caption -> its graph                   graph.py  parsers/  graph_files.py
     caption's graph -> padded tensors      batches.py
@@ -13,7 +13,7 @@ Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_spa
     checkpoint -> maps of entities         explain.py  pictures.py
     all of it on built-in scenes           demo.py
 
-Letters: E entities, R relations, U captions are the paper's M, P and B. `dim` is the paper's d, the width of entities,
+Letters: E entities, R relations, U captions are the paper's M, P and B. `dim` is the paper's D, the width of entities,
 keys, values and slots; `rel_dim` is the width of relations; `num_default` is the paper's N_d. Source: OC-CLIP,
 "Object-Centric Binding in Contrastive Language-Image Pretraining", arXiv 2502.14113.
 """

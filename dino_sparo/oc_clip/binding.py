@@ -26,17 +26,17 @@ class BindingConfig:
     """Sizes of the modules between the towers and the scores; the paper's by default (OC-CLIP, table 11).
 
     Attributes:
-        dim: d, width of entities, keys, values and slots.
+        dim: the paper's D, width of entities, keys, values and slots.
         num_default: N_d, number of default tokens.
         num_layers: self-attention blocks on the patches.
         num_heads: of these blocks.
         position_std: standard deviation of the patches' positions at the start; the listing's by default.
         competition: a member of `COMPETITIONS`: what the softmax of the binding runs over.
-        rel_dim: d_r, width of relations.
+        rel_dim: width of relations.
         relation: how a relation is scored, a member of `RELATION_SCORES`.
         ent_coef: alpha at the start.
         rel_coef: beta at the start.
-        logit_scale: scores are multiplied by a learned inverse temperature; False is the paper's letter.
+        logit_scale: scores are multiplied by a learned inverse temperature; the paper has none.
 
     Raises:
         ValueError: the heads do not divide `dim`, or default tokens where nothing competes with them.
@@ -82,17 +82,17 @@ class Binding(nn.Module):
         w_mn   = (a_mn + 1e-8) / sum_n (a_mn + 1e-8)
         slot_m = sum_n w_mn V_n
 
-    Letters: E and U are the paper's M and B; dim is its d, num_default its N_d. The slots of default tokens are not
+    Letters: E and U are the paper's M and B; dim is its D, num_default its N_d. The slots of default tokens are not
     computed. With `competition="keys"`, the paper's ablation, a is an ordinary softmax over patches.
     Source: OC-CLIP, equation 1, figure 9 and table 11. The listing of figure 9 adds to equation 1 the network on the
     patches, positions, norms of keys and values, and the renormalisation. The norm of the queries stands in table 11
     alone. Default tokens are not normalised. Initial weights are torch's, since the paper does not give any.
 
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions with equal
-    numbers of entities form a chunk of bounded size, without padding. The default tokens enter the softmax as one
-    query that all captions share; its logit for patch n is logsumexp_c q_c . K_n. With K = W_k K^, the products are
-    q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches. Logits, softmax and sums are fp32 or
-    wider also under autocast.
+    numbers of entities form a chunk of bounded size, without padding. The default tokens enter the softmax as one query
+    that all captions share; its logit for patch n is logsumexp_c q_c . K_n. Keys are multiplied by W_k only on paper:
+    with K^ the keys before W_k, q . W_k K^ = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches.
+    Logits, softmax and sums are fp32 or wider also under autocast.
 
     Args:
         image_dim: width of the patches.

@@ -101,7 +101,7 @@ BINDING: Group = {
     "score_chunk_mb": Option(
         256.0,
         "Largest tensor while images are scored with graphs, in megabytes. Smaller tensors take less memory. If "
-        "a batch's scores fit into 32 tensors, the backward pass recomputes nothing and is faster.",
+        "the scores of a batch take less than a 32nd of it, the backward pass recomputes nothing and is faster.",
         positive_number,
     ),
 }

@@ -77,7 +77,7 @@ class Scoring(nn.Module):
         num_relations: Int[Tensor, " U"],
     ) -> Float[Tensor, "B U"]:
         """Scores from slots and from `relation_scores`, `fits`, which are 0 for padding; called without autocast."""
-        # Below the bound the gradient passes, too, so that a coefficient can return.
+        # The values are clamped, their gradients are not, so that a coefficient below the bound can grow again.
         coefs = (self.ent_coef, self.rel_coef)
         alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
         cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
@@ -143,7 +143,7 @@ def score_all_pairs(
     """S of every image and graph; no slot is kept.
 
     Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
-    padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While
+    padding is computed: the graphs of a chunk are joined into one graph, whose relations are scored together. While
     training, only the scores of large chunks stay in memory (`Binding.chunks`).
     """
 

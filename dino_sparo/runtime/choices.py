@@ -1,7 +1,7 @@
 """Choices of options as plain values: names of parts, sizes of architectures.
 
 No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
-to what it builds stay with the parts (`readout_table.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
+to what it builds stay with the parts (`readouts.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
 `trackers.TRACKERS`); tests compare their names with those here.
 """
 
@@ -48,7 +48,7 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
 }
 
 
-# The read-outs that `--help` of DINO's training and its demo name; all of them stand in `readout_table.READOUTS`.
+# The read-outs that `--help` of DINO's training and its demo name; all of them stand in `readouts.READOUTS`.
 DINO_READOUTS = ("cls", "gap", "sparo")
 # The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64

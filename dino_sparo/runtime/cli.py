@@ -1,8 +1,8 @@
 """Options of commands as tables: their parser, configuration files, and the output of commands.
 
-A command's parser is made from groups of options: title -> name -> `Option`. `options.py` has those that several rooms
-share, each room has its own in its file of options. Parsing opens no file but `--config`, touches no device, asks no
-network. It imports no torch either, so that `--help` and mistakes are answered at once.
+A command's parser is made from groups of options: title -> name -> `Option`. Each folder has its own options in its
+`options.py`; those that several folders share stand in `runtime/options.py`. Parsing opens no file but `--config`,
+touches no device, asks no network. It imports no torch either, so that `--help` and mistakes are answered at once.
 """
 
 import argparse

@@ -56,8 +56,8 @@ def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *s
 def gather_with_gradient(tensor: Float[Tensor, "*size"]) -> Float[Tensor, "ranks *size"]:  # noqa: F821
     """The tensors of all ranks, of one shape, in rank order.
 
-    The gradient of a rank's own tensor is the sum of all ranks' gradients for it. With the loss of a step as the
-    mean of the ranks' losses, the mean of the ranks' gradients is the gradient.
+    The gradient of a rank's own tensor is the sum of all ranks' gradients for it. If the loss of a step is the mean of
+    the ranks' losses, the mean over ranks that DDP takes is then its exact gradient.
     """
     return tensor[None] if world_size() == 1 else _Gather.apply(tensor)
 

@@ -144,9 +144,9 @@ class EpochClock:
     def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
         """The next `number` items; measures for how long the device had nothing to do meanwhile.
 
-        A CPU has nothing to do all the time. A GPU may still compute the step before. It notes the time when it passes
-        the beginning and the end of the fetch in its queue: at once where the queue is empty, else when it gets there,
-        so that both times are the same if the batch came before the step was done. Nobody waits for these notes.
+        On a CPU this is the whole fetch. On a GPU two CUDA events in its queue mark the beginning and the end of the
+        fetch. The time between them is 0 if the batch came while the GPU still computed the step before. The events are
+        read later, so that nothing waits for them.
         """
         begin = self._now()
         items = list(islice(iterator, number))

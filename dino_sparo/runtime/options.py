@@ -1,4 +1,4 @@
-"""Options that several rooms share, in groups; no torch here. `cli.py` parses them."""
+"""Options that several folders share, in groups; no torch here. `cli.py` parses them."""
 
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,

@@ -1,4 +1,7 @@
-"""Precision of training and evaluations: fp32, TF32, bf16 or fp16."""
+"""Precision of training and evaluations: fp32, TF32, bf16 or fp16.
+
+`Updater.autocast` (training) and `features.inference` (evaluations) apply the dtype to forward passes.
+"""
 
 import torch
 

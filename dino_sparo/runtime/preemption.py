@@ -27,7 +27,7 @@ from dino_sparo.runtime.launch import is_main, world_size
 
 logger = logging.getLogger(__name__)
 
-# Signals that ask a run to stop. The last in this list that came decides: after SIGUSR2 the job is requeued.
+# Signals that ask a run to stop. If several came, the last in this list counts: after SIGUSR2 the job is requeued.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 # Seconds and largest number of steps between two agreements of the ranks.
 AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16

@@ -37,8 +37,9 @@ class SimDINOLoss(nn.Module):
         loss = - coeff * compression - expansion
 
     z is the mean of the student's and the teacher's feature, or the student's alone. Source: Wu et al., "Simplifying
-    DINO via coding rate regularization", equations 8 and 9; RobinWu218/SimDINO, `MCRLoss`. There the sum over i is of
-    one rank's images unless their option `reduce_cov` is 1, while n counts all; here the sum is always of all.
+    DINO via coding rate regularization", equations 8 and 9; RobinWu218/SimDINO, `MCRLoss`. Their code sums over the
+    images of one rank, unless its option `reduce_cov` is 1, but divides by the number n of all images. The sum here is
+    always over all images.
 
     Args:
         num_crops: S, number of student crops; the first two are the teacher's.

@@ -10,5 +10,5 @@
     images.py      functions for objectives on crops of images
     options.py     options of a run that all objectives share
 
-`dino/`, `clip/` and `oc_clip/` each supply an `Objective`.
+`dino/`, `simdino/`, `clip/` and `oc_clip/` each supply an `Objective`.
 """

@@ -55,8 +55,8 @@ def open_crops(
     """Open the images of the options; ValueError if there are none, or too few for one step.
 
     Returns:
-        The images, their order, batches of crops; what distorts 8-bit crops on the device, None if the loader's crops
-        are finished; on rank 0 examples.
+        The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
+        distorts), and examples (None except on rank 0).
     """
     source = open_images(
         args.data_path,

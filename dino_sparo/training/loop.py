@@ -5,6 +5,8 @@ for batches of the epoch:
     every few steps, all ranks together:       one all-reduce
         read the reports, log them
         stop on a loss that is not finite, on too many unreadable files, on a signal; save when it is time
+
+docs/architecture.md lists every call from here to the optimizer.
 """
 
 import contextlib
@@ -155,7 +157,7 @@ def write(log: RunLog, numbers: list[tuple[int, dict[str, float]]]) -> None:
 def raise_nonfinite(unread: UnreadReports, objective: Objective[Any], epoch: int) -> None:
     """Raise NonFiniteLossError on all ranks, with the items of the ranks whose loss is not finite."""
     noun, own = objective.noun, None
-    # With fp16's scale a rank knows its own loss only: on the others the gradients look like an overflow.
+    # With fp16 only the rank with the bad loss has the flag: on the other ranks its gradients count as an overflow.
     first = next((each for each in unread.steps if each[1].nonfinite), None)
     if first is not None:
         step, report, indices = first

@@ -1,7 +1,8 @@
 """The contract between an objective (DINO, CLIP, ...) and the trainer.
 
 An objective owns its networks, loss, data and `updater`. It takes steps and evaluates after an epoch. The other files
-of this folder resume, save, log, and handle signals and faults. They never ask which objective they train.
+of this folder resume, save, log, and handle signals and faults. They never ask which objective they train. For a new
+loss or objective, docs/extending.md has an example.
 """
 
 import argparse
@@ -46,7 +47,7 @@ class StepReport:
 
     Attributes:
         loss: of this rank, nats.
-        nonfinite: (), 1 once a loss (without fp16: or a gradient) was not finite on any rank; see `Updater.nonfinite`.
+        nonfinite: (), 1 once a loss or gradient was not finite; see `Updater.nonfinite`.
         scalars: numbers to log beside the loss.
     """
 

@@ -8,7 +8,7 @@ from dino_sparo.runtime.cli import Group, Option, positive_int, share
 COMPUTE: Group = {
     "precision": Option(
         "auto",
-        "Precision of the forward passes; the loss is always fp32. auto: bf16 if the device supports bf16, else "
+        "Precision of the forward passes; the loss is fp32. auto: bf16 if the device supports bf16, else "
         "fp32. tf32: fp32 with faster matrix products on GPUs, of three correct digits instead of seven.",
         choices=("auto", *PRECISIONS),
     ),

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
-    *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
+    *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix", "report_to", "run_name"),
 }
 
 
@@ -120,8 +120,8 @@ class Run:
     def save(self, copies: Sequence[str] = ()) -> None:
         """Write a checkpoint, and copies under these names that later saves do not overwrite; every rank calls this.
 
-        Random numbers and means are saved per rank. No step reads the random numbers of the one before: it seeds its
-        own.
+        Each rank adds its random state and its means. Steps do not need the random state: each seeds itself from seed,
+        step and rank.
 
         Raises:
             CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
@@ -265,8 +265,8 @@ def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str) -> bo
 def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Resume with another batch: at the step at which as many items of the epoch were seen, rounded down.
 
-    The schedules are those of the new batch, read at that step. As functions of the items seen they continue (DINO's
-    learning rate scaled with the batch).
+    The schedules of the new batch start at that step. At an equal number of items seen they have the values of the old
+    schedules, except that DINO's learning rate is scaled with the batch.
     """
     updater, sampler, noun = run.objective.updater, run.objective.sampler, run.objective.noun
     before = updater.step

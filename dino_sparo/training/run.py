@@ -1,6 +1,6 @@
 """The life of a run of any objective: build, resume, epochs, evaluations, checkpoints.
 
-`dino/train.py`, `clip/train.py` and `oc_clip/train.py` call `train`. The same command resumes a run.
+`train` is called by each objective, as in `dino/train.py`. The same command resumes a run.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from dino_sparo.weights.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
-# A run that was saved longer ago is saved before an evaluation too.
+# A run whose last save is older is saved before an evaluation too.
 MUCH_TO_LOSE_S = 60.0
 
 
@@ -132,8 +132,8 @@ def build(
 def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None = None) -> Signals | None:
     """Evaluate, log and save the trained epoch whose means are `unlogged_epoch`.
 
-    If the evaluation takes long, the run is saved before it too. After a signal the run is saved and not evaluated.
-    Returns the signal: `stop`, or one that came before the evaluation.
+    After a signal the run is saved and not evaluated; the resumed run evaluates it. Returns the signal: `stop`, or one
+    that came before the evaluation.
     """
     args, epoch, means = run.args, run.epochs_done, run.unlogged_epoch or {}
     if stop is None and run.objective.is_evaluated(epoch):

@@ -1,6 +1,7 @@
 """Gradients -> weights, for every objective: precision, accumulation, schedules, and steps that are skipped.
 
-An objective's step calls these in its own order: `dino/step.py`, `image_text/step.py`. Nothing here reads the device.
+An objective's step calls these in its own order: `distillation/step.py` and `image_text/step.py`, which also clip the
+gradients between `finish_gradients` and `update`. Nothing here reads the device.
 """
 
 import math
@@ -19,7 +20,7 @@ from dino_sparo.training.optim import gradient_norms, step_unless
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
-MIN_FP16_SCALE = 1.0  # from 65,536 it is reached after 17 steps that all overflow
+MIN_FP16_SCALE = 1.0  # after 17 steps in a row that overflow, the scale falls below it from 65,536
 
 
 @dataclass
@@ -36,9 +37,10 @@ class Updater:
         seed: of stochastic depth.
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
-        nonfinite: (), 1 once a loss (without fp16: or a gradient) was not finite on any rank. From then on the
-            optimizer changes nothing.
-        overflow: (), 1 in a step whose fp16 gradients are not finite: that step alone is skipped, and the scale halved.
+        nonfinite: (), 1 from the first step whose loss is not finite. Without fp16 the gradients count too, and the
+            flag is set on every rank. With fp16 it is set on the rank with that loss, and on every rank if gradients
+            overflow at a scale below `MIN_FP16_SCALE`. From then on the optimizer changes nothing.
+        overflow: (), 1 in a step with fp16 gradients that are not finite. That step is skipped and the scale halved.
     """
 
     optimizer: torch.optim.Optimizer
@@ -93,8 +95,8 @@ class Updater:
             self.scaler.unscale_(self.optimizer)
         norms = gradient_norms(self.parameters)
         is_bad, overflows = (~value.isfinite() for value in (loss, norms.sum()))
-        # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
-        # So are gradients that are not finite whatever the scale: it would fall to 0, and no step would be taken again.
+        # fp16 gradients may overflow: the step is skipped and the scale halved. A loss that is not finite ends the run.
+        # So do gradients that overflow at a scale below 1, because a lower scale would not help.
         if self.scaler is None:
             is_bad = is_bad | overflows
         else:

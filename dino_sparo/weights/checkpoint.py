@@ -5,7 +5,7 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     student, teacher       weights of DINO and SimDINO: `backbone.*`, `readout.*`, `head.*`
     dino_loss              DINO's center
     simdino_loss           empty: SimDINO's loss has no state
-    encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
+    encoder                how their encoder was built (`EncoderConfig`), and the mean and std of its images
     model                  CLIP and OC-CLIP instead: the weights of the whole model
     clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
     optimizer              its state
@@ -19,10 +19,10 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     num_whole_captions     OC-CLIP: captions whose graph is one entity, the caption itself, in the running epoch
     num_dropped_nodes      OC-CLIP: entities beyond --max_nodes in the running epoch
     num_dropped_relations  OC-CLIP: relations beyond --max_relations in the running epoch
-    best_knn               DINO: the highest 20-NN accuracy so far
+    best_knn               DINO and SimDINO: the highest 20-NN accuracy so far
     best_zero_shot         CLIP and OC-CLIP: the highest zero-shot accuracy so far
     ranks                  per process: random number generators, and sums of the running epoch's means
-    num_images, num_pairs  size of the data: DINO; CLIP and OC-CLIP
+    num_images, num_pairs  size of the data: DINO and SimDINO; CLIP and OC-CLIP
     global_batch           images or pairs per step over all processes
     steps_per_epoch        number of steps per epoch
     args, versions         options; versions of the packages
@@ -83,8 +83,7 @@ DEMO = Path(__file__).parent / "demo" / "encoder.safetensors"  # the encoder tha
 def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint to the CPU, verify its checksums, run no code from it.
 
-    A .pth file has checksums, which torch does not verify, and so have our exports; torch's files before 2020 and
-    safetensors of other programs have none.
+    .pth files and our exports have checksums. torch's files before 2020 and safetensors of other programs have none.
 
     Args:
         path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights

@@ -1,4 +1,4 @@
-"""An encoder -> a folder for `transformers.AutoModel.from_pretrained(FOLDER, trust_remote_code=True)`, and to the hub.
+"""An encoder -> a folder for `transformers.AutoModel.from_pretrained(FOLDER, trust_remote_code=True)`.
 
 The folder needs no dino_sparo where it is loaded: `modeling_sparo.py` holds the code of the encoder, copied from
 `models/` at export. It imports torch, transformers and timm.

@@ -38,7 +38,7 @@ class ImageSource(Protocol):
         ...
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        """Image `index` as RGB, or with the channels of its limits; raises CorruptImageError."""
         ...
 
     def location(self, index: int) -> str:
@@ -91,7 +91,7 @@ class FileSource:
         return os.path.join(self.root, self.paths[index])
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        """Image `index` as RGB, or with the channels of its limits; raises CorruptImageError."""
         path = self.location(index)
         return read_image(path, path, limits=self.limits)
 
@@ -120,7 +120,7 @@ class Subset:
         return len(self.indices)
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        """Image `index` as RGB, or with the channels of its limits; raises CorruptImageError."""
         return self.source.read(int(self.indices[index]))
 
     def location(self, index: int) -> str:
@@ -140,7 +140,7 @@ def spread_out(source: ImageSource, max_images: int) -> list[int]:
 
 
 def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
-    """At most `max_images` indices: of as many classes, where there are labels for so many, else evenly spaced."""
+    """At most `max_images` indices, one per class; evenly spaced indices if there are fewer classes."""
     firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
     if len(firsts) < max_images:
         return spread_out(source, max_images)

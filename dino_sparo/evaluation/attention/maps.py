@@ -27,7 +27,7 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 def maps_and_slots(
     encoder: Encoder, images: Float[Tensor, "B C H W"]
 ) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
-    """Where each slot or head looks, and the slots; with `cls` the one slot is the class token, whatever the head.
+    """Where each slot or head looks, and the slots; with `cls` there are several maps but one slot, the class token.
 
         sparo  the slots' attention over the patch tokens                        maps = L
         cls    the class token's row of the last block's self-attention          maps = heads
@@ -92,9 +92,9 @@ def group_near_duplicates(
 ) -> Int[np.ndarray, " maps"]:
     """Group maps that look the same on all images.
 
-    In the order of `rank_by_peakedness`, a map joins the group whose first member it resembles most, if it resembles it
-    by `threshold` or more (cosine similarity averaged over the images); else it opens a group. Every member thus
-    resembles the group's first; chains of small steps do not end up in one group.
+    Maps are taken in the order of `rank_by_peakedness`. A map joins the group whose first member is most similar to it,
+    if their cosine similarity, averaged over the images, is at least `threshold`; otherwise the map opens a new group.
+    So no group grows by a chain of small differences.
 
     Returns:
         (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
