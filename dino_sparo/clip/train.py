@@ -21,7 +21,7 @@ from dino_sparo.clip import options
 from dino_sparo.clip.loss import clip_loss, require_products
 from dino_sparo.clip.model import CLIP, PATCH_SIZE, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
-from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
+from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -35,7 +35,7 @@ __all__ = ["check_options", "get_args_parser", "train"]
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_options(args, options.check_options, build_model, PATCH_SIZE)
+    check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -312,7 +312,7 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
 # Model and optimizer.
 
 
-def check_pair_options(
+def check_pair_training(
     args: argparse.Namespace,
     check_options: Callable[[argparse.Namespace], None],
     build_model: Callable[[argparse.Namespace], nn.Module],

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_options, tower_options
+from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
 from dino_sparo.oc_clip import options
@@ -45,7 +45,7 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_options(args, options.check_options, build_model, PATCH_SIZE)
+    check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ CAPTION_STREAM = 0x9E3779B97F4A7C15
 
 Captions = Callable[[int], Sequence[str]]
 
+NO_IMAGE, NO_CAPTION = "without image", "without caption"  # reasons of `LeftOut`
+
 
 @dataclass
 class LeftOut:

@@ -17,7 +17,7 @@ from jaxtyping import Int64
 from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
-from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
 from dino_sparo.runtime.files import read_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
@@ -28,7 +28,7 @@ NEGATIVES = Column("false captions", "negative_key", (), may_span=True)  # never
 COLUMNS = IMAGES, CAPTIONS, NEGATIVES, SPLITS
 FILES_CHECKED = 8
 
-NO_IMAGE, NO_CAPTION, NO_SUCH_IMAGE = "without image", "without caption", "with the id of no image"
+NO_SUCH_IMAGE = "with the id of no image"
 
 
 class PackedTexts:
@@ -117,11 +117,12 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource
 
 def open_pair_folder(folder: str) -> PairSource:
     """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name."""
-    entries = set(os.listdir(folder))
+    entries = sorted(os.listdir(folder))
+    texts = {entry for entry in entries if entry.endswith(".txt") and os.path.isfile(os.path.join(folder, entry))}
     paths, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
-    for image in sorted(entry for entry in entries if entry.lower().endswith(IMAGE_EXTENSIONS)):
+    for image in (entry for entry in entries if entry.lower().endswith(IMAGE_EXTENSIONS)):
         caption = Path(image).with_suffix(".txt").name
-        if caption in entries:
+        if caption in texts:
             paths.append(image)
             captions.append((Path(folder) / caption).read_text(encoding="utf-8-sig", errors="replace").strip())
         else:

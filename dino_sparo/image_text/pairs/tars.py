@@ -26,14 +26,12 @@ from dino_sparo.data.sources.indexes import (
     tar_members,
 )
 from dino_sparo.data.sources.tars import TarSource, lost_samples
-from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
 from dino_sparo.runtime.files import open_regular, parse_json
 
 logger = logging.getLogger(__name__)
 
 CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
-
-NO_IMAGE, NO_CAPTION = "without image", "without caption"
 DAMAGED = "in damaged shards, as far as known"
 
 # First header and content of an image in blocks of the tar, its bytes, and the same of its caption's content.
