@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph
@@ -60,17 +61,15 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
     """
     chosen: list[int] = []
     files: dict[str, dict[str, Entry]] = {"swap_obj": {}, "swap_att": {}}
-    for index in range(len(scenes)):
-        graph = scenes.scene_graph(index)
-        if not graph.relations or len(chosen) == num_pairs:
-            continue
+    graphs = ((index, scenes.scene_graph(index)) for index in range(len(scenes)))
+    related = ((index, graph) for index, graph in graphs if graph.relations)
+    for number, (index, graph) in enumerate(islice(related, num_pairs)):
         first, second = graph.objects
-        attribute = "texture" if len(chosen) % 2 and first.texture != second.texture else "colour"
+        attribute = "texture" if number % 2 and first.texture != second.texture else "colour"
         entry = {"filename": f"{index:06d}.png", "caption": graph.caption}
-        number = str(len(chosen))
-        files["swap_obj"][number] = {**entry, "negative_caption": swapped_objects(graph).caption}
+        files["swap_obj"][str(number)] = {**entry, "negative_caption": swapped_objects(graph).caption}
         negative = swapped_attribute(graph, attribute).caption
-        files["swap_att"][number] = {**entry, "negative_caption": negative, "swapped": attribute}
+        files["swap_att"][str(number)] = {**entry, "negative_caption": negative, "swapped": attribute}
         chosen.append(index)
     if len(chosen) < num_pairs:
         raise ValueError(f"num_pairs={num_pairs}, but only {len(chosen)} of {len(scenes)} scenes have two objects")
