@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import timm
 import torch
-from runs import assert_same_state
+from runs import Ranks, assert_same_state
 from small_models import TINY
 from timm_models import FAMILIES, Family
 from torch import Tensor, nn
@@ -178,6 +179,50 @@ def test_a_step_of_dino_moves_the_student_and_a_resumed_run_ends_in_the_same_bit
     assert sum(is_moved.values()) > 0.8 * len(is_moved)
     run_command("train", dino_options(family, tmp_path))
     whole, parts = load_checkpoint(checkpoint), load_checkpoint(tmp_path / "checkpoint.pth")
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
+        assert_same_state(whole[key], parts[key], key)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+@main_families
+def test_compiled_networks_take_the_same_steps(
+    family: Family, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs, guards and recompiles are those of any backend, so no code is generated."""
+    compile_module, graphs = nn.Module.compile, list[Any]()
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: compile_module(self, backend=record, **given))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
+    torch._dynamo.reset()
+    run_command("train", dino_options(family, tmp_path, compile="on"))
+    assert len(graphs) >= 3  # student and teacher, for crops of two sizes
+    expected, compiled = load_checkpoint(checkpoint), load_checkpoint(tmp_path / "checkpoint.pth")
+    for network in ("student", "teacher"):
+        for name, value in expected[network].items():
+            torch.testing.assert_close(compiled[network][name], value, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def register_families(rank: int) -> None:
+    """Called in a new process: to import this module registers the tiny models."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in QUICK], ids=QUICK)
+def test_two_processes_resume_to_the_same_bits(family: Family, tmp_path: Path) -> None:
+    """DDP finds a gradient for every parameter, and buffers such as those of batch norm are those of each process."""
+    for folder, ends in (("whole", [6]), ("parts", [4, 6])):
+        (tmp_path / folder).mkdir()
+        for end in ends:
+            words = dino_options(family, tmp_path / folder / "run", data_path="scenes:96:32", max_steps=end)
+            with Ranks(tmp_path / folder, words, spoil=register_families) as ranks:
+                assert ranks.wait() == [0, 0], ranks.log()
+    whole, parts = (load_checkpoint(tmp_path / folder / "run" / "checkpoint.pth") for folder in ("whole", "parts"))
+    assert (whole["step"], whole["epoch"]) == (6, 2)
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
         assert_same_state(whole[key], parts[key], key)
 
