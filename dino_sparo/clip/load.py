@@ -75,7 +75,7 @@ class SlotScorer(DotProductScorer):
             words = caption_words(caption, own_ids)
             shares = word_attention(own, words, own_ids).words
             tiles = []
-            for slot in best_slots(lead):
+            for slot in leading_slots(lead):
                 notes = (f"{lead[slot]:+.3f}", _top_word(words, shares[slot]))
                 tiles.append(Tile(picture, caption, map_painter(heat(maps[slot])), f"slot {slot}", notes=notes))
             explained.append(CaptionMaps([lead_in_words(lead)], tiles))
@@ -95,7 +95,7 @@ def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions 
     return (cosines - others) / num_slots
 
 
-def best_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
+def leading_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
     """The slots that add most to a caption, the greatest first."""
     order = np.argsort(-lead, kind="stable")[:MAX_SLOTS]
     return [int(slot) for slot in order if lead[slot] > 0]
@@ -103,7 +103,7 @@ def best_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
 
 def lead_in_words(lead: Float[np.ndarray, " L"]) -> str:
     """Number of slots that prefer a caption, and the sum of those that are shown."""
-    shown = best_slots(lead)
+    shown = leading_slots(lead)
     added = f"; those below add {lead[shown].sum():+.3f}" if shown else ""
     return f"{int((lead > 0).sum())} of {len(lead)} slots prefer it{added}"
 

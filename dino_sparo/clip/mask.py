@@ -4,10 +4,10 @@
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
 
 One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or
-of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among them that suits one task
-should do little harm to others: --evaluate measures that. Prints a table, writes mask.json (the mask, which
-evaluations of a CLIP take as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2, table 5
-and appendix 0.C.1.
+of `dino-sparo scene-pairs`). The model itself stays as it is. Where slots are concepts, a choice among them that suits
+one task should do little harm to others: --evaluate measures the harm. Prints a table, writes mask.json (the mask,
+which evaluations of a CLIP take as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2,
+table 5 and appendix 0.C.1.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
-from dino_sparo.clip.subsets import ReducedClip, SlotMask, mask_features, whole_model
+from dino_sparo.clip.subsets import ReducedClip, mask_features, whole_model
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
+from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.command import encode_folder, open_folder, pairs_record

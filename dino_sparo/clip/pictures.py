@@ -18,16 +18,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
 
 from dino_sparo.clip.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
-from dino_sparo.clip.subsets import check_fits, read_slots
+from dino_sparo.clip.subsets import check_fits
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
-from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.slots.choice import parse_selection
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
     begin_pictures,
@@ -96,7 +95,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         "criteria": criteria._asdict(),
         "num_fitting_slots": choice.num_fitting,
         "num_common_pairs": choice.num_common,
-        "slots": numbers_of(choice.slots, shown, fits(shown, criteria)),
+        "slots": [{"slot": slot, "pairs": pairs_to_json(slot, shown, criteria)} for slot in choice.slots],
     }
     return write_pictures(args, "pictures", figure, numbers)
 
@@ -140,9 +139,7 @@ def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int
     """The slots that `--slots` names; None if they are to be chosen."""
     if slots is None:
         return None
-    selection = read_slots(",".join(slots))
-    if not isinstance(selection, SlotSelection):
-        raise ValueError(f"{slots[0]} is a mask; give a file of dino-sparo slots select, or numbers of slots")
+    selection = parse_selection(",".join(slots))
     check_fits(selection, loaded.model.config, loaded.record["sha256"])
     return list(selection.indices)
 
@@ -160,25 +157,19 @@ def rule_in_words(choice: Choice, is_given: bool, criteria: Criteria) -> str:
     return f"Slots were wanted that {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the others come nearest."
 
 
-def numbers_of(
-    slots: Sequence[int], pairs: Sequence[PairAttention], meets: Bool[np.ndarray, "pairs L"]
-) -> list[dict[str, Any]]:
-    """Each slot on each pair, for pictures.json."""
+def pairs_to_json(slot: int, pairs: Sequence[PairAttention], criteria: Criteria) -> list[dict[str, Any]]:
+    """One slot on each pair, for pictures.json."""
     return [
-        {"slot": slot, "pairs": [_numbers(pair, slot, bool(fit[slot])) for pair, fit in zip(pairs, meets, strict=True)]}
-        for slot in slots
+        {
+            "image": pair.name,
+            "caption": pair.caption,
+            "cosine": float(pair.cosines[slot]),
+            "meets_criteria": bool(meets[slot]),
+            "words": [{"word": word.text, "share": share} for word, share in pair.shares(slot)],
+            "start": float(pair.text.start[slot]),
+            "end": float(pair.text.end[slot]),
+            "effective_patches": float(effective_patches(pair.maps[slot])),
+            "class_token_share": float(class_token_share(pair.maps[slot])),
+        }
+        for pair, meets in zip(pairs, fits(pairs, criteria), strict=True)
     ]
-
-
-def _numbers(pair: PairAttention, slot: int, meets: bool) -> dict[str, Any]:
-    return {
-        "image": pair.name,
-        "caption": pair.caption,
-        "cosine": float(pair.cosines[slot]),
-        "meets_criteria": meets,
-        "words": [{"word": word.text, "share": share} for word, share in pair.shares(slot)],
-        "start": float(pair.text.start[slot]),
-        "end": float(pair.text.end[slot]),
-        "effective_patches": float(effective_patches(pair.maps[slot])),
-        "class_token_share": float(class_token_share(pair.maps[slot])),
-    }

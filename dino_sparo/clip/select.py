@@ -14,7 +14,7 @@ import argparse
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,23 @@ class SlotScores:
         alone: (L,), accuracy of each slot by itself.
         ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
         curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
-        num_images: images that were classified.
-        num_corrupt: images that could not be read.
+        held_out_curve: (L,), like `curve`, on images that had no say in the ranking.
+        num_images: images that ranked the slots.
+        num_held_out: held-out images that were classified.
+        num_corrupt: images that could not be read, of those that ranked the slots.
         num_classes: to choose among.
         truncated_prompts: captions of classes that are longer than the context.
-        held_out_curve: (L,), like `curve`, on images that had no say in the ranking; empty if there were none.
-        num_held_out: held-out images that were classified.
     """
 
     alone: list[float]
     ranking: list[int]
     curve: list[float]
+    held_out_curve: list[float]
     num_images: int
+    num_held_out: int
     num_corrupt: int
     num_classes: int
     truncated_prompts: int
-    held_out_curve: list[float] = field(default_factory=list)
-    num_held_out: int = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """The curve as a result file holds it."""
@@ -85,10 +85,10 @@ class SlotScores:
 def score_slots(
     scorer: DotProductScorer,
     source: ImageSource,
+    held_out: ImageSource,
     names: Sequence[str],
     templates: tuple[str, ...],
     num_slots: int,
-    held_out: ImageSource | None = None,
 ) -> SlotScores:
     """Zero-shot accuracy of every slot alone, and of the best k together, for every k.
 
@@ -102,13 +102,13 @@ def score_slots(
     Args:
         scorer: of a model with slots.
         source: images labelled by their places in `names`; they rank the slots.
+        held_out: other images, on which the ranking is tried.
         names: of the classes.
         templates: sentences with `{}`.
         num_slots: L.
-        held_out: other images, on which the ranking is tried.
     """
     classes = scorer.encode_classes(names, templates)
-    images = _finite_features(scorer, source)
+    images, others = _finite_features(scorer, source), _finite_features(scorer, held_out)
     by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     units = F.normalize(by_slot, dim=2)
     alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
@@ -120,13 +120,17 @@ def score_slots(
         products = (slots[:, slot] @ weights.t() for slot, weights in zip(ranking, ranked, strict=True))
         return map(operator.truediv, itertools.accumulate(products), lengths)
 
-    counts = len(images.features), images.num_corrupt, len(names), classes.num_truncated
-    scores = SlotScores(alone, ranking, _accuracies(images, by_slot, together), *counts)
-    if held_out is None:
-        return scores
-    others = _finite_features(scorer, held_out)
-    curve = _accuracies(others, by_slot, together)
-    return replace(scores, held_out_curve=curve, num_held_out=len(others.features))
+    return SlotScores(
+        alone,
+        ranking,
+        curve=_accuracies(images, by_slot, together),
+        held_out_curve=_accuracies(others, by_slot, together),
+        num_images=len(images.features),
+        num_held_out=len(others.features),
+        num_corrupt=images.num_corrupt,
+        num_classes=len(names),
+        truncated_prompts=classes.num_truncated,
+    )
 
 
 def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
@@ -176,7 +180,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
         (images,) = disjoint_subsets(images, (args.num_images,))
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
-    scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
+    scores = score_slots(scorer, choosing, held_out, classes.names, templates, num_slots)
     result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
     report(result, table(scores, len(result["slots"])), args, "slots.json")

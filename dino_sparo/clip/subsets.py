@@ -13,7 +13,6 @@ Source: SPARO, sections 5.1, 5.2 and 0.C.1.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +23,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, LoadedClip, normalize_slots
-from dino_sparo.evaluation.slots.choice import SlotSelection, check_same_checkpoint, keep_slots, origin_of, parse_slots
-from dino_sparo.models.readout import ReadoutOutput
-
-FORMS = (
-    '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '
-    '{"mask": [0.1, ...], "encoding_dim": 8192, "weights_sha256": "..."}, all but the first of either optional'
-)
-
-
-@dataclass(frozen=True)
-class SlotMask:
-    """Weights that multiply the parts of an image's encoding.
-
-    Attributes:
-        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
-        encoding_dim: M of the model it was learned for; None: not known.
-        weights_sha256: of the checkpoint it was learned for; None: not known.
-    """
-
-    values: tuple[float, ...]
-    encoding_dim: int | None = None
-    weights_sha256: str | None = None
-
-    def __post_init__(self) -> None:
-        wrong = [value for value in self.values if not 0 <= value <= 1]  # true for NaN, too
-        if wrong:
-            raise ValueError(f"mask holds {wrong[0]}; give weights in [0, 1]")
-        if not any(self.values):
-            raise ValueError(f"mask of {len(self.values)} parts has no weight above 0; nothing of an image would stay")
-        if self.encoding_dim is not None:
-            self.check_parts(self.encoding_dim)
-
-    def check_parts(self, encoding_dim: int) -> None:
-        """Refuse an encoding that does not fall into so many equal parts."""
-        if encoding_dim % len(self.values):
-            raise ValueError(
-                f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
-                f"give one weight per slot or per dimension"
-            )
-
-    def per_dimension(self, encoding_dim: int) -> Float[Tensor, " encoding_dim"]:
-        """The weight of each of M dimensions, fp32."""
-        return torch.tensor(self.values).repeat_interleave(encoding_dim // len(self.values))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `parse_slots` takes them."""
-        return {"mask": list(self.values), "encoding_dim": self.encoding_dim, "weights_sha256": self.weights_sha256}
+from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, check_same_checkpoint, origin_of, parse_slots
 
 
 class ReducedClip(nn.Module):
@@ -100,22 +53,14 @@ class ReducedClip(nn.Module):
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Images -> features of the kept slots, or masked encodings; of length one."""
         if self.is_selection:
-            return normalize_slots(self.image_output(images).slots)
+            return normalize_slots(self.model.image_output(images).slots[:, self.kept])
         return mask_features(self.model.encode_image(images), self.kept)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B M"]:
         """Captions -> features of the kept slots, or encodings without mask; of length one."""
         if self.is_selection:
-            return normalize_slots(self.text_output(token_ids).slots)
+            return normalize_slots(self.model.text_output(token_ids).slots[:, self.kept])
         return self.model.encode_text(token_ids)
-
-    def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
-        """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
-        return keep_slots(self.model.image_output(images), self.kept)
-
-    def text_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
-        """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
-        return keep_slots(self.model.text_output(token_ids), self.kept)
 
 
 def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) -> Float[Tensor, "B M"]:
@@ -129,12 +74,7 @@ def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha
         check_has_slots(config)
         choice.check_fits(config.image.num_slots)
     else:
-        if choice.encoding_dim not in (None, config.embed_dim):
-            raise ValueError(
-                f"mask was learned for encodings of {choice.encoding_dim} numbers, the model's have "
-                f"{config.embed_dim}; learn one for this model"
-            )
-        choice.check_parts(config.embed_dim)
+        choice.check_fits(config.embed_dim)
     check_same_checkpoint(choice.weights_sha256, weights_sha256)
 
 
@@ -154,23 +94,11 @@ def whole_model(model: object) -> CLIP:
     return model
 
 
-def read_slots(text: str | Path) -> SlotSelection | SlotMask:
-    """A choice by number, or in a JSON file: `select.py`'s, `mask.py`'s, or written by hand."""
-
-    def mask_in(content: dict[str, Any]) -> SlotMask | None:
-        values = content.get("mask")
-        if isinstance(values, list) and all(type(value) in (int, float) for value in values):
-            return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
-        return None
-
-    return parse_slots(str(text), mask_in, FORMS)
-
-
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
     """A checkpoint's model, reduced if --slots names slots, and the entry of a result file, None if it is whole."""
     if not path:
         return loaded.model, None
-    choice = read_slots(path)
+    choice = parse_slots(str(path))
     check_fits(choice, loaded.model.config, loaded.record["sha256"])
     record: dict[str, Any] = dict(origin_of(str(path)))
     if isinstance(choice, SlotSelection):

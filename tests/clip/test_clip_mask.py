@@ -27,7 +27,7 @@ from dino_sparo.clip.mask import (
     relative_change,
 )
 from dino_sparo.clip.options import mask_parser
-from dino_sparo.clip.subsets import SlotMask, read_slots
+from dino_sparo.evaluation.slots.choice import SlotMask, parse_slots
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -273,7 +273,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
     assert f"epoch {result['fit']['best_epoch']}" in out
     path = tmp_path / "run" / "mask.json"
     assert json.loads(path.read_text()) == result
-    assert read_slots(path) == SlotMask(tuple(result["mask"]), 35, result["model"]["sha256"])
+    assert parse_slots(str(path)) == SlotMask(tuple(result["mask"]), 35, result["model"]["sha256"])
     assert len(result["mask"]) == 5
     assert result["accuracy"]["masked"] == max(result["fit"]["accuracies"])
 

@@ -24,11 +24,10 @@ from figures import assert_readable, drawn_words
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.concepts import PairAttention, WordAttention, caption_words
 from dino_sparo.clip.pictures import level_of, slots_figure
-from dino_sparo.clip.subsets import SlotMask
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.picture_pairs import open_picture_pairs
 

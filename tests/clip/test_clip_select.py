@@ -19,12 +19,12 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, select, tokenize
 from dino_sparo.clip.select import SlotScores, draw, score_slots
-from dino_sparo.clip.subsets import ReducedClip, open_slots, read_slots
+from dino_sparo.clip.subsets import ReducedClip, open_slots
 from dino_sparo.data.scene_patterns import SHAPES
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.slots.choice import SlotSelection, parse_slots
 from dino_sparo.evaluation.slots.curve import best_number
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
@@ -56,7 +56,7 @@ def run(*options: object) -> dict:
 @pytest.fixture(scope="module")
 def scores(weights: Path) -> SlotScores:
     source = open_evaluation_images("scenes:53:32")
-    return score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS)
+    return score_slots(small_encoder(weights), source, source, list(SHAPES), TEMPLATES_USED, SLOTS)
 
 
 def accuracy(weights: Path, slots: list[int]) -> float:
@@ -83,12 +83,12 @@ def test_slots_are_ranked_by_score_and_of_equals_the_first_comes_first(scores):
 def test_chunks_change_nothing(weights, scores, monkeypatch):
     monkeypatch.setattr(select, "IMAGE_CHUNK", 7)
     source = open_evaluation_images("scenes:53:32")
-    assert score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
+    assert score_slots(small_encoder(weights), source, source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
 
 
 def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores):
     chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:53:32"), (53, 53))
-    found = score_slots(small_encoder(weights), chosen, list(SHAPES), TEMPLATES_USED, SLOTS, held_out)
+    found = score_slots(small_encoder(weights), chosen, held_out, list(SHAPES), TEMPLATES_USED, SLOTS)
     assert (found.num_images, found.num_held_out) == (26, 26)
     best = SlotSelection(tuple(found.ranking[:2]))
     alone = evaluate_zero_shot(small_encoder(weights, best), held_out, list(SHAPES), TEMPLATES_USED)
@@ -98,7 +98,7 @@ def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores)
 
 
 def test_the_best_number_is_the_smallest_at_the_top():
-    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], 10, 0, 3, 0, [0.0] * 4, 10)
+    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], [0.0] * 4, 10, 10, 0, 3, 0)
     assert best_number(found.rows()) == 2
 
 
@@ -106,7 +106,7 @@ def test_the_best_number_is_the_smallest_at_the_top():
 def test_the_table_has_a_row_for_each_of_the_ten_best_slots(num_slots):
     ranking = list(reversed(range(num_slots)))
     alone, together = ([float(base + slot) for slot in range(num_slots)] for base in (10, 50))
-    lines = select.table(SlotScores(alone, ranking, together, 7, 0, 3, 0, together, 5), 2).splitlines()
+    lines = select.table(SlotScores(alone, ranking, together, together, 7, 5, 0, 3, 0), 2).splitlines()
     rows = [[float(word) for word in line.split()] for line in lines[1 : 1 + min(num_slots, 10)]]
     assert rows == [[place + 1, slot, alone[slot], together[place]] for place, slot in enumerate(ranking) if place < 10]
     assert lines[1 + len(rows)].startswith(
@@ -140,7 +140,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
     encoder = DotProductScorer(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
-    found = score_slots(encoder, source, source.classes or [], ("a {} thing",), 2)
+    found = score_slots(encoder, source, source, source.classes or [], ("a {} thing",), 2)
     assert found.alone == pytest.approx([100 / 3, 100])
     assert found.ranking == [1, 0]
     assert found.curve == [100, 100]
@@ -153,8 +153,9 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(model, "encode_image", lambda images: torch.full((len(images), 6), torch.nan))
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
+    source = open_source(str(tmp_path))
     with pytest.raises(ValueError, match="not finite"):
-        score_slots(encoder, open_source(str(tmp_path)), ["red"], ("{}",), 2)
+        score_slots(encoder, source, source, ["red"], ("{}",), 2)
 
 
 # --- the command
@@ -164,7 +165,7 @@ def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_pa
     options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
     result = run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
     assert "kept 2 of 5 slots" in capsys.readouterr().out
-    selection = read_slots(tmp_path / "slots.json")
+    selection = parse_slots(str(tmp_path / "slots.json"))
     assert selection == SlotSelection(
         tuple(sorted(r["slot"] for r in result["ranking"][:2])), 5, result["model"]["sha256"]
     )
@@ -228,7 +229,7 @@ def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_
     """It lay on the bars, whose heights it was near."""
     chance = 100 / num_classes
     alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
-    scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0, alone, 50)
+    scores = SlotScores(alone, list(range(num_slots)), alone, alone, 100, 50, 0, num_classes, 0)
     with drawn_words() as figures:
         draw(scores, 1, tmp_path / "slots.png")
     assert_readable(figures)

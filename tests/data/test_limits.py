@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dino_sparo.clip.subsets import read_slots
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
@@ -24,6 +23,7 @@ from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, deco
 from dino_sparo.data.sources.decode import IMAGE_FORMATS
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import load_features
+from dino_sparo.evaluation.slots.choice import parse_slots
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import open_classes, read_words
 from dino_sparo.runtime.files import open_regular, parse_json
@@ -266,7 +266,7 @@ def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     path = tmp_path / "a.json"
     for read in (
-        lambda: read_slots(path),
+        lambda: parse_slots(str(path)),
         lambda: read_words(str(path)),
         lambda: load_checkpoint(tmp_path / "a.safetensors"),
         lambda: load_features(tmp_path),

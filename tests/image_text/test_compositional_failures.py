@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 
 from dino_sparo.clip import load_clip
-from dino_sparo.clip.load import best_slots, slot_leads
+from dino_sparo.clip.load import leading_slots, slot_leads
 from dino_sparo.data.views import ClipView
 from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
 from dino_sparo.draw.html import save_page
@@ -120,7 +120,7 @@ def test_the_leads_of_all_slots_add_up_to_the_difference_of_the_scores(tmp_path)
     leads = slot_leads(torch.nn.functional.cosine_similarity(seen.slots, read.slots, dim=-1))
     assert float(leads[0].sum()) == pytest.approx(float(scores[0] - scores[1]), abs=1e-6)
     assert torch.allclose(leads[0], -leads[1])
-    assert best_slots(np.array([0.1, -0.2, 0.3, 0.0])) == [2, 0]
+    assert leading_slots(np.array([0.1, -0.2, 0.3, 0.0])) == [2, 0]
 
 
 def test_the_part_that_the_maps_cover_is_what_clips_view_shows():

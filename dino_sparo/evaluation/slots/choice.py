@@ -1,27 +1,28 @@
-"""Some of an encoder's slots, chosen by number or by a file -> the same encoder with these slots alone.
+"""A choice of slots, by number or by a file -> an encoder with these slots alone. For a CLIP see `clip/subsets.py`.
 
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots 0,3,7
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study.json
 
 `dino-sparo slots study` chooses slots of an encoder of images, `dino-sparo slots select` those of a CLIP; both write
-the same form of file, which every evaluation takes as --slots.
+the same form of file, which every evaluation takes as --slots. `dino-sparo slots mask` weighs the slots of a CLIP.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.runtime.files import file_sha256, parse_object
 
-FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional; masks are for CLIP'
-Choice = TypeVar("Choice")
+FORM = (
+    '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."}, or for a CLIP {"mask": [0.1, ...], "encoding_dim": '
+    '8192, "weights_sha256": "..."}; all but the first of either are optional'
+)
 
 
 @dataclass(frozen=True)
@@ -60,38 +61,84 @@ class SlotSelection:
         return {"slots": list(self.indices), "num_slots": self.num_slots, "weights_sha256": self.weights_sha256}
 
 
+@dataclass(frozen=True)
+class SlotMask:
+    """Weights that multiply the parts of a CLIP's encodings of images.
+
+    Attributes:
+        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
+        encoding_dim: M of the model it was learned for; None: not known.
+        weights_sha256: of the checkpoint it was learned for; None: not known.
+    """
+
+    values: tuple[float, ...]
+    encoding_dim: int | None = None
+    weights_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [value for value in self.values if not 0 <= value <= 1]  # true for NaN, too
+        if wrong:
+            raise ValueError(f"mask holds {wrong[0]}; give weights in [0, 1]")
+        if not any(self.values):
+            raise ValueError(f"mask of {len(self.values)} parts has no weight above 0; nothing of an image would stay")
+        if self.encoding_dim is not None:
+            self.check_fits(self.encoding_dim)
+
+    def check_fits(self, encoding_dim: int) -> None:
+        """Refuse encodings that the mask was not learned for, or that do not fall into so many equal parts."""
+        if self.encoding_dim not in (None, encoding_dim):
+            raise ValueError(
+                f"mask was learned for encodings of {self.encoding_dim} numbers, the model's have {encoding_dim}; "
+                "learn one for this model"
+            )
+        if encoding_dim % len(self.values):
+            raise ValueError(
+                f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
+                f"give one weight per slot or per dimension"
+            )
+
+    def per_dimension(self, encoding_dim: int) -> Float[Tensor, " encoding_dim"]:
+        """The weight of each of M dimensions, fp32."""
+        return torch.tensor(self.values).repeat_interleave(encoding_dim // len(self.values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `parse_slots` takes them."""
+        return {"mask": list(self.values), "encoding_dim": self.encoding_dim, "weights_sha256": self.weights_sha256}
+
+
 def numbers_in(text: str) -> list[str]:
     """The numbers of `0,3,7`; empty: this is a path."""
     numbers = text.replace(" ", "").split(",")
     return numbers if all(number.isdecimal() for number in numbers) else []
 
 
-def parse_slots(
-    text: str,
-    other: Callable[[dict[str, Any]], Choice | None] = lambda content: None,
-    form: str = FORM,
-) -> SlotSelection | Choice:
-    """The selection that `--slots` gives: numbers with commas between them, or a file.
-
-    Args:
-        text: the option.
-        other: content of a file -> another kind of choice; None: it holds none.
-        form: of such files.
-    """
+def parse_slots(text: str) -> SlotSelection | SlotMask:
+    """The choice that `--slots` gives: numbers with commas between them, or a file."""
     if numbers := numbers_in(text):
         return SlotSelection(tuple(map(int, numbers)))
     if not Path(text).is_file():
         raise ValueError(f"slots={text!r} does not exist; give a file of dino-sparo slots, or numbers such as 0,3,7")
     content = parse_object(Path(text).read_bytes(), f"slots={text!r}")
-    chosen = content.get("slots")
+    slots, values = content.get("slots"), content.get("mask")
     try:
-        if isinstance(chosen, list) and all(type(index) is int for index in chosen):
-            return SlotSelection(tuple(chosen), content.get("num_slots"), content.get("weights_sha256"))
-        if (choice := other(content)) is not None:
-            return choice
+        if isinstance(slots, list) and all(type(index) is int for index in slots):
+            return SlotSelection(tuple(slots), content.get("num_slots"), content.get("weights_sha256"))
+        if isinstance(values, list) and all(type(value) in (int, float) for value in values):
+            return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{text}: {error}") from error
-    raise ValueError(f"{text} is no choice of slots; expected {form}")
+    raise ValueError(f"{text} is no choice of slots; expected {FORM}")
+
+
+def parse_selection(text: str) -> SlotSelection:
+    """The same, where slots are kept or left out, and a mask is refused."""
+    choice = parse_slots(text)
+    if isinstance(choice, SlotMask):
+        raise ValueError(
+            f"{text} is a mask; give a file of dino-sparo slots select or slots study, or numbers of slots. Masks are "
+            "for evaluations of a CLIP"
+        )
+    return choice
 
 
 def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
@@ -109,11 +156,6 @@ def check_has_slots(config: EncoderConfig) -> None:
     """Refuse an encoder whose encoding does not consist of slots."""
     if not config.kind.has_slots:
         raise ValueError(f"readout {config.readout!r} has no slots to choose among; take another one, such as sparo")
-
-
-def keep_slots(output: ReadoutOutput, kept: Int64[Tensor, " k"]) -> ReadoutOutput:
-    """The slots (B, k, V) of the numbers `kept`, and their attention (B, k, N)."""
-    return ReadoutOutput(slots=output.slots[:, kept], attention=output.attention[:, kept])
 
 
 class KeptSlots(nn.Module):
@@ -134,12 +176,13 @@ class KeptSlots(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"]) -> ReadoutOutput:
         """Tokens (B, N, D) -> the kept slots (B, k, V) and their attention (B, k, N)."""
-        return keep_slots(self.readout(tokens), self.kept)
+        output = self.readout(tokens)
+        return ReadoutOutput(slots=output.slots[:, self.kept], attention=output.attention[:, self.kept])
 
 
 def keep_encoder_slots(encoder: Encoder, slots: str, weights_sha256: str | None) -> tuple[Encoder, dict[str, Any]]:
     """The encoder reduced to the slots that `--slots` names, with shared weights; and the entry of a result file."""
-    selection = parse_slots(slots)
+    selection = parse_selection(slots)
     check_has_slots(encoder.config)
     selection.check_fits(encoder.config.num_slots)
     check_same_checkpoint(selection.weights_sha256, weights_sha256)
