@@ -62,7 +62,7 @@ def overlay_levels(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: b
     """Lay a map in [0, 1] over its picture, bicubic between patches; `smooth` False shows each patch as it is."""
     level = enlarge(levels, picture.shape[0], picture.shape[1], smooth)
     # The colour takes some light and dark from the image, whose contents can so be seen through it.
-    glow = ramp(level) * (0.6 + 0.4 * _lightness(picture) / 255)
+    glow = ramp(level) * (0.6 + 0.4 * lightness(picture) / 255)
     # Rising quickly: weak attention is to be seen too.
     cover = MAX_COVER * np.sqrt(level)[..., None]
     return (_dimmed(picture) * (1 - cover) + glow * cover + 0.5).astype(np.uint8)
@@ -162,10 +162,11 @@ def _numbered(picture: Picture, number: str) -> UInt8[np.ndarray, "_ W 3"]:
     return np.concatenate([np.asarray(line), picture])
 
 
-def _lightness(picture: Picture) -> Float[np.ndarray, "H W 1"]:
+def lightness(picture: Picture) -> Float[np.ndarray, "H W 1"]:
+    """A picture in grey, in [0, 255]."""
     return picture.astype(np.float32) @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
 
 def _dimmed(picture: Picture, brightness: float = DIMMED_BRIGHTNESS) -> Float[np.ndarray, "H W 3"]:
-    lightness = _lightness(picture)
-    return brightness * (lightness + DIMMED_SATURATION * (picture.astype(np.float32) - lightness))
+    grey = lightness(picture)
+    return brightness * (grey + DIMMED_SATURATION * (picture.astype(np.float32) - grey))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.draw.figure import Tile, map_painter
-from dino_sparo.draw.pixels import MIN_CONTRAST, Picture, enlarge
+from dino_sparo.draw.pixels import MIN_CONTRAST, Picture, enlarge, lightness
 from dino_sparo.evaluation.attention.maps import effective_patches
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.batches import batch_graphs, look_up, tokenize_phrases
@@ -174,7 +174,7 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
     score = scoring.scores(graphs, slots)
     cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
     true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
-    shares, defaults = (part[0, 0] for part in binding.attention(graphs.entities, graphs.entity_mask, keys))
+    shares, defaults = binding.attention(graphs.entities[0], keys[0])
     patch_size = model.image.backbone.patch_size
     grid = tuple(side // patch_size for side in pair.image.shape[-2:])
 
@@ -222,8 +222,7 @@ def tiles_of(maps: PairMaps, picture: Picture, default_tokens: bool = False) -> 
 
 def paint_winners(picture: Picture, winners: Int[np.ndarray, "h w"], colours: Sequence[str]) -> Picture:
     """The image in grey, and on it the patches that entities win, in their colours."""
-    grey = picture @ np.array([0.299, 0.587, 0.114])
-    shown = np.repeat(BRIGHTNESS * grey[..., None], 3, axis=-1)
+    shown = np.repeat(BRIGHTNESS * lightness(picture), 3, axis=-1)
     height, width = picture.shape[:2]
     winner = enlarge(winners.astype(np.float32), height, width, smooth=False).astype(int)
     for number in np.unique(winners[winners >= 0]):
