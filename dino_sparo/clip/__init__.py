@@ -20,17 +20,17 @@ from dino_sparo.runtime import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig
-    from dino_sparo.clip.model import CLIP, clip_description, create_clip, load_clip, normalize_slots
+    from dino_sparo.clip.model import CLIP, create_clip, load_clip, normalize_slots
     from dino_sparo.image_text.towers import tokenize
 
-__all__ = ["CLIP", "CLIPConfig", "clip_description", "create_clip", "load_clip", "normalize_slots", "tokenize"]
+__all__ = ["CLIP", "CLIPConfig", "create_clip", "load_clip", "normalize_slots", "tokenize"]
 
 # The modules import torch, which takes seconds.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "clip.config": ("CLIPConfig",),
-        "clip.model": ("CLIP", "clip_description", "create_clip", "load_clip", "normalize_slots"),
+        "clip.model": ("CLIP", "create_clip", "load_clip", "normalize_slots"),
         "image_text.towers": ("tokenize",),
     },
 )

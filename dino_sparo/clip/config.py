@@ -4,7 +4,7 @@ Every checkpoint holds the configuration, so that no command needs these options
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +28,7 @@ class CLIPConfig:
         image: the image encoder; its `readout` is the image side of `TOWERS[readout]`, or of `NORM_FIRST[readout]`.
             What stands below for both towers is copied into it, so that it describes its encoder without the rest.
         text: the text encoder; its `readout` is the text side.
-        readout: a key of `choices.TOWERS`, one name for both towers.
+        readout: a key of `options.TOWERS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
             `fdt`.
         bottleneck_dim: m, for `linear`.
@@ -66,11 +66,9 @@ class CLIPConfig:
             ValueError: it says something that this version does not know.
         """
         own = {name: value for name, value in values.items() if name not in ("mean", "std", "image", "text")}
-        text = dict(values["text"])
-        unknown = own.keys() - {field.name for field in fields(cls)}
-        unknown |= {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
-        refuse_unknown("model", unknown)
-        return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**text), **own)
+        refuse_unknown("model", cls, own)
+        refuse_unknown("text encoder", TextConfig, values["text"])
+        return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**values["text"]), **own)
 
     @property
     def summary(self) -> str:
@@ -91,7 +89,7 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     """The read-outs of both towers by one name.
 
     Args:
-        readout: a key of `choices.TOWERS`, or a read-out with slots, which serves both towers.
+        readout: a key of `options.TOWERS`, or a read-out with slots, which serves both towers.
         norm_first: as in `model.create_clip`.
 
     Raises:

@@ -25,7 +25,6 @@ from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
-from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     activation_of,
@@ -248,13 +247,6 @@ class LoadedClip(LoadedModel):
             self.model.logit_scale.device,
             min(max(len(images), len(captions)), MAX_BATCH),
         ).similarity(images, captions)
-
-
-def clip_description(
-    config: CLIPConfig, mean: Iterable[float] = OPENAI_CLIP_MEAN, std: Iterable[float] = OPENAI_CLIP_STD
-) -> dict[str, Any]:
-    """A checkpoint's entry `clip`, beside the weights under `model`."""
-    return {**config.to_dict(), "mean": list(mean), "std": list(std)}
 
 
 def load_clip(

@@ -70,13 +70,13 @@ class EncoderConfig:
             if not isinstance(values[name], known[name]):
                 kind = getattr(known[name], "__name__", str(known[name]))
                 raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
-        refuse_unknown("encoder", values.keys() - known - {"mean", "std"})
+        refuse_unknown("encoder", cls, values.keys() - {"mean", "std"})
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
-def refuse_unknown(what: str, names: Iterable[str]) -> None:
-    """Refuse a saved configuration with fields that this version does not know; `what` is what it builds."""
-    if unknown := sorted(names):
+def refuse_unknown(what: str, config: type, names: Iterable[str]) -> None:
+    """Refuse names of saved fields that the dataclass `config` lacks; `what` it describes."""
+    if unknown := sorted(set(names) - {field.name for field in fields(config)}):
         raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 
 

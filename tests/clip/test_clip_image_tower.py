@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import small_checkpoint, to_open_clip
+from clip_fakes import clip_description, small_checkpoint, to_open_clip
 from PIL import Image
 
 import eval_knn
 import eval_linear
 import visualize_attention
 from dino_sparo import load_encoder
-from dino_sparo.clip import clip_description, create_clip, load_clip
+from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.options import TOWERS
 from dino_sparo.weights.checkpoint import load_checkpoint, normalization_of
 

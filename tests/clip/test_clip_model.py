@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import clip_description
 from torch import nn
 from torch.nn import functional as F
 
 import dino_sparo
-from dino_sparo.clip import CLIP, CLIPConfig, clip_description, create_clip, load_clip, normalize_slots, tokenize
+from dino_sparo.clip import CLIP, CLIPConfig, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.towers import TextConfig, end_token_mask, simple_tokenizer
@@ -442,8 +443,10 @@ def test_weights_of_a_wrapped_model_are_read(tmp_path: Path) -> None:
 def test_descriptions_that_are_not_understood_are_refused(tmp_path: Path) -> None:
     model = small_clip()
     clip = clip_description(model.config)
-    with pytest.raises(ValueError, match=r"saved with rotary, text\.gated, which this version does not know"):
-        load_clip(saved(model, tmp_path / "a.pth", clip={**clip, "rotary": 1, "text": {**clip["text"], "gated": 1}}))
+    with pytest.raises(ValueError, match="the model was saved with heads, rotary, which this version does not know"):
+        load_clip(saved(model, tmp_path / "a.pth", clip={**clip, "rotary": 1, "heads": 2}))
+    with pytest.raises(ValueError, match="the text encoder was saved with gated, which this version does not know"):
+        load_clip(saved(model, tmp_path / "a.pth", clip={**clip, "text": {**clip["text"], "gated": 1}}))
     with pytest.raises(ValueError, match="saved with registers"):
         load_clip(saved(model, tmp_path / "b.pth", clip={**clip, "image": {**clip["image"], "registers": 4}}))
     del clip["mean"], clip["text"]

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("open_clip")
 
 import open_clip
-from clip_fakes import from_open_clip, open_clip_config, to_open_clip
+from clip_fakes import clip_description, from_open_clip, open_clip_config, to_open_clip
 from reference import weights as recorded
 from runs import assert_same_state, epochs_of
 from safetensors.torch import load_file
@@ -21,7 +21,7 @@ from test_clip_train import assert_close_weights, checkpoint_of, run, run_on_two
 
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
+from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.runtime.choices import EXPORT_FORMATS
 from dino_sparo.weights.checkpoint import CheckpointError

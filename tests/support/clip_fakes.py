@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.__main__ import COMMANDS
-from dino_sparo.clip import clip_description, create_clip, tokenize
+from dino_sparo.clip import create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scorer import DotProductScorer
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.foreign import from_open_clip_names, open_clip_settings, to_open_clip_names
 
@@ -24,6 +25,13 @@ TOKENIZER = SimpleTokenizer()
 # Those that every evaluation shares with all scripts.
 DEVICE_OPTIONS = {"device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"}
 DEVICE_OPTIONS |= {"max_image_mb", "max_image_mpix", "max_value"}  # of all commands that read images
+
+
+def clip_description(
+    config: CLIPConfig, mean: Iterable[float] = OPENAI_CLIP_MEAN, std: Iterable[float] = OPENAI_CLIP_STD
+) -> dict[str, Any]:
+    """What a checkpoint carries under `clip`."""
+    return {**config.to_dict(), "mean": list(mean), "std": list(std)}
 
 
 class ColourClip(nn.Module):
