@@ -25,7 +25,7 @@ from benchmarks.readout import EQUAL, PRECISIONS
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
-from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs
+from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, mask_of
 from dino_sparo.oc_clip.binding import EPSILON, Binding, BindingConfig
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
@@ -78,11 +78,11 @@ def encode(graphs: Sequence[SceneGraph], sizes: Sizes, full: bool) -> EncodedGra
 
     return EncodedGraphs(
         entities=entities.clone(),
-        entity_mask=padded(batch.entity_mask, nodes),
+        entity_mask=padded(mask_of(batch.entity_counts), nodes),
         relations=predicates.clone(),
         subjects=padded(batch.ends[0, 0], relations),
         objects=padded(batch.ends[0, 1], relations),
-        relation_mask=padded(batch.relation_mask, relations),
+        relation_mask=padded(mask_of(batch.relation_counts), relations),
         entity_counts=batch.entity_counts,
         relation_counts=batch.relation_counts,
     )

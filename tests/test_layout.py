@@ -164,7 +164,7 @@ STEP_FILES = (
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
-    *("oc_clip/binding.py", "oc_clip/scoring.py", "oc_clip/step.py"),
+    *("oc_clip/binding.py", "oc_clip/scoring.py", "oc_clip/loss.py"),
 )
 READS = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
 
@@ -204,7 +204,7 @@ COMPUTING_FILES = (
     *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
     *("distillation/network", "distillation/step"),
     *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),
-    *("oc_clip/step", "image_text/step"),
+    *("oc_clip/loss", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),
     *("evaluation/attention/maps", "evaluation/attention/atlas"),
     *(f"evaluation/objects/{name}" for name in ("measures", "slots", "layouts", "survey")),

@@ -7,7 +7,7 @@ Encoder, text encoder, trainer and evaluations are those of all objectives. OC-C
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py
     images, captions -> scores             model.py
-    scores -> loss, one step               step.py
+    scores -> loss                         loss.py
     a whole training                       train.py  options.py
     checkpoint -> evaluation               load.py
     checkpoint -> maps of entities         explain.py  pictures.py

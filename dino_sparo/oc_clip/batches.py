@@ -8,7 +8,6 @@ All randomness is a pure function of (seed, epoch, index), like the randomness o
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +36,7 @@ class GraphBatch:
     Attributes:
         phrases: the different phrases and predicates, in the order of their first use.
         entities: (U, E), indices into the phrases.
-        entity_mask: (U, E), False for padding.
         predicates: (U, R), indices into the phrases.
-        relation_mask: (U, R), False for padding.
         ends: (K, 2, U, R), subjects and objects of the true graphs, then of the false ones; indices into the graph's
             own entities.
         entity_counts: U numbers of entities, on the host.
@@ -48,9 +45,7 @@ class GraphBatch:
 
     phrases: tuple[str, ...]
     entities: Int[Tensor, "U E"]
-    entity_mask: Bool[Tensor, "U E"]
     predicates: Int[Tensor, "U R"]
-    relation_mask: Bool[Tensor, "U R"]
     ends: Int[Tensor, "K 2 U R"]
     entity_counts: tuple[int, ...]
     relation_counts: tuple[int, ...]
@@ -89,9 +84,9 @@ def look_up(
     graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
 ) -> EncodedGraphs:
     """The graphs of a batch with the embeddings of their phrases; indices move to the embeddings' device."""
-    parts = (graphs.entities, graphs.entity_mask, graphs.predicates, graphs.ends[0], graphs.relation_mask)
-    numbers, mask, predicates, ends, relation_mask = (part.to(entities.device, non_blocking=True) for part in parts)
     counts = graphs.entity_counts, graphs.relation_counts
+    parts = (graphs.entities, graphs.predicates, graphs.ends[0], *map(mask_of, counts))
+    numbers, predicates, ends, mask, relation_mask = (part.to(entities.device, non_blocking=True) for part in parts)
     subjects, objects = ends
     return EncodedGraphs(entities[numbers], mask, relations[predicates], subjects, objects, relation_mask, *counts)
 
@@ -110,9 +105,7 @@ def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGrap
     return GraphBatch(
         phrases=tuple(numbers),
         entities=_padded(entities),
-        entity_mask=_mask(entity_counts),
         predicates=_padded(predicates),
-        relation_mask=_mask(relation_counts),
         ends=torch.stack(ends).unflatten(0, (-1, 2)),
         entity_counts=entity_counts,
         relation_counts=relation_counts,
@@ -126,9 +119,7 @@ def join_graphs(batches: Sequence[GraphBatch]) -> GraphBatch:
     return GraphBatch(
         phrases=tuple(phrase for batch in batches for phrase in batch.phrases),
         entities=_joined([batch.entities + start for batch, start in offsets]),
-        entity_mask=_joined([batch.entity_mask for batch in batches]),
         predicates=_joined([batch.predicates + start for batch, start in offsets]),
-        relation_mask=_joined([batch.relation_mask for batch in batches]),
         ends=_joined([batch.ends for batch in batches]),
         entity_counts=tuple(count for batch in batches for count in batch.entity_counts),
         relation_counts=tuple(count for batch in batches for count in batch.relation_counts),
@@ -146,7 +137,8 @@ def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "U width"]:
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long).reshape(len(rows), width)
 
 
-def _mask(counts: Sequence[int]) -> Bool[Tensor, "U width"]:
+def mask_of(counts: Sequence[int]) -> Bool[Tensor, "U width"]:
+    """True for the entities, or relations, that each of U graphs has, False for padding."""
     return torch.arange(max(counts)) < torch.tensor(counts)[:, None]
 
 
@@ -227,8 +219,7 @@ def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> Grap
     batch = batch_graphs(graphs, swapped, shuffled)
     tokens = tokenize_phrases(batch.phrases, context_length)
     images, indices, corrupt = stack_images(pairs)
-    total = reduce(LookupCounts.plus, counts)
-    return GraphPairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated, batch, total)
+    return GraphPairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated, batch, LookupCounts.total(counts))
 
 
 def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
@@ -238,7 +229,7 @@ def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
     return tokens._replace(ids=tokens.ids[:, :length])
 
 
-# False graphs: the local loss, `step.relation_loss`, trains the true graph to score above both.
+# False graphs: the local loss, `loss.relation_loss`, trains the true graph to score above both.
 
 
 def draw_negatives(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
-DEFAULT_CHUNK_MB = 256
+DEFAULT_CHUNK_MB = 256.0
 KEPT_SHARE = 1 / 32  # of `chunk_mb`: smaller batches are not computed twice
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
 
@@ -98,17 +98,17 @@ class Binding(nn.Module):
         image_dim: width of the patches.
         num_patches: N.
         sizes: all other sizes.
+
+    Attributes:
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
             caption with all images is the smallest chunk.
     """
 
-    def __init__(
-        self, image_dim: int, num_patches: int, sizes: BindingConfig, chunk_mb: int | float = DEFAULT_CHUNK_MB
-    ) -> None:
+    def __init__(self, image_dim: int, num_patches: int, sizes: BindingConfig) -> None:
         super().__init__()
         dim = sizes.dim
         self.num_patches, self.dim, self.num_default = num_patches, dim, sizes.num_default
-        self.competition, self.chunk_mb = sizes.competition, chunk_mb
+        self.competition, self.chunk_mb = sizes.competition, DEFAULT_CHUNK_MB
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.positions = nn.Parameter(sizes.position_std * torch.randn(num_patches, dim))
         # The default epsilon differs among versions of timm.
@@ -152,23 +152,17 @@ class Binding(nn.Module):
             return _means(weights, patches.values).masked_fill(~mask[..., None], 0)
 
     def attention(
-        self, entities: Float[Tensor, "U E dim"], mask: Bool[Tensor, "U E"], keys: Float[Tensor, "B N dim"]
-    ) -> tuple[Float[Tensor, "B U E N"], Float[Tensor, "B U num_default N"]]:
-        """The shares a of each patch that entities and default tokens take, for pictures.
+        self, entities: Float[Tensor, "E dim"], keys: Float[Tensor, "N dim"]
+    ) -> tuple[Float[Tensor, "E N"], Float[Tensor, "num_default N"]]:
+        """The shares a of each patch of an image that a caption's entities and the default tokens take, for pictures.
 
-        Together they sum to one over a caption; with `competition="keys"` every row sums to one over the patches. The
-        share of padding is 0.
+        Together the shares of a patch sum to one; with `competition="keys"` every row sums to one over the patches.
         """
         with torch.autocast(keys.device.type, enabled=False):
-            defaults = self._default_queries().expand(len(entities), -1, -1)
-            queries = torch.cat([self.queries(entities), defaults], dim=1)
-            logits = torch.einsum("bnd,uqd->buqn", self._wide(keys), queries)
-            is_padding = ~torch.cat([mask, mask.new_ones(len(mask), self.num_default)], dim=1)[:, :, None]
-            if self.competition == "keys":
-                shares = logits.softmax(dim=-1).masked_fill(is_padding, 0)
-            else:
-                shares = logits.masked_fill(is_padding, -torch.inf).softmax(dim=2)
-            return shares[:, :, : mask.shape[1]], shares[:, :, mask.shape[1] :]
+            queries = torch.cat([self.queries(entities), self._default_queries()])
+            logits = queries @ self._wide(keys).t()
+            shares = logits.softmax(dim=1 if self.competition == "keys" else 0)
+            return shares[: len(entities)], shares[len(entities) :]
 
     # The parts of `scoring.score_all_pairs`.
 
@@ -178,7 +172,7 @@ class Binding(nn.Module):
         defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1) if self.num_default else None
         return BoundPatches(keys, self._wide(self.value_proj(self._cast(values))), defaults)
 
-    def queries(self, entities: Float[Tensor, "U E dim"]) -> Float[Tensor, "U E dim"]:
+    def queries(self, entities: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape dim"]:
         """W_k^T q / sqrt(dim) of entities."""
         return self._against_keys(self.query_norm(self._cast(entities)))
 

@@ -4,7 +4,7 @@ Entities are phrases with their attributes ("large brown box"); relations are di
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,9 +87,10 @@ class LookupCounts(NamedTuple):
     loops: int = 0
     relations: int = 0
 
-    def plus(self, other: "LookupCounts") -> "LookupCounts":
-        """The sum."""
-        return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    @classmethod
+    def total(cls, counts: Iterable["LookupCounts"]) -> "LookupCounts":
+        """The sum of several counts."""
+        return cls(*map(sum, zip(*counts, strict=True)))
 
     def __str__(self) -> str:
         names = (
@@ -112,7 +113,7 @@ def normalize(
     """
     if not graph.entities and not caption.strip():
         raise ValueError(f"a graph without entities becomes its caption, and the caption is {caption!r}; give its text")
-    entities = tuple(_without_article(phrase) for phrase in graph.entities or (caption,))[:max_nodes]
+    entities = tuple(without_article(spaced(phrase)) for phrase in graph.entities or (caption,))[:max_nodes]
     inside = [r for r in graph.relations if max(r.subject, r.object) < len(entities)]
     proper = [r for r in inside if r.subject != r.object]
     relations = tuple(Relation(r.subject, spaced(r.predicate), r.object) for r in proper[:max_relations])
@@ -132,9 +133,10 @@ def spaced(words: str) -> str:
     return " ".join(words.lower().split())
 
 
-def _without_article(phrase: str) -> str:
-    first, _, rest = spaced(phrase).partition(" ")
-    return rest if rest and first in ARTICLES else spaced(phrase)
+def without_article(phrase: str) -> str:
+    """A phrase with single blanks, without its leading article; an article alone stays."""
+    first, _, rest = phrase.partition(" ")
+    return rest if rest and first.lower() in ARTICLES else phrase
 
 
 # The canonical form. If a parser loses the difference between a true and a false caption, both have one canonical graph
@@ -162,6 +164,12 @@ def canonical_form(graph: SceneGraph) -> SceneGraph:
     order = sorted(entities, key=colours.__getitem__)
     renumbered = sorted(Relation(colours[r.subject], r.predicate, colours[r.object]) for r in relations)
     return SceneGraph(tuple(graph.entities[entity] for entity in order), tuple(renumbered))
+
+
+def comparable(graph: SceneGraph, caption: str) -> SceneGraph:
+    """The canonical form of a caption's normalised graph, without caps: equal for two graphs that say the same."""
+    normalised, _ = normalize(graph, caption, max(1, len(graph.entities)), len(graph.relations))
+    return canonical_form(normalised)
 
 
 def _refined(colours: Sequence[Any], relations: Sequence[Relation]) -> list[int]:

@@ -14,8 +14,8 @@ import json
 import logging
 import mmap
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from jaxtyping import Int64, UInt64
 
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.sources.indexes import Arrays, load_index, save_index
-from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, comparable, normalize
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
+from dino_sparo.oc_clip.parsers import Parser
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
-from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.oc_clip.parsers.templates import TemplateParser
 from dino_sparo.runtime.files import file_sha256, open_regular, parse_object, writing
 from dino_sparo.runtime.logs import progress
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 Find = Callable[[str], SceneGraph | None]
 
 # Name -> builder of a parser.
-PARSERS: dict[str, Callable[[], Find]] = {"templates": lambda: parse_caption, "spacy": SpacyParser}
+PARSERS: dict[str, Callable[[], Parser]] = {"templates": TemplateParser, "spacy": SpacyParser}
 MAX_MISSING = 0.01
 
 
@@ -50,9 +51,6 @@ class CaptionGraphs:
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         max_missing: share of captions without a graph that `check` tolerates.
-        counts: sums over all calls in this process. Workers of a loader have copies of this object: they return their
-            counts from `lookup`.
-        num_expected: captions that will be looked up, of which `max_missing` is a share; 0: not known.
     """
 
     find: Find
@@ -60,24 +58,16 @@ class CaptionGraphs:
     max_nodes: int = MAX_NODES
     max_relations: int = MAX_RELATIONS
     max_missing: float = MAX_MISSING
-    counts: LookupCounts = field(default_factory=LookupCounts)
-    num_expected: int = 0
 
     def __post_init__(self) -> None:
         self.record = {**self.record, "max_nodes": self.max_nodes, "max_relations": self.max_relations}
 
-    def uncounted(self) -> "CaptionGraphs":
-        """The same graphs with new counts."""
-        return replace(self, counts=LookupCounts(), num_expected=0)
-
     def __call__(self, caption: str) -> SceneGraph:
         """The graph of a caption; a caption without a graph becomes one entity."""
-        graph, counts = self.lookup(caption)
-        self.counts = self.counts.plus(counts)
-        return graph
+        return self.lookup(caption)[0]
 
     def lookup(self, caption: str) -> tuple[SceneGraph, LookupCounts]:
-        """The graph of a caption and the counts of this lookup, which are not added to `counts`."""
+        """The graph of a caption, and the counts of this lookup."""
         return self.normalized(self.find(caption), caption)
 
     def normalized(self, graph: SceneGraph | None, caption: str) -> tuple[SceneGraph, LookupCounts]:
@@ -85,16 +75,9 @@ class CaptionGraphs:
         normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
         return normalised, counts._replace(missing=int(graph is None))
 
-    def expect(self, captions: Sequence[str]) -> None:
-        """Refuse a file that lacks too many of the captions to come. Parsers are not run: they may take minutes."""
-        self.num_expected = self.counts.captions + len(captions)
-        if "file" in self.record:
-            self.check(LookupCounts(len(captions), sum(self.find(caption) is None for caption in captions)))
-
-    def check(self, counts: LookupCounts | None = None) -> None:
+    def check(self, counts: LookupCounts) -> None:
         """Raise ValueError if more captions have no graph than `max_missing` allows."""
-        counts = counts or self.counts
-        if counts.missing > most_corrupt(self.max_missing, max(counts.captions, self.num_expected)):
+        if counts.missing > most_corrupt(self.max_missing, counts.captions):
             source = next((self.record[key] for key in ("file", "shards", "parser") if key in self.record), "memory")
             raise ValueError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}; at most "
@@ -115,15 +98,15 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
             (`file:line`); or a caption stands there twice with different graphs.
     """
     if spec in PARSERS:
-        find = PARSERS[spec]()
-        return CaptionGraphs(find, getattr(find, "record", {"parser": spec}), **caps)
+        parser = PARSERS[spec]()
+        return CaptionGraphs(parser, parser.record, **caps)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
             f"graphs={spec!r} is no file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo parse "
             "wrote, not compressed"
         )
-    file = open_graph_file(path, caps.get("max_nodes", MAX_NODES), caps.get("max_relations", MAX_RELATIONS))
+    file = open_graph_file(path)
     if not len(file):
         raise ValueError(f"graphs={spec!r} has no line; run dino-sparo parse again to write the file")
     logger.info("%s: graphs of %d captions", path, len(file))
@@ -186,21 +169,20 @@ class GraphFile:
         return _caption_and_graph(line, f"{self.path}, changed since it was opened, at byte {self.offsets[number]}")
 
 
-def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS) -> GraphFile:
+def open_graph_file(path: Path) -> GraphFile:
     """Check all lines of a file, or take its index from the user's cache.
 
-    The index belongs to the content of the file, not to its time and size: two graphs of one caption are compared
-    within the caps, and the hash stands in result files.
+    The index belongs to the content of the file, not to its time and size: the hash stands in result files anyway.
 
     Raises:
         ValueError: see `open_graphs`.
     """
     path = path.absolute()
     sha256 = file_sha256(path)
-    key = f"graphs {path} {max_nodes} {max_relations} {sha256}"
+    key = f"graphs {path} {sha256}"
     arrays = load_index(key)
     if arrays is None:
-        arrays = _index(path, max_nodes, max_relations)
+        arrays = _index(path)
         if problem := save_index(key, arrays):
             logger.info("the index is not cached: %s", problem)
     return GraphFile(path, arrays["hashes"], arrays["offsets"], sha256)
@@ -217,7 +199,7 @@ def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
         raise ValueError(f"{location}: {error}") from error
 
 
-def _index(path: Path, max_nodes: int, max_relations: int) -> Arrays:
+def _index(path: Path) -> Arrays:
     """Hash and place of the first line of every caption; all lines are checked."""
     hashes, offsets = array("Q"), array("q")
     for number, offset, line in progress(read_lines(path), desc=f"checking the graphs of {path}"):
@@ -228,7 +210,7 @@ def _index(path: Path, max_nodes: int, max_relations: int) -> Arrays:
     is_first = np.diff(file.hashes, prepend=file.hashes[:1] + np.uint64(1)) != 0
     for number in np.flatnonzero(~is_first).tolist():
         lines = [file.read(at) for at in (number - 1, number)]
-        one, other = (canonical_form(normalize(g, c, max_nodes, max_relations)[0]) for c, g in lines)
+        one, other = (comparable(graph, caption) for caption, graph in lines)
         if one != other:
             content = path.read_bytes()
             places = [1 + content.count(b"\n", 0, int(file.offsets[at])) for at in (number - 1, number)]

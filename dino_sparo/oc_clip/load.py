@@ -89,7 +89,12 @@ class GraphScorer(ImageRows):
     @property
     def record(self) -> dict[str, Any]:
         """Description of the model and of the graphs, with the changes in them so far."""
-        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts._asdict()}}
+        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.counts._asdict()}}
+
+    @property
+    def counts(self) -> LookupCounts:
+        """Changes in the graphs of all captions so far; a caption counts once."""
+        return LookupCounts.total(changes for _, changes in self.lookups.values())
 
     @property
     def storage(self) -> torch.device:
@@ -110,25 +115,24 @@ class GraphScorer(ImageRows):
         return self._rows(source, encode, storage)
 
     def expect_texts(self, captions: Sequence[str]) -> None:
-        """Raise ValueError if the file of graphs lacks too many of these captions."""
-        self.graphs.expect(captions)
+        """Look up the graphs of all captions; ValueError if too many have none, or if a caption has no words."""
+        self._look_up(captions, "captions")
 
-    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
-        """The graphs of captions; every caption is looked up and counted once.
-
-        Raises:
-            ValueError: a caption has no words, or too many have no graph.
-        """
-        counts = LookupCounts()
-        for caption in captions:
-            if caption not in self.lookups:
-                graph, changes = self.graphs.lookup(caption)
-                self.lookups[caption] = canonical_form(graph), changes
-                counts = counts.plus(self.lookups[caption][1])
-        self.graphs.counts = self.graphs.counts.plus(counts)
+    def _look_up(self, captions: Sequence[str], desc: str) -> None:
+        """Look up the graphs of captions that are new."""
+        new = [caption for caption in dict.fromkeys(captions) if caption not in self.lookups]
+        for caption in new:
+            graph, changes = self.graphs.lookup(caption)
+            self.lookups[caption] = canonical_form(graph), changes
+        counts = LookupCounts.total(self.lookups[caption][1] for caption in new)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
-        self.graphs.check()
+        if new:
+            self.graphs.check(self.counts)
+
+    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
+        """The graphs of captions; ValueError as in `expect_texts`."""
+        self._look_up(captions, desc)
         graphs, all_changes = zip(*(self.lookups[caption] for caption in captions), strict=True)
         rows = self._rows_of([[graph] for graph in graphs])
         marks = {
@@ -214,7 +218,7 @@ class GraphScorer(ImageRows):
         """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
         (view,) = self.views([image])
         with inference(self.model, self.device, self.dtype):
-            graphs = [self.graphs.lookup(caption)[0] for caption in captions]
+            graphs = [self.graphs(caption) for caption in captions]
             pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
             explained = [
                 explain_pair(self.model, pair, graph, self.device) for pair, graph in zip(pairs, graphs, strict=True)

@@ -6,7 +6,7 @@ keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of 
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -44,10 +44,9 @@ class OCCLIPConfig:
             ValueError: it says something that this version does not know.
         """
         text, binding = values["text"], values["binding"]
-        unknown = {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
-        unknown |= {f"binding.{name}" for name in binding.keys() - {field.name for field in fields(BindingConfig)}}
-        unknown |= values.keys() - {"image", "text", "binding", "mean", "std", "graphs"}
-        refuse_unknown("model", unknown)
+        refuse_unknown("model", cls, values.keys() - {"mean", "std", "graphs"})
+        refuse_unknown("text encoder", TextConfig, text)
+        refuse_unknown("binding", BindingConfig, binding)
         return cls(EncoderConfig.from_dict(values["image"]), TextConfig(**text), BindingConfig(**binding))
 
     @property
@@ -125,11 +124,6 @@ class OCCLIP(nn.Module):
     def encode_text(self, token_ids: Int64[Tensor, "phrases length"]) -> Float[Tensor, "phrases D"]:
         """Token ids of phrases -> the text encoder's token at each phrase's end."""
         return self.text.readout_output(token_ids).slots[:, 0]
-
-    @property
-    def inverse_temperature(self) -> Float[Tensor, ""] | None:
-        """(), factor of the scores in the losses; None without temperature."""
-        return None if self.logit_scale is None else self.logit_scale.exp()
 
 
 def create_oc_clip(

@@ -29,6 +29,7 @@ from dino_sparo.image_text.picture_pairs import (
     write_pictures,
 )
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, RELATIONS_LEGEND, SUMMARIES, PairMaps, explain_pair, tiles_of
+from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
 from dino_sparo.runtime.launch import is_only_a_peer
@@ -56,9 +57,14 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)
-    pairs = [explain_pair(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
-    if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:
-        logger.warning("%s: %s", source.name, graphs.counts)
+    pairs, changes = [], []
+    for pair in view_pairs(source, chosen, view):
+        graph, counts = graphs.lookup(pair.caption)
+        pairs.append(explain_pair(model, pair, graph, device))
+        changes.append(counts)
+    total = LookupCounts.total(changes)
+    if total.whole_caption or total.nodes or total.relations:
+        logger.warning("%s: %s", source.name, total)
     pictures = view_pictures(source, [maps.pair.index for maps in pairs], view)
     model_words = [f"{config.binding.num_default} default tokens"]
     about, source_words = about_pairs(args, loaded, model_words, len(pairs), len(source), source.name)
@@ -70,7 +76,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     figure = pairs_figure(about, weights, pairs, pictures, args.default_tokens)
     numbers = {
         "model": loaded.record,
-        "graphs": {**graphs.record, "counts": graphs.counts._asdict()},
+        "graphs": {**graphs.record, "counts": total._asdict()},
         "source": source_words,
         "competition": model.binding.competition,
         "ent_coef": ent_coef,
@@ -121,7 +127,7 @@ def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_
     counts: dict[int, int] = {}
     for index in considered:
         with contextlib.suppress(CorruptImageError):  # drawing names it, if it is shown
-            counts[index] = len(graphs.lookup(source.captions_of(index)[0])[0].relations)
+            counts[index] = len(graphs(source.captions_of(index)[0]).relations)
     related = ([index for index in counts if counts[index] >= least] for least in (2, 1))
     eligible = next((some for some in related if len(some) >= max_rows), considered)
     count = min(max_rows, len(eligible))

@@ -5,7 +5,7 @@
         --data_path coco/captions_train2017.json --graphs coco_graphs.jsonl --output_dir runs/oc-coco
     python run_with_submitit.py --module dino_sparo.oc_clip.train ...                # the same on Slurm
 
-Options are those of `options.py`. The loss of a step is `step.py`, what all image-text objectives share is
+Options are those of `options.py`. The loss is `loss.py`, what all image-text objectives share is
 `image_text/objective.py`, the run is `training/run.py`. The same command resumes from the last checkpoint.
 """
 
@@ -22,18 +22,27 @@ from torch import Tensor, nn
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset
+from dino_sparo.image_text.step import batch_accuracy, contrastive_loss
 from dino_sparo.oc_clip import options
-from dino_sparo.oc_clip.batches import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
+from dino_sparo.oc_clip.batches import (
+    GraphPairBatch,
+    GraphPairDataset,
+    collate_graph_pairs,
+    join_graphs,
+    look_up,
+    read_symmetric,
+)
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer
+from dino_sparo.oc_clip.loss import graphs_of_all_ranks, local_loss
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
-from dino_sparo.oc_clip.step import graph_loss
+from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
-from dino_sparo.runtime.launch import Distributed
+from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]
@@ -109,14 +118,34 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return [self.network.image.backbone]
 
     def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
-        """`EncodedBatch` of the images and phrases of a batch."""
+        """Keys and values of the images, entities and relations of the phrases."""
         with self.updater.autocast():
             encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
         return encoded
 
     def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The contrastive loss and the local loss of relations."""
-        return graph_loss(self.network, features, batches, self.rel_loss_weight)
+        """The contrastive loss and the local loss of relations; see the top of `loss.py`.
+
+        Logged are both, `itc_loss` and `rel_loss` (a mean over the pairs with altered relations), `batch_accuracy`, the
+        share of this rank's images whose own graph scores highest among this rank's, `logit_scale`, and
+        `ent_rel_ratio`, alpha / beta.
+        """
+        network, logit_scale = self.network, self.logit_scale
+        keys, values, entities, relations = features
+        graphs = join_graphs([batch.graphs for batch in batches])
+        own = look_up(graphs, entities, relations)
+        every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
+        scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
+        contrast = loss = contrastive_loss(scores, logit_scale)
+        own_scores = scores[:, len(scores) * rank() :][:, : len(scores)]
+        scalars = {"itc_loss": contrast.detach(), "batch_accuracy": batch_accuracy(own_scores)}
+        if self.rel_loss_weight:
+            local, scalars["rel_loss"] = local_loss(network, graphs, own, keys, values, logit_scale)
+            loss = contrast + self.rel_loss_weight * local / 2
+        if network.logit_scale is not None:
+            scalars["logit_scale"] = logit_scale.detach()
+        scalars["ent_rel_ratio"] = (network.scoring.ent_coef / network.scoring.rel_coef).detach()
+        return loss, scalars
 
     @property
     def loss_parameters(self) -> list[nn.Parameter]:
@@ -147,8 +176,8 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     @property
     def scorer(self) -> GraphScorer:
-        """The model as evaluations use it; each scorer counts its missing graphs from 0."""
-        return GraphScorer(self.network, self.val_graphs.uncounted(), *self.scorer_settings)
+        """The model as evaluations use it."""
+        return GraphScorer(self.network, self.val_graphs, *self.scorer_settings)
 
     def initialize(self) -> None:
         """Start the image encoder, or both encoders, from other weights; scores are not those of the file."""

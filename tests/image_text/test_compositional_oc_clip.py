@@ -96,8 +96,8 @@ def test_a_caption_of_several_parts_is_looked_up_and_counted_once(tmp_path):
     for chunk_images in (1, 100):
         scorers.append(scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), parse_caption))
         answer_questions(scorers[-1], questions, chunk_images)
-    assert scorers[0].graphs.counts == scorers[1].graphs.counts
-    assert scorers[0].graphs.counts.captions == 2
+    assert scorers[0].counts == scorers[1].counts
+    assert scorers[0].counts.captions == 2
 
 
 def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_path):

@@ -18,8 +18,8 @@ from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
+from dino_sparo.oc_clip.loss import relation_loss
 from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring, score_all_pairs
-from dino_sparo.oc_clip.step import relation_loss
 
 # B images, U texts, E entities, R relations, N patches; the blocks' two heads divide DIM.
 B, U, E, R, N, DEFAULTS, DIM, REL_DIM, IMAGE_DIM = 2, 3, 5, 4, 7, 2, 12, 13, 17
@@ -48,7 +48,8 @@ def mask_of(counts: Sequence[int], width: int) -> Tensor:
 def problem(num_default: int = DEFAULTS, competition: str = "queries", chunk_mb: float = 256) -> Problem:
     torch.manual_seed(0)
     sizes = BindingConfig(DIM, num_default, 2, 2, competition=competition, rel_dim=REL_DIM, ent_coef=1.3, rel_coef=0.7)
-    binding, scoring = Binding(IMAGE_DIM, N, sizes, chunk_mb).double(), Scoring(sizes).double()
+    binding, scoring = Binding(IMAGE_DIM, N, sizes).double(), Scoring(sizes).double()
+    binding.chunk_mb = chunk_mb
     with torch.no_grad():
         for parameter in [*binding.parameters(), *scoring.subject.parameters(), *scoring.object.parameters()]:
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -262,26 +263,23 @@ def test_entities_may_stand_anywhere_in_their_row() -> None:
 def test_the_shares_of_entities_and_defaults_of_a_patch_sum_to_one() -> None:
     case = problem()
     keys, _ = case.binding.encode_patches(case.patches)
-    inputs = case.graphs.entities, case.graphs.entity_mask, keys
-    entities, defaults = case.binding.attention(*inputs)
-    assert (entities.shape, defaults.shape) == ((B, U, E, N), (B, U, DEFAULTS, N))
-    torch.testing.assert_close(entities.sum(2) + defaults.sum(2), torch.ones(B, U, N, dtype=torch.float64), **EXACT)
-    for text, (own, _) in enumerate(texts_of(case.graphs)):
+    for own, _ in texts_of(case.graphs):
         for image in range(B):
+            entities, defaults = case.binding.attention(torch.stack(own), keys[image])
+            assert (entities.shape, defaults.shape) == ((len(own), N), (DEFAULTS, N))
+            total = entities.sum(dim=0) + defaults.sum(dim=0)
+            torch.testing.assert_close(total, torch.ones(N, dtype=torch.float64), **EXACT)
             rows = [torch.stack(row) for row in shares(case.binding, own, keys[image])]
-            both = torch.cat([entities[image, text, : len(own)], defaults[image, text]])
-            torch.testing.assert_close(both, torch.stack(rows), **EXACT)
-            assert entities[image, text, len(own) :].eq(0).all()
+            torch.testing.assert_close(torch.cat([entities, defaults]), torch.stack(rows), **EXACT)
 
 
 def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None:
     case = problem(**KINDS["keys"])
     keys, _ = case.binding.encode_patches(case.patches)
-    inputs = case.graphs.entities, case.graphs.entity_mask, keys
-    entities, defaults = case.binding.attention(*inputs)
-    sums = entities.sum(dim=-1)
-    torch.testing.assert_close(sums, case.graphs.entity_mask.double().expand(B, -1, -1), **EXACT)
-    assert defaults.shape == (B, U, 0, N)
+    for own, _ in texts_of(case.graphs):
+        entities, defaults = case.binding.attention(torch.stack(own), keys[1])
+        torch.testing.assert_close(entities.sum(dim=1), torch.ones(len(own), dtype=torch.float64), **EXACT)
+        assert defaults.shape == (0, N)
 
 
 @pytest.mark.parametrize(
@@ -338,8 +336,8 @@ def test_scores_of_kept_slots_and_of_the_papers_listing_are_those_of_the_equatio
 
 
 def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> None:
-    chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
-    binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0), chunk_mb)
+    binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0))
+    binding.chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
     counts, none = [3, 1, 3, 2, 1, 3], [0] * 6
     assert binding.chunks(counts, none, num_images=4)[0] == [[1, 4], [3], [0, 2], [5]]
     assert binding.chunks(counts, none, num_images=1000)[0] == [[1], [4], [3], [0], [2], [5]]
@@ -522,7 +520,7 @@ def test_under_autocast_slots_and_scores_are_those_without() -> None:
     for function in (
         lambda: bind_all(binding, *graphs[:2], keys, values),
         lambda: binding.bind_matched(graphs.entities[:B], graphs.entity_mask[:B], keys, values),
-        lambda: torch.cat(binding.attention(*graphs[:2], keys), dim=2),
+        lambda: torch.cat(binding.attention(graphs.entities[0], keys[0])),
         lambda: scoring.scores(graphs, torch.ones(B, U, E, DIM).cumsum(-1)),
         lambda: score_all_pairs(binding, scoring, graphs, keys, values),
     ):

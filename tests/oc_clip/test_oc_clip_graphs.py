@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_sparo.oc_clip.batches import batch_graphs, draw_negatives, read_symmetric, shuffled_choices
+from dino_sparo.oc_clip.batches import batch_graphs, draw_negatives, mask_of, read_symmetric, shuffled_choices
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, canonical_form, normalize
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
@@ -321,16 +321,16 @@ def test_a_batch_names_each_phrase_once_and_pads_at_the_end() -> None:
     batch = batch_graphs([graph_of("dog cat", (1, "on", 0)), graph_of("on dog dog", (0, "on", 2), (2, "near", 1))])
     assert batch.phrases == ("dog", "cat", "on", "near")
     assert batch.entities.tolist() == [[0, 1, 0], [2, 0, 0]]
-    assert batch.entity_mask.tolist() == [[True, True, False], [True, True, True]]
+    assert mask_of(batch.entity_counts).tolist() == [[True, True, False], [True, True, True]]
     assert batch.predicates.tolist() == [[2, 0], [2, 3]]
     assert batch.ends.tolist() == [[[[1, 0], [0, 2]], [[0, 0], [2, 1]]]]
-    assert batch.relation_mask.tolist() == [[True, False], [True, True]]
+    assert mask_of(batch.relation_counts).tolist() == [[True, False], [True, True]]
     assert (batch.entity_counts, batch.relation_counts) == ((2, 3), (1, 2))
 
 
 def test_a_batch_without_relations_has_none_to_pad() -> None:
     batch = batch_graphs([graph_of("dog cat"), graph_of("man")])
-    assert batch.predicates.shape == batch.ends.shape[2:] == batch.relation_mask.shape == (2, 0)
+    assert batch.predicates.shape == batch.ends.shape[2:] == mask_of(batch.relation_counts).shape == (2, 0)
     assert batch.predicates.dtype == torch.long
 
 

@@ -13,12 +13,12 @@ import pytest
 from dino_sparo.__main__ import main
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
+from dino_sparo.oc_clip.graph_files import PARSERS, open_graphs
 from dino_sparo.oc_clip.parsers import Outcome
-from dino_sparo.oc_clip.parsers.command import Report, Templates, parse_rows
+from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.rows import CAPTION_KEYS, Row, draw_regions, open_rows, region_graph, texts_in
-from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.oc_clip.parsers.templates import TemplateParser, parse_caption
 from dino_sparo.runtime.lock import OutputDirError
 
 
@@ -54,8 +54,8 @@ def test_a_table_with_images_becomes_a_table_of_pairs_with_graphs(tmp_path: Path
     assert len(pairs) == 5
     for index in range(5):
         assert pairs.read_pair(index)[1] == [scenes.caption(index)]
-        assert graphs(scenes.caption(index)) == open_graphs("templates")(scenes.caption(index))
-    assert graphs.counts.missing == 0
+        expected = open_graphs("templates")(scenes.caption(index))
+        assert graphs.lookup(scenes.caption(index)) == (expected, LookupCounts(captions=1))
     assert summary["counts"]["captions"] == 5
     assert summary["complete"]
 
@@ -71,12 +71,13 @@ def test_rows_that_are_equal_are_written_once(tmp_path: Path) -> None:
 
 def test_all_captions_that_scenes_may_have_are_parsed(tmp_path: Path) -> None:
     parse("scenes:13:24", tmp_path / "g.jsonl")
-    graphs = open_graphs(str(tmp_path / "g.jsonl"), max_missing=0.0)
+    graphs = open_graphs(str(tmp_path / "g.jsonl"))
     source = open_pairs("scenes:13:24")
     for index in range(13):
         for caption in source.captions_of(index):
-            assert graphs(caption).entities
-    graphs.check()
+            graph, counts = graphs.lookup(caption)
+            assert graph.entities
+            assert counts.missing == 0
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_json_has_captions_under_any_key_that_is_named(tmp_path: Path) -> None:
 # Going on.
 
 
-class Stopping(Templates):
+class Stopping(TemplateParser):
     """A parser whose process ends after some captions."""
 
     def __init__(self, number: int) -> None:
@@ -154,17 +155,17 @@ class Stopping(Templates):
 def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path: Path) -> None:
     captions = [Row(f"a dog on mat {number}") for number in range(11)]
 
-    def run(output: Path, parser: Templates) -> dict[str, Any]:
+    def run(output: Path, parser: TemplateParser) -> dict[str, Any]:
         return parse_rows(captions, parser, output, Report(16, 16))
 
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
-    summary = run(whole, Templates())
+    summary = run(whole, TemplateParser())
     with pytest.raises(KeyboardInterrupt):
         run(torn, Stopping(5))
     assert not json.loads((tmp_path / "torn.jsonl.summary.json").read_text())["complete"]
     with torn.open("a") as file:
         file.write('{"caption": "half a')
-    again = run(torn, Templates())
+    again = run(torn, TemplateParser())
     assert torn.read_bytes() == whole.read_bytes()
     assert again["counts"] == summary["counts"]
     assert again["this_run"]["parsed"] == 6
@@ -175,11 +176,11 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
     captions = [Row(f"a dog on mat {number}") for number in range(5)]
     output = tmp_path / "g.jsonl"
 
-    class Interrupting(Templates):
+    class Interrupting(TemplateParser):
         def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
             with pytest.raises(OutputDirError, match=r"--output .*g\.jsonl is in use by another run"):
-                parse_rows([Row("a cat")], Templates(), output, Report(16, 16))
-            parse_rows([Row("a cat")], Templates(), tmp_path / "other.jsonl", Report(16, 16))
+                parse_rows([Row("a cat")], TemplateParser(), output, Report(16, 16))
+            parse_rows([Row("a cat")], TemplateParser(), tmp_path / "other.jsonl", Report(16, 16))
             yield from super().parse_all(captions)
 
     parse_rows(captions, Interrupting(), output, Report(16, 16))
@@ -190,9 +191,9 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
 def test_a_caption_in_several_lines_counts_once(tmp_path: Path) -> None:
     rows = [Row("a dog on a mat", "1.png"), Row("a dog on a mat", "2.png"), Row("a cat", "3.png")]
     output = tmp_path / "g.jsonl"
-    first = parse_rows(rows, Templates(), output, Report(16, 16))
+    first = parse_rows(rows, TemplateParser(), output, Report(16, 16))
     output.write_bytes(output.read_bytes() * 2)
-    for summary in (first, parse_rows(rows, Templates(), output, Report(16, 16))):
+    for summary in (first, parse_rows(rows, TemplateParser(), output, Report(16, 16))):
         assert summary["counts"]["captions"] == open_graphs(str(output)).record["captions"] == 2
         assert summary["counts"]["without_relation"] == 1
 
@@ -216,7 +217,7 @@ def test_a_full_disk_is_named_with_file_and_remedy(tmp_path: Path, caplog: pytes
 def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.txt").write_text("a dog\n")
     parse(tmp_path / "c.txt", tmp_path / "g.jsonl")
-    other = Templates()
+    other = TemplateParser()
     other.record = {"parser": "llm", "model": "m"}
     with pytest.raises(ValueError, match=r"was written by \{'parser': 'templates'\}, not by .*give another --output"):
         parse_rows([Row("a dog")], other, tmp_path / "g.jsonl", Report(16, 16))
@@ -233,7 +234,7 @@ def test_a_run_that_cannot_begin_leaves_no_file(
         def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
             return (self(caption) for caption in captions)
 
-    monkeypatch.setattr("dino_sparo.oc_clip.parsers.command.SpacyParser", Broken)
+    monkeypatch.setitem(PARSERS, "spacy", Broken)
     (tmp_path / "t.csv").write_text("image,caption\n1.png,a dog\n")
     with pytest.raises(SystemExit, match="1"):
         parse(tmp_path / "t.csv", tmp_path / "g.jsonl", *options)
@@ -246,7 +247,7 @@ def test_an_output_without_a_line_may_be_written_by_another_parser(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         parse_rows([Row("a dog")], stopped, tmp_path / "g.jsonl", Report(16, 16))
     assert (tmp_path / "g.jsonl").read_bytes() == b""
-    parse_rows([Row("a dog")], Templates(), tmp_path / "g.jsonl", Report(16, 16))
+    parse_rows([Row("a dog")], TemplateParser(), tmp_path / "g.jsonl", Report(16, 16))
     assert lines_of(tmp_path / "g.jsonl")[0]["entities"] == ["a dog"]
 
 

@@ -30,7 +30,7 @@ from dino_sparo.draw.pixels import framed
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.picture_pairs import ViewedPair, view_pairs
-from dino_sparo.oc_clip.batches import batch_graphs, tokenize_phrases
+from dino_sparo.oc_clip.batches import batch_graphs, mask_of, tokenize_phrases
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
@@ -87,8 +87,8 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
         with torch.no_grad():
             keys, values, phrases, predicates = model(viewed.image[None], tokenize_phrases(batch.phrases, 20).ids)
             entities, relations = phrases[batch.entities], predicates[batch.predicates]
-            slots = bind_all(model.binding, entities, batch.entity_mask, keys, values)
-            shares, defaults = (part[0, 0] for part in model.binding.attention(entities, batch.entity_mask, keys))
+            slots = bind_all(model.binding, entities, mask_of(batch.entity_counts), keys, values)
+            shares, defaults = model.binding.attention(entities[0], keys[0])
             fits = model.scoring.relation_scores(relations, *batch.ends[0], slots)[0, 0]
             turned = model.scoring.relation_scores(relations, *batch.ends[0].flip(0), slots)[0, 0]
             scorer = scorer_of(loaded, "templates", CPU)

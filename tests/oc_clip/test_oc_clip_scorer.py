@@ -226,6 +226,17 @@ def test_missing_graphs_are_named_before_the_first_image_is_encoded(
         evaluate(name, *options)
 
 
+def test_captions_without_a_graph_are_a_share_of_all_that_are_expected(weights: Path, tmp_path: Path) -> None:
+    captions = [f"a dot {number}" for number in range(200)]
+    write_graphs(tmp_path / "graphs.jsonl", [(caption, SceneGraph(("dot",)), None) for caption in captions[20:]])
+    scorer = scorer_of(load_oc_clip(weights), str(tmp_path / "graphs.jsonl"), max_missing=0.1)
+    scorer.expect_texts(captions)
+    scorer.encode_texts(captions[:20])
+    assert (scorer.counts.captions, scorer.counts.missing) == (200, 20)
+    with pytest.raises(ValueError, match="21 of 201 captions have no graph"):
+        scorer.encode_texts(["another", *captions])
+
+
 def test_the_image_tower_is_an_encoder_that_averages_what_the_losses_train(weights: Path) -> None:
     """Nothing trains the class token in the last block."""
     images, tower = torch.randn(2, 3, 24, 24), load_oc_clip(weights).model.image

@@ -6,8 +6,9 @@ llm.py            any server with OpenAI's protocol, or a local language model
 rows.py           captions of any data; graphs that people drew: Visual Genome, GQA
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from dino_sparo.oc_clip.graph import SceneGraph
 
@@ -28,11 +29,15 @@ class Outcome(NamedTuple):
     dropped: int = 0
 
 
-@runtime_checkable
-class BulkParser(Protocol):
-    """Captions -> graphs. `record` describes the parser in the summary."""
+class Parser(ABC):
+    """Captions -> graphs. `record` describes the parser in result files."""
 
     record: dict[str, Any]
 
+    @abstractmethod
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
         """The outcome of every caption, in order."""
+
+    def __call__(self, caption: str) -> SceneGraph | None:
+        """The graph of one caption."""
+        return next(self.parse_all(iter([caption]))).graph

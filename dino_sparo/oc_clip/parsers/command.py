@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.graph_files import JsonLines, graph_record, read_lines
-from dino_sparo.oc_clip.parsers import BulkParser, Outcome
+from dino_sparo.oc_clip.graph_files import PARSERS, JsonLines, graph_record, read_lines
+from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
 from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_rows
-from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
-from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.files import file_sha256, parse_object, versions, write_json
 from dino_sparo.runtime.lock import RunLock
@@ -34,17 +32,6 @@ from dino_sparo.runtime.logs import progress, setup_logging
 logger = logging.getLogger(__name__)
 
 NUM_EXAMPLES = 3
-
-
-class Templates:
-    """`templates.parse_caption` for many captions."""
-
-    def __init__(self) -> None:
-        self.record: dict[str, Any] = {"parser": "templates"}
-
-    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcome of every caption, in order."""
-        return map(Outcome, map(parse_caption, captions))
 
 
 @dataclass
@@ -73,7 +60,7 @@ class Report:
             return
         self.seen.add(caption)
         normalised, changes = normalize(graph, caption, self.max_nodes, self.max_relations)
-        self.counts = self.counts.plus(changes)
+        self.counts = LookupCounts.total([self.counts, changes])
         self.without_relation += not normalised.relations
         if len(self.examples) < NUM_EXAMPLES:
             self.examples[caption] = graph_in_words(normalised)
@@ -94,7 +81,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     rows: Iterable[Row]
-    parser: BulkParser
+    parser: Parser
     if args.parser in DRAW:
         drawn = (args.seed, args.captions_per_image, args.exclude_images)
         parser = annotated = AnnotatedImages(args.captions, args.parser, args.image_folder, output.parent, *drawn)
@@ -137,7 +124,7 @@ def graph_in_words(graph: SceneGraph) -> str:
     return f"    entities:  {', '.join(names)}\n    relations: {', '.join(relations) or 'none'}"
 
 
-def parse_rows(rows: Iterable[Row], parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
+def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report) -> dict[str, Any]:
     """Add the graphs of all rows that the output lacks; returns the summary that is written beside the output.
 
     Raises:
@@ -184,12 +171,10 @@ def parse_rows(rows: Iterable[Row], parser: BulkParser, output: Path, report: Re
     return summary
 
 
-def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
-    if args.parser == "templates":
-        return Templates()
-    if args.parser == "spacy":
-        parser = SpacyParser()
-        parser("a dog")  # loads the model before anything is written
+def _open_parser(args: argparse.Namespace, output: Path) -> Parser:
+    if args.parser in PARSERS:
+        parser = PARSERS[args.parser]()
+        parser("a dog")  # loads spaCy's model before anything is written
         return parser
     if not args.model or bool(args.server) == args.local:
         raise ValueError(
@@ -201,7 +186,7 @@ def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
     return LanguageModelParser(complete, args.model, cache, 1 if args.local else args.concurrency)
 
 
-def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
+def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
     """Refuse an output of another program or of another parser."""
     if not output.is_file() or not output.stat().st_size:
         return

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.oc_clip.graph import SceneGraph
-from dino_sparo.oc_clip.parsers import Outcome
+from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.runtime.faults import MendableError, require
 from dino_sparo.runtime.files import parse_json
 
@@ -182,12 +182,12 @@ class AnswerCache:
             ) from error
 
 
-class LanguageModelParser:
+class LanguageModelParser(Parser):
     """Captions -> graphs, several at a time."""
 
     def __init__(self, complete: Complete, model: str, cache: Path, concurrency: int = 1) -> None:
         self.complete, self.model, self.concurrency = complete, model, concurrency
-        self.record: dict[str, Any] = {"parser": "llm", "model": model, "prompt": PROMPT_VERSION}
+        self.record = {"parser": "llm", "model": model, "prompt": PROMPT_VERSION}
         self.answers = AnswerCache(cache)
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:

@@ -40,9 +40,9 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, coco_captions
-from dino_sparo.oc_clip.graph import ARTICLES, Relation, SceneGraph, canonical_form, normalize, spaced
+from dino_sparo.oc_clip.graph import Relation, SceneGraph, comparable, spaced, without_article
 from dino_sparo.oc_clip.graph_files import hash_of, read_lines
-from dino_sparo.oc_clip.parsers import Outcome
+from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.files import parse_object, read_json
 from dino_sparo.runtime.logs import progress
@@ -162,7 +162,7 @@ Drawn = tuple[str, SceneGraph]
 T = TypeVar("T")
 
 
-class AnnotatedImages:
+class AnnotatedImages(Parser):
     """Captions drawn from annotations, with their graphs: rows (`images`) and parser of `command.parse_rows` in one.
 
     Args:
@@ -186,7 +186,7 @@ class AnnotatedImages:
         exclude_images: str | None = None,
     ) -> None:
         drawn = {"seed": seed, "captions_per_image": captions_per_image, "exclude_images": exclude_images}
-        self.record: dict[str, Any] = {"parser": kind, "file": os.path.basename(path), **drawn}
+        self.record = {"parser": kind, "file": os.path.basename(path), **drawn}
         self.folder, self.start = image_folder, output_folder
         self.graphs: dict[str, SceneGraph] = {}
         self.images: dict[Row, None] = {}
@@ -216,7 +216,7 @@ class AnnotatedImages:
         counts["without caption"] += not drawn
         for caption, graph in drawn:
             counts["captions"] += 1
-            if _form(caption, self.graphs.setdefault(caption, graph)) == _form(caption, graph):
+            if comparable(self.graphs.setdefault(caption, graph), caption) == comparable(graph, caption):
                 self.images[Row(caption, self._path(image))] = None
             else:
                 counts["captions that had another graph before, left out"] += 1
@@ -315,12 +315,7 @@ def _draw(rng: np.random.Generator, items: Sequence[T], number: int) -> list[T]:
 
 def _plain(phrase: str) -> str:
     """A phrase without leading article and without a stop at the end."""
-    words = str(phrase).strip().rstrip(".").split()
-    return " ".join(words[1:] if len(words) > 1 and words[0].lower() in ARTICLES else words)
-
-
-def _form(caption: str, graph: SceneGraph) -> SceneGraph:
-    return canonical_form(normalize(graph, caption, len(graph.entities), len(graph.relations))[0])
+    return without_article(" ".join(str(phrase).strip().rstrip(".").split()))
 
 
 def _stems(path: str | None) -> set[str]:

@@ -7,11 +7,11 @@ The rules read plain records (text, part of speech, dependency, head), so that t
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.parsers import Outcome
+from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES
 
 NOUNS = ("NOUN", "PROPN")
@@ -43,23 +43,17 @@ class Word(NamedTuple):
     head: int
 
 
-class SpacyParser:
-    """Caption -> graph with a model of spaCy's, which is loaded when the first caption is parsed."""
+class SpacyParser(Parser):
+    """Captions -> graphs with a model of spaCy's, which is loaded when the first caption is parsed."""
 
     def __init__(self) -> None:
-        self.record: dict[str, Any] = {"parser": "spacy", **spacy_record("graphs of the parser spacy")}
-
-    def __call__(self, caption: str) -> SceneGraph:
-        """The graph, not normalised."""
-        return next(self._graphs(iter([caption])))
+        self.record = {"parser": "spacy", **spacy_record("graphs of the parser spacy")}
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcomes of many captions, in batches, which is faster."""
-        return map(Outcome, self._graphs(captions))
-
-    def _graphs(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
+        """The outcome of every caption, in order; spaCy parses in batches, which is faster."""
         for document in spacy_documents(captions):
-            yield graph_of_words([Word(token.text, token.pos_, token.dep_, token.head.i) for token in document])
+            words = [Word(token.text, token.pos_, token.dep_, token.head.i) for token in document]
+            yield Outcome(graph_of_words(words))
 
 
 def graph_of_words(words: Sequence[Word]) -> SceneGraph:

@@ -14,12 +14,14 @@ object ("a dog running", "a bench on the left"). No words of a caption are dropp
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
 from dino_sparo.data.scene_graphs import RELATIONS
 from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS
 from dino_sparo.oc_clip.graph import ARTICLES, Relation, SceneGraph
+from dino_sparo.oc_clip.parsers import Outcome, Parser
 
 # The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome
 # and from the phrasing of ARO, What'sUp and VL-CheckList as far as we know it. Verbs that are also common nouns
@@ -102,6 +104,17 @@ _OPENING = re.compile(
 )
 _LONGEST = max(len(words.split()) for words in PREPOSITIONS)
 _STOPS = frozenset(";:.!?")
+
+
+class TemplateParser(Parser):
+    """Captions -> graphs by `parse_caption`."""
+
+    def __init__(self) -> None:
+        self.record = {"parser": "templates"}
+
+    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The outcome of every caption, in order."""
+        return map(Outcome, map(parse_caption, captions))
 
 
 def parse_caption(caption: str) -> SceneGraph:
