@@ -120,8 +120,7 @@ def pair_loss(
 
 def masked_pairs(pairs: EncodedQuestions, weights: Float[Tensor, " parts"]) -> EncodedQuestions:
     """The same pairs with masked images."""
-    per_dimension = weights.repeat_interleave(pairs.images.shape[1] // len(weights))
-    return replace(pairs, images=mask_features(pairs.images, per_dimension))
+    return replace(pairs, images=mask_features(pairs.images, weights))
 
 
 def fit_mask(

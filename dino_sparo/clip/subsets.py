@@ -36,18 +36,18 @@ class ReducedClip(nn.Module):
         choice: slots that are kept, or weights.
     """
 
-    kept: Tensor  # numbers of slots, or a weight per dimension
+    kept: Tensor  # numbers of slots, or weights of the parts
 
     def __init__(self, model: CLIP, choice: SlotSelection | SlotMask) -> None:
         super().__init__()
         check_fits(choice, model.config)
-        self.model, self.config, self.choice = model, model.config, choice
+        self.model, self.config = model, model.config
         self.is_selection, self.encoding_dim = isinstance(choice, SlotSelection), self.config.embed_dim
         if isinstance(choice, SlotSelection):
             self.encoding_dim = len(choice.indices) * self.config.image.slot_dim
             kept = torch.tensor(choice.indices)
         else:
-            kept = choice.per_dimension(self.encoding_dim)
+            kept = torch.tensor(choice.values)
         self.register_buffer("kept", kept, persistent=False)
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
@@ -63,9 +63,9 @@ class ReducedClip(nn.Module):
         return self.model.encode_text(token_ids)
 
 
-def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) -> Float[Tensor, "B M"]:
-    """Normalised encodings of images -> masked ones, of length one."""
-    return F.normalize(features * weights, dim=1)
+def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " P"]) -> Float[Tensor, "B M"]:
+    """Normalised encodings of images -> encodings whose P equal parts are weighed, of length one."""
+    return F.normalize(features * weights.repeat_interleave(features.shape[1] // len(weights)), dim=1)
 
 
 def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha256: str | None = None) -> None:

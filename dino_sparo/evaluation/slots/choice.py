@@ -97,10 +97,6 @@ class SlotMask:
                 f"give one weight per slot or per dimension"
             )
 
-    def per_dimension(self, encoding_dim: int) -> Float[Tensor, " encoding_dim"]:
-        """The weight of each of M dimensions, fp32."""
-        return torch.tensor(self.values).repeat_interleave(encoding_dim // len(self.values))
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
         return {"mask": list(self.values), "encoding_dim": self.encoding_dim, "weights_sha256": self.weights_sha256}

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dino_sparo.data.sources import CorruptImageError
-from dino_sparo.data.sources.decode import IMAGE_ENDINGS
+from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
@@ -114,9 +114,8 @@ def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Itera
     elif isinstance(value, list):
         for item in value:
             yield from texts_in(item, keys, is_caption)
-    elif isinstance(value, str) and is_caption and value.strip():
-        is_file = value.lower().encode("utf-8", "replace").endswith(IMAGE_ENDINGS)
-        yield from [] if is_file else [value.strip()]
+    elif isinstance(value, str) and is_caption and value.strip() and not value.lower().endswith(IMAGE_EXTENSIONS):
+        yield value.strip()
 
 
 def _json_rows(path: str, keys: frozenset[str], folder: str | None) -> Iterator[Row]:
