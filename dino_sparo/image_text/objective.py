@@ -63,7 +63,7 @@ class PairObjective(Objective[AnyBatch]):
     Args:
         args: the options of `options.py`.
         process: this process among its peers.
-        forms: how batches are made of pairs, the last arguments of `number_pairs`.
+        forms: `collate`, and for an objective that adds to pairs `with_graphs`; see `number_pairs`.
     """
 
     model_name: ClassVar[str]

@@ -311,19 +311,21 @@ def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool
 
 
 def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> set[str]:
-    """Start both towers of a model from the weights of another, in place; returns the names of weights that were taken.
+    """Load weights of another model into both towers, in place; returns the names of the loaded weights.
 
-    Taken are the blocks that both have, a read-out of the same make and sizes and the first positions of a text encoder
-    with a longer context; of the rest a projection of the same shape, and the temperature.
+    Loaded are the blocks that both models have, and read-outs and projections of the same sizes. If the file's text
+    encoder has a longer context, its first positions are loaded.
 
     Args:
-        model: what to start: a module with `image`, `text` and `config`.
+        model: a module with `image`, `text` and `config`.
         path: a CLIP of ours, of OpenCLIP or of sparo-clip (.pth, .pt, .safetensors), or an OC-CLIP.
-        with_rest: False where scores are not the file's, and projections and temperature have no meaning.
-        with_image: False where the image tower starts from other weights, and may be of another make.
+        with_rest: also load read-out and projections of the text, projection of the image, and temperature; False for a
+            model whose scores are computed in another way.
+        with_image: also load the image tower; False if the image tower starts from other weights.
 
     Raises:
-        CheckpointError: the file cannot be read, holds no CLIP, or one whose towers have another width or make.
+        CheckpointError: the file cannot be read or holds no CLIP, or its towers have another width, number of heads or
+            activation.
     """
     checkpoint, source = load_checkpoint(path), str(path)
     weights = clip_weights(checkpoint, source)
