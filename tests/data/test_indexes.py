@@ -29,6 +29,7 @@ from dino_sparo.data.sources.indexes import (
     member_name,
     open_index,
     save_index,
+    shard_samples,
     tar_members,
 )
 from dino_sparo.runtime.faults import FaultError
@@ -215,11 +216,11 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the shards whose headers are read, as it happens."""
     seen: list[str] = []
 
-    def watched(shard: str, position: int = 0) -> Iterator[Member]:
+    def watched(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
         seen.append(os.path.basename(shard))
-        yield from tar_members(shard, position)
+        yield from shard_samples(shard)
 
-    monkeypatch.setattr(tars, "tar_members", watched)
+    monkeypatch.setattr(tars, "shard_samples", watched)
     return seen
 
 
@@ -363,7 +364,7 @@ def test_a_shard_that_cannot_be_read_now_is_tried_again_at_the_next_start(
         yield from tar_members(shard, position)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tars, "tar_members", fail)
+        patch.setattr(indexes, "tar_members", fail)
         with pytest.raises(ValueError, match=r"s-001.tar' cannot be read \(Input/output error\)"):
             open_source(str(tmp_path))
         assert len(open_source(str(tmp_path), max_corrupt=0.5)) == 8
@@ -388,7 +389,7 @@ def slow_peer(number: int, folder: str, slow_s: float, fate: str, results: "mult
         done.append(os.path.basename(shard))
         yield from tar_members(shard, position)
 
-    tars.tar_members = slow  # type: ignore[assignment]
+    indexes.tar_members = slow  # type: ignore[assignment]
     begin = time.monotonic()
     try:
         source = open_together(
@@ -438,7 +439,7 @@ def index_slowly(folder: str, name: str, slow_s: float) -> None:
         time.sleep(slow_s)
         yield from tar_members(shard, position)
 
-    tars.tar_members = slow  # type: ignore[assignment]
+    indexes.tar_members = slow  # type: ignore[assignment]
     open_source(f"{folder}/shards")
 
 

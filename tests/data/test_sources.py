@@ -23,8 +23,8 @@ from dino_sparo.data.sources import (
     ImageSource,
     decode_image,
     expand_shards,
+    indexes,
     open_source,
-    tars,
 )
 
 
@@ -479,7 +479,7 @@ def test_cached_shards_are_used_until_one_changes(root: Path, monkeypatch: pytes
         raise AssertionError(f"{shard} was read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tars, "tar_members", refuse)
+        patch.setattr(indexes, "tar_members", refuse)
         source = open_source(path)
         assert source.labels is not None
         assert source.labels.tolist() == [0, 1, 2]

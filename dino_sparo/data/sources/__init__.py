@@ -39,14 +39,13 @@ from dino_sparo.data.sources.decode import (
     ImageLimits,
     decode_image,
 )
-from dino_sparo.data.sources.folders import ALL, find_split, open_folder, split_of_folder
+from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolve_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
 from dino_sparo.data.sources.tars import (
     TarSource,
     expand_shards,
-    find_shards,
     images_kind,
     open_shards,
     refuse_compressed,
@@ -68,11 +67,8 @@ def index_images(
         split: as in `open_source`, for training.
         limits: as in `open_source`.
     """
-    path = os.path.expanduser(data_path)
     with contextlib.suppress(ValueError):  # `open_source` reports what is wrong with the shards
-        split = (split or split_of_folder(path, "train")) if os.path.isdir(path) else ALL
-        chosen = [path] if split == ALL else find_split(path, split)
-        shards = chosen if len(chosen) > 1 else find_shards(chosen[0])
+        shards = resolve_split(data_path, split, "train")[1]
         index_shards(images_kind(limits), shards[number::count])
 
 

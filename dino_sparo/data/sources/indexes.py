@@ -149,6 +149,27 @@ def member_name(shard: str, start: int) -> bytes:
     return next(tar_members(shard, start)).name
 
 
+def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+    """Groups of a shard's members: neighbours of one key, until an ending is repeated.
+
+    Yields:
+        The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot).
+    """
+    last_key, members = b"", dict[bytes, Member]()
+    for member in tar_members(shard):
+        folder, slash, base = member.name.rpartition(b"/")
+        stem, dot, ending = base.partition(b".")
+        key, ending = folder + slash + stem, (dot + ending).lower()
+        if not stem:
+            continue
+        if members and (key != last_key or ending in members):
+            yield last_key, members
+            members = {}
+        last_key, members[ending] = key, member
+    if members:
+        yield last_key, members
+
+
 class Piece(NamedTuple):
     """The index of one shard: records of the kind's `dtype`, and notes for JSON, with "damage" if it is damaged."""
 

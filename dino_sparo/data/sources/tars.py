@@ -32,7 +32,7 @@ from dino_sparo.data.sources.indexes import (
     blocks_of,
     member_name,
     open_index,
-    tar_members,
+    shard_samples,
 )
 from dino_sparo.runtime.files import open_regular, parse_json
 
@@ -167,21 +167,15 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
     endings = tuple(map(str.encode, extensions))
     keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
-    last_key, group = b"", 0  # neighbours with one key are a group; the key may come again, with another label
     with open_regular(shard) as file:
-        for member in tar_members(shard):
-            folder, slash, base = member.name.rpartition(b"/")
-            if base.startswith(b"."):
-                continue
-            key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
-            group += key != last_key
-            last_key = key
-            if base.lower().endswith(endings):
-                keys.append((key, group))
-                positions.append(blocks_of(member))
-            elif base.endswith(b".cls"):
-                text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
-                label_of[key, group] = label_of[key, ANYWHERE] = text.decode(errors="replace").strip()
+        for group, (key, members) in enumerate(shard_samples(shard)):  # a key may come again, with another label
+            for ending, member in members.items():
+                if ending.endswith(endings):
+                    keys.append((key, group))
+                    positions.append(blocks_of(member))
+                elif ending.endswith(b".cls"):
+                    text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
+                    label_of[key, group] = label_of[key, ANYWHERE] = text.decode(errors="replace").strip()
     labels = [label_of.get((key, group), label_of.get((key, ANYWHERE), "")) for key, group in keys]
     words = ["", *dict.fromkeys(filter(None, labels))]
     number_of = {word: number for number, word in enumerate(words)}

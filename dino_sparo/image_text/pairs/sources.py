@@ -27,11 +27,11 @@ from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, TableColumns, open_source, refuse_remote
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.data.sources.folders import ALL, find_split, split_of_folder
+from dino_sparo.data.sources.folders import ALL, resolve_split
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
-from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
+from dino_sparo.data.sources.tars import IMAGES, TarSource
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_folder, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
@@ -109,13 +109,13 @@ class PairPath:
         """Index every `count`-th shard, beginning with shard `number`, into the cache; without shards do nothing."""
         kind = pairs_kind(self.caption_key) if self.caption_templates is None else IMAGES
         with contextlib.suppress(ValueError):  # `open` reports what is wrong with the shards
-            index_shards(kind, self._resolve_split()[1][number::count])
+            index_shards(kind, resolve_split(self.data_path, self.split, self.default_split)[1][number::count])
 
     def _open(self) -> PairSource:
         if self.caption_templates is not None or names_scenes(self.data_path):
             return self._open_without_captions()
         refuse_remote(self.data_path)
-        path, shards, split = self._resolve_split()
+        path, shards, split = resolve_split(self.data_path, self.split, self.default_split)
         is_file = os.path.isfile(path) and not shards
         if is_file and path.lower().endswith(TABLE_ENDINGS):
             keys = self.image_key, self.caption_key, self.negative_key, self.split_column
@@ -140,18 +140,6 @@ class PairPath:
     @property
     def _columns(self) -> TableColumns:
         return TableColumns(path=self.image_key, split=self.split_column)
-
-    def _resolve_split(self) -> tuple[str, list[str], str | None]:
-        """The file or folder, its tar shards if any, and the split that is still to be chosen."""
-        path = os.path.expanduser(self.data_path)
-        if not os.path.isdir(path):
-            return path, find_shards(path), self.split
-        split = self.split or split_of_folder(path, self.default_split)
-        chosen = [path] if split == ALL else find_split(path, split)
-        if not os.path.isdir(chosen[0]):
-            return chosen[0], chosen if chosen[0].endswith(".tar") else [], ALL
-        shards = find_shards(chosen[0])
-        return path, shards, ALL if shards else split
 
     def _open_without_captions(self) -> PairSource:
         """Images without written captions: scenes describe themselves, labels are put into words.

@@ -6,7 +6,6 @@ among ranks are exact for any number of shards.
 
 import logging
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,12 @@ from dino_sparo.data.sources.decode import IMAGE_ENDINGS
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
     Kind,
-    Member,
     Notes,
     Piece,
     ShardIndex,
     blocks_of,
     open_index,
-    tar_members,
+    shard_samples,
 )
 from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
@@ -129,27 +127,6 @@ def pairs_kind(caption_key: str | None) -> Kind:
     """How shards of pairs are indexed; `caption_key` as in `open_pair_shards`."""
     ending = CAPTION_ENDING if caption_key is None else JSON_ENDING
     return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
-
-
-def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
-    """Groups of a shard's members: neighbours of one key, until an ending is repeated.
-
-    Yields:
-        The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot).
-    """
-    last_key, members = b"", dict[bytes, Member]()
-    for member in tar_members(shard):
-        folder, slash, base = member.name.rpartition(b"/")
-        stem, dot, ending = base.partition(b".")
-        key, ending = folder + slash + stem, (dot + ending).lower()
-        if not stem:
-            continue
-        if members and (key != last_key or ending in members):
-            yield last_key, members
-            members = {}
-        last_key, members[ending] = key, member
-    if members:
-        yield last_key, members
 
 
 def _index_pairs(shard: str, ending: bytes) -> Piece:
