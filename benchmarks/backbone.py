@@ -18,7 +18,7 @@ from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave
 from dino_sparo.models.backbone import GRID_OFFSET, Backbone, create_backbone
-from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.runtime.precision import PRECISIONS, prefers_fused_attention, use_fused_attention
 
 EQUAL = 1e-11  # float64, numbers around one
 
@@ -101,8 +101,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     rows = []
     for precision in measured_precisions(section, args.device):
         dtype = PRECISIONS[precision]
-        # As training does it: fused attention is the slower one on a CPU in bf16.
-        backbone.use_fused_attention(args.device != "cpu" or dtype == torch.float32)
+        use_fused_attention(backbone, prefers_fused_attention(torch.device(args.device), dtype))
         variants = {
             name: _step(run_crops, args.device, dtype) for name, run_crops in forms(backbone, other, crops).items()
         }

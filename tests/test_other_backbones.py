@@ -23,6 +23,7 @@ from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import plan_of
 from dino_sparo.runtime.launch import shutdown
+from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.export import export
 
@@ -125,7 +126,7 @@ def test_checkpointing_and_fused_attention_change_no_gradient(family: Family) ->
     for checkpointing, fused in ((False, True), (True, False)):
         encoder = build(family, drop_path_rate=0.3).train()
         encoder.backbone.set_grad_checkpointing(checkpointing)
-        encoder.backbone.use_fused_attention(fused)
+        use_fused_attention(encoder.backbone, fused)
         torch.manual_seed(3)
         encoder(some_images(family)).square().mean().backward()
         gradients.append({name: value.grad for name, value in encoder.named_parameters()})

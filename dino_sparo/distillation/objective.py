@@ -26,7 +26,7 @@ from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
-from dino_sparo.runtime.precision import use_fused_attention
+from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
 from dino_sparo.training.images import Examples, create_updater, knn_probe, open_crops
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
@@ -92,7 +92,7 @@ class DistillationObjective(Objective[Batch]):
 
         # Device and processes.
         for network in (student, teacher):
-            network.backbone.use_fused_attention(use_fused_attention(process.device, self.updater.dtype))
+            use_fused_attention(network.backbone, prefers_fused_attention(process.device, self.updater.dtype))
         student.backbone.set_grad_checkpointing(args.grad_checkpointing)
         if world_size() > 1 and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in student.modules()):
             student, teacher = synchronize_batch_norm(student, teacher, process.device)

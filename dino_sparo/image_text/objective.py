@@ -33,7 +33,7 @@ from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
-from dino_sparo.runtime.precision import choose_precision, use_fused_attention
+from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer, layer_factors, split_by_factor
 from dino_sparo.training.updater import Updater
@@ -95,7 +95,7 @@ class PairObjective(Objective[AnyBatch]):
         self.network.to(device)
         for tower in (self.network.image.backbone, self.network.text):
             tower.set_grad_checkpointing(args.grad_checkpointing)
-            tower.use_fused_attention(use_fused_attention(device, dtype))
+            use_fused_attention(tower, prefers_fused_attention(device, dtype))
         self.mean, self.std = (
             torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
         )

@@ -155,12 +155,6 @@ class TextEncoder(nn.Module):
         """Keep only the blocks' inputs for the backward pass; see `Backbone.set_grad_checkpointing`."""
         self.grad_checkpointing = enable
 
-    def use_fused_attention(self, fused: bool) -> None:
-        """Choose between torch's fused attention and plain matrix products; see `Backbone.use_fused_attention`."""
-        block: Any
-        for block in self.blocks:
-            block.attn.fused_attn = fused
-
 
 def end_token_mask(token_ids: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
     """True up to and including the end token, the first occurrence of the largest id of a caption."""

@@ -242,15 +242,6 @@ class Backbone(nn.Module):
         queries = queries[:, :, :num_queries]
         return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
 
-    def use_fused_attention(self, fused: bool) -> None:
-        """Choose between torch's fused attention (the default) and plain matrix products; they agree up to rounding.
-
-        Fused is faster on GPUs and in fp32; plain products are faster on a CPU in bf16.
-        """
-        block: Any
-        for block in self.blocks:
-            block.attn.fused_attn = fused
-
     def layers(self) -> dict[str, int]:
         """Layer of each weight: 0 for the embeddings, i for block i, counted from 1; the last LayerNorm is left out."""
         names = [name for name, _ in self.named_parameters() if not name.startswith("norm.")]

@@ -167,12 +167,6 @@ class TimmBackbone(nn.Module):
     def prepare(self, side: int) -> None:
         """Nothing: timm resamples positions in every forward pass."""
 
-    def use_fused_attention(self, fused: bool) -> None:
-        """Choose between torch's fused attention (the default) and plain matrix products."""
-        for module in self.model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = fused
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute activations of the blocks again for the backward pass."""
         self.model.set_grad_checkpointing(enable)

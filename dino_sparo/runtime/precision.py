@@ -1,9 +1,12 @@
-"""Precision of training and evaluations: fp32, TF32, bf16 or fp16.
+"""Precision of training and evaluations (fp32, TF32, bf16 or fp16), and the form of attention that suits it.
 
 `Updater.autocast` (training) and `features.inference` (evaluations) apply the dtype to forward passes.
 """
 
+from typing import Any
+
 import torch
+from torch import nn
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,6 +51,19 @@ def _has_bf16(device: torch.device) -> bool:
     return device.type == "cpu" and any(check() for check in checks if check is not None)
 
 
-def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
+def prefers_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's fused attention is faster: always, except in bf16 on a CPU."""
     return device.type != "cpu" or dtype != torch.bfloat16
+
+
+def use_fused_attention(module: nn.Module, fused: bool) -> None:
+    """Choose between torch's fused attention (the default) and plain matrix products; they agree up to rounding.
+
+    Args:
+        module: whose attention layers, all of timm, are changed.
+        fused: see `prefers_fused_attention`.
+    """
+    layer: Any
+    for layer in module.modules():
+        if hasattr(layer, "fused_attn"):
+            layer.fused_attn = fused

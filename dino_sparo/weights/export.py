@@ -30,6 +30,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.weights.checkpoint import (
     clip_weights,
     encoder_description,
@@ -202,7 +203,7 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         require(package, "ONNX exports")
     config, path = encoder.config, _with_suffix(out, ".onnx")
     model = _OnnxOutputs(encoder).eval()
-    encoder.backbone.use_fused_attention(False)  # plain products: operators that every runtime has
+    use_fused_attention(encoder.backbone, False)  # plain products: operators that every runtime has
     program: Any = torch.onnx.export(
         model,
         (torch.zeros(2, config.in_chans, config.img_size, config.img_size),),  # a batch of one would become a constant

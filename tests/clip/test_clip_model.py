@@ -20,6 +20,7 @@ from dino_sparo.clip.model import clip_from_config
 from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.towers import TextConfig, end_token_mask, simple_tokenizer
 from dino_sparo.models.readouts import READOUTS, readout_kind
+from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.folder import save_checkpoint
 
@@ -185,7 +186,7 @@ def test_captions_need_no_padding_to_the_whole_context() -> None:
 def test_plain_attention_gives_what_fused_attention_gives() -> None:
     model, (_images, ids) = small_clip(), pairs()
     fused = model.encode_text(ids)
-    model.text.use_fused_attention(False)
+    use_fused_attention(model.text, False)
     assert not any(block.attn.fused_attn for block in model.text.blocks)
     torch.testing.assert_close(model.encode_text(ids), fused)
 

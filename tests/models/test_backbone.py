@@ -14,6 +14,7 @@ from torch import nn
 
 import dino_sparo
 from dino_sparo.models.backbone import Backbone, ViTSize, create_backbone
+from dino_sparo.runtime.precision import use_fused_attention
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -446,7 +447,7 @@ def test_class_tokens_are_those_of_the_whole_forward_pass_with_equal_gradients(
     plain = [backbone(images)[:, 0] for images in crops]
     plain_gradients = gradients(backbone, plain)
     state_after = torch.get_rng_state()
-    backbone.use_fused_attention(fused)
+    use_fused_attention(backbone, fused)
     backbone.set_grad_checkpointing(checkpointing)
     torch.manual_seed(5)
     ours = [backbone.class_tokens(images) for images in crops]
