@@ -16,7 +16,7 @@ RESUME_HINT = "If a checkpoint was saved, it is complete: run the same command t
 
 # How to install what may be missing: extra of this package -> packages; then those of other ways.
 EXTRAS = {
-    "clip": ("open_clip", "entmax"),
+    "clip": ("open_clip", "entmax", "webdataset"),
     "export": ("onnx", "onnxscript"),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

@@ -20,9 +20,9 @@ from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.image_text.objective import stream_pairs
-from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.pairs.streams import PairStream
+from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.checkpoint import CheckpointError
 
@@ -160,8 +160,8 @@ def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason:
 def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="is no tar shard, pattern of shards or folder"):
         stream(str(tmp_path))
-    monkeypatch.setattr(pair_streams, "webdataset", None)
-    with pytest.raises(ValueError, match="--shards streamed needs webdataset; pip install"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(MissingPackageError, match="streamed shards need the package webdataset; install it with: pip"):
         stream(shards(tmp_path, 1))
 
 

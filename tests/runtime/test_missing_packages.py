@@ -49,6 +49,11 @@ def ends_in_one_line(package: str, *command: str) -> str:
             "dino_sparo zero-shot --pretrained_weights {}/w --data_path scenes",
             "dino_sparo[clip]",
         ),
+        (
+            "webdataset",
+            "dino_sparo train-clip --data_path a.tar --shards streamed --epoch_pairs 256 --output_dir {}",
+            "dino_sparo[clip]",
+        ),
         ("entmax", "dino_sparo train-clip --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
         ("matplotlib", "studies sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),

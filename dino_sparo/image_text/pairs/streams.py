@@ -26,11 +26,7 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.tars import captions_in_json
-
-try:
-    import webdataset
-except ImportError:
-    webdataset = None
+from dino_sparo.runtime.faults import require
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +49,7 @@ class PairStream(IterableDataset):
         limits: larger images are refused.
 
     Raises:
-        ValueError: webdataset is missing, there is no shard, or the weights are not those of the sources.
+        ValueError: there is no shard, or the weights are not those of the sources.
     """
 
     def __init__(
@@ -66,8 +62,7 @@ class PairStream(IterableDataset):
         caption_key: str | None = None,
         limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
-        if webdataset is None:
-            raise ValueError("--shards streamed needs webdataset; pip install -e '.[clip]'")
+        require("webdataset", "streamed shards")
         self.sources = [_expand(part) for part in data_path.split("::")]
         if weights is not None and (len(weights) != len(self.sources) or min(weights) < 0 or not sum(weights)):
             raise ValueError(
@@ -132,6 +127,8 @@ class PairStream(IterableDataset):
 
     def _pairs(self, rng: np.random.Generator) -> Iterator[tuple[int, Sample]]:
         """Numbered samples without end, of shards drawn at random."""
+        import webdataset
+
         skip = _SkipShards(self.name)
         samples = webdataset.tarfile_to_samples(handler=skip)(self._shards(rng))
         mixed = webdataset.shuffle(SHUFFLE_BUFFER, rng=random.Random(int(rng.integers(1 << 62))))(skip.passing(samples))
@@ -166,6 +163,8 @@ class _SkipShards:
 def _expand(part: str) -> list[str]:
     """Addresses of the shards of one source; ValueError if there are none."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.]*:", part):
+        import webdataset
+
         return webdataset.shardlists.expand_urls(part)
     shards = find_shards(os.path.expanduser(part))
     if not shards:
