@@ -218,7 +218,10 @@ def test_columns_and_image_folder_can_be_named(tmp_path: Path) -> None:
         ("a;b;c\n", r"no column of images .* and none of captions .*columns \['a', 'b', 'c'\]; name them with"),
         ("path,caption\n0.png,a cat, red\n", "line 2 has 3 columns, the header has 2: .*in double quotes"),
         ("path,caption\n", "holds no pair"),
-        ("path,caption\nnowhere.png,a cat\n", "names 'nowhere.png', but .* does not exist; give the folder"),
+        (
+            "path,caption\nnowhere.png,a cat\n",
+            "names 'nowhere.png', but .* does not exist or is no regular file; give the folder",
+        ),
         ("path,caption\n0.png," + "x" * 200_000 + "\n", "line 2 cannot be read"),
     ],
 )
@@ -341,7 +344,7 @@ def test_coco_captions_belong_to_their_images(tmp_path: Path) -> None:
 
 
 def test_other_annotations_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'0.png', but .* does not exist; .*--image_folder"):
+    with pytest.raises(ValueError, match=r"'0.png', but .* does not exist or is no regular file; .*--image_folder"):
         open_pairs(str(coco(tmp_path)), max_left_out=1.0)
     with pytest.raises(ValueError, match=r"no COCO captions.*found the keys \['images', 'annotations'\].*'caption'"):
         open_pairs(str(coco(tmp_path, annotations=[{"image_id": 0, "bbox": []}])))

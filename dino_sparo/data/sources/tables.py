@@ -243,7 +243,7 @@ def _as_text(value: Any) -> str:
 
 
 # How many files of a list must exist when it is opened; asking for a million takes minutes on a network disk.
-_LIST_CHECKED = 8
+FILES_CHECKED = 8
 # A label may follow the last image ending of a line after a comma, semicolon or blank.
 _FILE_ENDINGS = (*IMAGE_EXTENSIONS, ARRAY_EXTENSION)
 _NAME_AND_LABEL = re.compile(rf"(.*(?:{'|'.join(map(re.escape, _FILE_ENDINGS))}))(?:\s*[,;]\s*|\s+)(.*)", re.IGNORECASE)
@@ -340,11 +340,18 @@ def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str
     root = os.path.dirname(listing)
     if not paths:
         raise ValueError(f"{kind} {listing!r} names no images")
-    for path in paths[:_LIST_CHECKED]:
-        if not os.path.isfile(os.path.join(root, path)):
-            raise ValueError(
-                f"{kind} {listing!r} names {path!r}, but {os.path.join(root, path)!r} does not exist or is no regular "
-                f"file; paths are absolute or relative to the {kind}'s folder"
-            )
+    remedy = f"paths are absolute or relative to the {kind}'s folder"
+    require_first_files(f"{kind} {listing!r}", root, paths, remedy)
     classes, numbers = encode_labels(labels)
     return FileSource(f"{kind} {listing}", root, PackedStrings.pack([os.fsencode(p) for p in paths]), classes, numbers)
+
+
+def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:
+    """ValueError unless the first files that a listing names, from the folder `root` on, exist.
+
+    `remedy` ends the message.
+    """
+    for index in range(min(FILES_CHECKED, len(paths))):
+        path, whole = paths[index], os.path.join(root, paths[index])
+        if not os.path.isfile(whole):
+            raise ValueError(f"{listing} names {path!r}, but {whole!r} does not exist or is no regular file; {remedy}")

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
-from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
+from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows, require_first_files
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
 from dino_sparo.runtime.files import read_json
 
@@ -26,7 +26,6 @@ CAPTION_NAMES = ("caption", "captions", "title", "text", "sentence", "descriptio
 CAPTIONS = Column("captions", "caption_key", CAPTION_NAMES, is_required=True, may_span=True)
 NEGATIVES = Column("false captions", "negative_key", (), may_span=True)  # never looked for by name
 COLUMNS = IMAGES, CAPTIONS, NEGATIVES, SPLITS
-FILES_CHECKED = 8
 
 NO_SUCH_IMAGE = "with the id of no image"
 
@@ -160,11 +159,5 @@ def _files(name: str, folder: str, paths: PackedTexts) -> FileSource:
     packed = paths.packed()
     if not len(packed):
         raise ValueError(f"{name} holds no pair of an image and a caption")
-    for index in range(min(FILES_CHECKED, len(packed))):
-        whole = os.path.join(folder, packed[index])
-        if not os.path.isfile(whole):
-            raise ValueError(
-                f"{name} names {packed[index]!r}, but {whole!r} does not exist; give the folder that the names start "
-                "from with --image_folder"
-            )
+    require_first_files(name, folder, packed, "give the folder that the names start from with --image_folder")
     return FileSource(name, folder, packed, None, None)
