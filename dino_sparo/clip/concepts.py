@@ -54,20 +54,6 @@ class Word(NamedTuple):
     end: int
 
 
-class WordAttention(NamedTuple):
-    """How slots share their attention among the words of one caption; a slot's shares sum to one.
-
-    Attributes:
-        words: (L, words), shares of the words.
-        start: (L,), of the start token.
-        end: (L,), of the end token.
-    """
-
-    words: Float[np.ndarray, "L words"]
-    start: Float[np.ndarray, " L"]
-    end: Float[np.ndarray, " L"]
-
-
 @dataclass(frozen=True)
 class PairAttention:
     """Attention of a model to image and caption of one pair.
@@ -78,7 +64,9 @@ class PairAttention:
         caption: in words.
         words: those that the model sees.
         maps: (L, h, w), attention over the patches; the rest is the class token's.
-        text: attention over the words.
+        word_shares: (L, words), attention over the words; the rest is that of start and end token.
+        start: (L,), attention to the caption's start token.
+        end: (L,), attention to its end token.
         cosines: (L,), of slot l of the image and slot l of the caption.
     """
 
@@ -87,22 +75,24 @@ class PairAttention:
     caption: str
     words: list[Word]
     maps: Float[np.ndarray, "L h w"]
-    text: WordAttention
+    word_shares: Float[np.ndarray, "L words"]
+    start: Float[np.ndarray, " L"]
+    end: Float[np.ndarray, " L"]
     cosines: Float[np.ndarray, " L"]
 
     def shares(self, slot: int) -> list[tuple[Word, float]]:
         """Each word, and its share of a slot's attention."""
-        return list(zip(self.words, self.text.words[slot].tolist(), strict=True))
+        return list(zip(self.words, self.word_shares[slot].tolist(), strict=True))
 
     @property
     def sharpness(self) -> Float[np.ndarray, " L"]:
         """The largest attention share of any word."""
-        return self.text.words.max(axis=1, initial=0.0)
+        return self.word_shares.max(axis=1, initial=0.0)
 
     @property
     def focus(self) -> Bool[np.ndarray, "L words"]:
         """The words that a slot attends to: the fewest that hold half of what it gives to words."""
-        return np.stack([mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words])
+        return np.stack([mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.word_shares])
 
 
 class Choice(NamedTuple):
@@ -143,8 +133,9 @@ def see_pairs(
         columns = see(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
         for pair, ids, maps, attention, cosines in zip(batch, tokens.ids, *columns, strict=True):
             words = caption_words(pair.caption, ids)
-            text = word_attention(attention, words, ids)
-            seen.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, text, cosines))
+            start, end = attention[:, 0], attention[:, int(ids.argmax())]
+            shares = word_shares(attention, words)
+            seen.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, shares, start, end, cosines))
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
     return seen
@@ -253,10 +244,7 @@ def caption_words(caption: str, token_ids: Int64[Tensor, " N"]) -> list[Word]:
     return words
 
 
-def word_attention(
-    attention: Float[np.ndarray, "L N"], words: list[Word], token_ids: Int64[Tensor, " N"]
-) -> WordAttention:
+def word_shares(attention: Float[np.ndarray, "L N"], words: list[Word]) -> Float[np.ndarray, "L words"]:
     """The attention of a caption's tokens, merged to its words."""
     shares = [attention[:, word.first : word.end].sum(axis=1) for word in words]
-    merged = np.stack(shares, axis=1) if shares else np.zeros((len(attention), 0), attention.dtype)
-    return WordAttention(merged, attention[:, 0], attention[:, int(token_ids.argmax())])
+    return np.stack(shares, axis=1) if shares else np.zeros((len(attention), 0), attention.dtype)

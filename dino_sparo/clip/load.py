@@ -25,7 +25,7 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.clip.concepts import Word, caption_words, see, word_attention
+from dino_sparo.clip.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.subsets import ReducedClip, open_slots
 from dino_sparo.data.sources.decode import to_rgb
@@ -73,7 +73,7 @@ class SlotScorer(DotProductScorer):
         leads = slot_leads(torch.from_numpy(cosines)).numpy()
         for caption, own_ids, own, lead in zip(captions, ids, attention, leads, strict=True):
             words = caption_words(caption, own_ids)
-            shares = word_attention(own, words, own_ids).words
+            shares = word_shares(own, words)
             tiles = []
             for slot in leading_slots(lead):
                 notes = (f"{lead[slot]:+.3f}", _top_word(words, shares[slot]))
@@ -134,7 +134,7 @@ def clip_scorer(
     loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu, checkpoint)
     config = loaded.model.config
     transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
-    model, slots = open_slots(args.slots, loaded)
+    model, slots = open_slots(getattr(args, "slots", None), loaded)
     dim = config.embed_dim if isinstance(model, CLIP) else model.encoding_dim
     record = {
         "model": loaded.record,

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
-from dino_sparo.clip.subsets import ReducedClip, mask_features, whole_model
+from dino_sparo.clip.subsets import ReducedClip, mask_features
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
@@ -203,7 +203,7 @@ def change_elsewhere(
     """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask."""
     source = open_evaluation_images(data_path, None, download, limits)
     images, classes, templates = open_labelled(source, data_path)
-    model = ReducedClip(whole_model(scorer.model), mask).to(scorer.device)
+    model = ReducedClip(scorer.model, mask).to(scorer.device)
     masked = DotProductScorer(**{**vars(scorer), "model": model})  # `scorer` may be one of whole models alone
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
@@ -224,7 +224,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     local = open_folder(args, "sugarcrepe")
     plot = plot_path(args, "mask.json")
     scorer = clip_scorer(args, process)
-    config = whole_model(scorer.model).config
+    config: CLIPConfig = scorer.model.config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_folder(scorer, local, args.max_missing, limits_of(args))
     before = split_results(pairs, scorer.score_pairs)

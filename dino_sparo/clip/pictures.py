@@ -125,7 +125,7 @@ def _tile(pair: PairAttention, picture: Picture, slot: int) -> Tile:
         Word(word.text, level_of(share), note=f"{100 * share:.0f}%", has_space=word.has_space)
         for word, share in pair.shares(slot)
     ]
-    ends = f"start {100 * pair.text.start[slot]:.0f}%  ·  end {100 * pair.text.end[slot]:.0f}%"
+    ends = f"start {100 * pair.start[slot]:.0f}%  ·  end {100 * pair.end[slot]:.0f}%"
     notes = (f"cosine {pair.cosines[slot]:.2f}", ends)
     return Tile(picture, pair.name, map_painter(heat(pair.maps[slot])), caption=caption, notes=notes)
 
@@ -166,8 +166,8 @@ def pairs_to_json(slot: int, pairs: Sequence[PairAttention], criteria: Criteria)
             "cosine": float(pair.cosines[slot]),
             "meets_criteria": bool(meets[slot]),
             "words": [{"word": word.text, "share": share} for word, share in pair.shares(slot)],
-            "start": float(pair.text.start[slot]),
-            "end": float(pair.text.end[slot]),
+            "start": float(pair.start[slot]),
+            "end": float(pair.end[slot]),
             "effective_patches": float(effective_patches(pair.maps[slot])),
             "class_token_share": float(class_token_share(pair.maps[slot])),
         }

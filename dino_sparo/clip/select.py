@@ -23,8 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.subsets import check_has_slots, whole_model
+from dino_sparo.clip.subsets import check_has_slots
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
@@ -169,7 +170,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     require_matplotlib()
     plot = plot_path(args, "slots.json")
     scorer = clip_scorer(args, process)
-    config = whole_model(scorer.model).config
+    config: CLIPConfig = scorer.model.config
     check_has_slots(config)
     num_slots = config.image.num_slots
     if args.keep is not None:

@@ -87,13 +87,6 @@ def check_has_slots(config: CLIPConfig) -> None:
         )
 
 
-def whole_model(model: object) -> CLIP:
-    """The model, where slots are to be chosen among all there are."""
-    if not isinstance(model, CLIP):
-        raise ValueError("slots are chosen among all slots of a model; leave out --slots")
-    return model
-
-
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
     """A checkpoint's model, reduced if --slots names slots, and the entry of a result file, None if it is whole."""
     if not path:

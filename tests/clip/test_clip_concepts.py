@@ -18,13 +18,12 @@ from dino_sparo.clip.concepts import (
     Criteria,
     PairAttention,
     Word,
-    WordAttention,
     caption_words,
     choose,
     choose_pairs,
     fits,
     see_pairs,
-    word_attention,
+    word_shares,
 )
 from dino_sparo.data.views import PatchView
 from dino_sparo.image_text.pairs.sources import open_pairs
@@ -86,12 +85,12 @@ def test_shares_are_sums_over_a_words_tokens_and_sum_to_one():
     end = int(ids.argmax())
     attention = np.zeros((3, 13), dtype=np.float32)
     attention[:, : end + 1] = np.random.default_rng(0).dirichlet(np.ones(end + 1), size=3)
-    found = word_attention(attention, words, ids)
+    found = word_shares(attention, words)
     for slot in range(3):
         for place, word in enumerate(words):
             expected = sum(float(attention[slot, token]) for token in range(word.first, word.end))
-            assert found.words[slot, place] == pytest.approx(expected)
-    np.testing.assert_allclose(found.words.sum(axis=1) + found.start + found.end, 1, rtol=1e-5)
+            assert found[slot, place] == pytest.approx(expected)
+    np.testing.assert_allclose(found.sum(axis=1) + attention[:, 0] + attention[:, end], 1, rtol=1e-5)
 
 
 # --- looks
@@ -112,9 +111,9 @@ def test_a_look_is_what_the_model_attends_to(weights):
     np.testing.assert_allclose(look.maps.reshape(SLOTS, -1), image.attention[0, :, 1:], rtol=1e-4, atol=1e-6)
     cosines = F.cosine_similarity(image.slots, text.slots, dim=-1)[0]
     np.testing.assert_allclose(look.cosines, cosines, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(look.text.start, text.attention[0, :, 0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(look.start, text.attention[0, :, 0], rtol=1e-4, atol=1e-6)
     assert look.maps.shape == (SLOTS, 4, 4)
-    assert look.text.words.shape == (SLOTS, len(caption.split()))
+    assert look.word_shares.shape == (SLOTS, len(caption.split()))
 
 
 # --- the choice
@@ -124,8 +123,8 @@ def look(shares: list[list[float]], cosines: list[float]) -> PairAttention:
     """A pair on which slot l gives `shares[l]` to the words and the rest to the end token."""
     words = [Word(f"w{place}", place > 0, place + 1, place + 2) for place in range(len(shares[0]))]
     given = np.array(shares)
-    text = WordAttention(given, np.zeros(len(given)), 1 - given.sum(axis=1))
-    return PairAttention(0, "image.png", "", words, np.ones((len(given), 2, 3)) / 6, text, np.array(cosines))
+    maps, start, end = np.ones((len(given), 2, 3)) / 6, np.zeros(len(given)), 1 - given.sum(axis=1)
+    return PairAttention(0, "image.png", "", words, maps, given, start, end, np.array(cosines))
 
 
 # Slots: 0 sharp on w0; 1 sharp on w0, sharper; 2 sharp on w1; 3 spread; 4 sharp on w2, with a low cosine.

@@ -22,7 +22,7 @@ from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.concepts import PairAttention, WordAttention, caption_words
+from dino_sparo.clip.concepts import PairAttention, caption_words
 from dino_sparo.clip.pictures import level_of, slots_figure
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
@@ -110,9 +110,9 @@ def pairs() -> list[PairAttention]:
     for caption in ("A red star under <b>&</b> above a ring, twice", "sand"):
         words = caption_words(caption, tokenize([caption]).ids[0])
         shares = rng.dirichlet(np.full(len(words) + 2, 0.3), size=3)
-        text = WordAttention(shares[:, 2:], shares[:, 0], shares[:, 1])
+        text = shares[:, 2:], shares[:, 0], shares[:, 1]
         maps = rng.dirichlet(np.full(12, 0.2), size=3).reshape(3, 3, 4)
-        found.append(PairAttention(0, "photos/a&b.png", caption, words, maps, text, rng.random(3)))
+        found.append(PairAttention(0, "photos/a&b.png", caption, words, maps, *text, rng.random(3)))
     return found
 
 
@@ -127,7 +127,7 @@ def test_the_sheet_shows_maps_and_marks(pairs, tmp_path):
     pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     assert (pixels[:3] == 255).all()
     assert (pixels[-3:] == 255).all()
-    strongest = max(pairs[0].text.words[2])
+    strongest = max(pairs[0].word_shares[2])
     mixed = 255 + level_of(strongest) * (np.array([252, 176, 78]) - 255)
     assert (abs(pixels - mixed.round()) <= 1).all(axis=-1).sum() > 100
     written = (tmp_path / "sheet.png").read_bytes()
@@ -187,7 +187,7 @@ def test_the_page_is_whole_and_asks_for_nothing(pairs, tmp_path):
     words = [word for pair in pairs for word in pair.words]
     marks = [(title, word) for title, word in page.marks if title]
     assert [word for _, word in marks] == 2 * [word.text for word in words]
-    shares = [f"{100 * share:.0f}%" for pair in pairs for share in pair.text.words[2]]
+    shares = [f"{100 * share:.0f}%" for pair in pairs for share in pair.word_shares[2]]
     assert [title for title, _ in marks[: len(words)]] == shares
 
 

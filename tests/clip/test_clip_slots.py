@@ -19,7 +19,6 @@ from dino_sparo.clip.subsets import (
     check_has_slots,
     mask_features,
     open_slots,
-    whole_model,
 )
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, parse_slots
 
@@ -228,12 +227,6 @@ def test_models_without_slots_cannot_keep_some(readout):
     with pytest.raises(ValueError, match=f"readout '{readout}' has no slots to choose among"):
         ReducedClip(network, SlotSelection((0,)))
     check_has_slots(small_clip("separate_slotnorm_slotproj").config)
-
-
-def test_a_reduced_model_is_not_reduced_again(model):
-    assert whole_model(model) is model
-    with pytest.raises(ValueError, match="leave out --slots"):
-        whole_model(ReducedClip(model, SlotSelection((0,))))
 
 
 def test_a_checkpoint_is_opened_with_its_choice_and_no_other(tmp_path: Path):

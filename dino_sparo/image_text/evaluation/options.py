@@ -36,15 +36,15 @@ CLIP_MODEL: Group = {
     "text_heads": Option(
         None, "Attention heads of the text encoder of OpenCLIP's weights; by default a head is 64 wide.", positive_int
     ),
+}
+MODEL: Group = {
+    **CLIP_MODEL,
+    "pretrained_weights": Option("", "A checkpoint of CLIP or OC-CLIP training, or OpenCLIP's weights."),
     "slots": Option(
         None,
         "Evaluate only these slots, or masked slots: numbers such as 0,3,7, or a file of dino-sparo slots "
         "select or slots mask.",
     ),
-}
-MODEL: Group = {
-    **CLIP_MODEL,
-    "pretrained_weights": Option("", "A checkpoint of CLIP or OC-CLIP training, or OpenCLIP's weights."),
     "graphs": GRAPHS,
     "max_missing_graphs": Option(
         0.01, "Largest share of captions without a graph in --graphs; above it the evaluation ends.", share
