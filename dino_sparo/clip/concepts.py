@@ -1,7 +1,7 @@
 """Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
 
-Everything here is numbers. What the paper asks of a slot to be shown is measured as `fits` says; how several slots and
-pairs are chosen together is ours, since the paper shows examples. Source: SPARO, section 5.5.
+Everything here is numbers. `fits` measures what the paper asks of a slot that is shown. The paper shows examples, so
+the choice of several slots and pairs together is ours. Source: SPARO, section 5.5.
 
 The tokenizer cuts words into pieces and marks the last piece of each; a word is what lies between two marks. Its words
 are those of the caption as written, but punctuation stands alone, and so do endings after an apostrophe.

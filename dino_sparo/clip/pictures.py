@@ -5,10 +5,10 @@
     dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
         --image_folder data/coco/val2017 --max_pairs 2000
 
-Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two of them, image and
-caption slot alike; and with them, of all pairs looked at, those in which this is seen best. Writes pictures.png, one
-grid, pictures.html, a page that opens from disk, and pictures.json, the numbers. Source: SPARO, section 5.5 and figure
-4.
+Without --slots, slots are chosen as in the paper: with sharp attention to words, to different words, and with similar
+slots of image and caption. Of all pairs that are searched, the pairs that show this best are drawn. Writes
+pictures.png, one grid, pictures.html, a page that opens from disk, and pictures.json, the numbers. Source: SPARO,
+section 5.5 and figure 4.
 """
 
 import argparse

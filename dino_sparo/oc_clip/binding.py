@@ -65,11 +65,14 @@ class BindingConfig:
 
 
 class BoundPatches(NamedTuple):
-    """The image side of the binding: K^ (not projected), V, and logsumexp of the default tokens' logits (or None)."""
+    """The image side of the binding: K^ (not projected), V, and logsumexp of the default tokens' logits.
+
+    Without default tokens the logsumexp is -inf, so that they take no share.
+    """
 
     keys: Float[Tensor, "B N dim"]
     values: Float[Tensor, "B N dim"]
-    defaults: Float[Tensor, "B N"] | None
+    defaults: Float[Tensor, "B N"]
 
 
 class Binding(nn.Module):
@@ -169,7 +172,7 @@ class Binding(nn.Module):
     def project(self, keys: Float[Tensor, "B N dim"], values: Float[Tensor, "B N dim"]) -> BoundPatches:
         """K^, V and the logit of the default tokens; once per image."""
         keys = self._wide(keys)
-        defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1) if self.num_default else None
+        defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1)
         return BoundPatches(keys, self._wide(self.value_proj(self._cast(values))), defaults)
 
     def queries(self, entities: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape dim"]:
@@ -212,17 +215,13 @@ class Binding(nn.Module):
         weights = (self._competed(logits, patches.defaults) + EPSILON).flatten(0, 1)  # (U * E, B, N)
         return _means(weights.transpose(0, 1), patches.values).unflatten(1, queries.shape[:2])
 
-    def _competed(
-        self, logits: Float[Tensor, "U E *B N"], defaults: Float[Tensor, "B N"] | None
-    ) -> Float[Tensor, "U E *B N"]:
+    def _competed(self, logits: Float[Tensor, "U E *B N"], defaults: Float[Tensor, "B N"]) -> Float[Tensor, "U E *B N"]:
         """Logits -> a: the softmax over a caption's entities and the defaults, or over patches.
 
         Without B caption i has image i alone.
         """
         if self.competition == "keys":
             return logits.softmax(dim=-1)
-        if defaults is None:
-            return logits.softmax(dim=1)
         others = defaults.view(-1, 1, *logits.shape[2:]).expand_as(logits[:, :1])
         return torch.cat([logits, others], dim=1).softmax(dim=1)[:, :-1]
 
