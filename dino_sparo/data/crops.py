@@ -7,6 +7,7 @@ from the same parameters.
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,6 +82,14 @@ class CropParameters:
         """
         jitter = tuple((name, factor) for name, factor in self.jitter if name in ("brightness", "contrast"))
         return replace(self, jitter=jitter, grayscale=False, solarize=self.solarize and in_chans == 1)
+
+
+def require_areas(name: str, scale: Sequence[float]) -> None:
+    """Refuse smallest and largest shares of an image's area that are no interval within (0, 1]."""
+    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+        raise ValueError(
+            f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
+        )
 
 
 def sample_box(
@@ -210,11 +219,8 @@ class MultiCropAugmentation:
         std: tuple[float, ...] = IMAGENET_STD,
         defer_color: bool = False,
     ) -> None:
-        for name, scale in (("global_crops_scale", global_crops_scale), ("local_crops_scale", local_crops_scale)):
-            if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-                raise ValueError(
-                    f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
-                )
+        require_areas("global_crops_scale", global_crops_scale)
+        require_areas("local_crops_scale", local_crops_scale)
         if min(global_crops_size, local_crops_size, local_crops_number + 1) < 1:
             raise ValueError(
                 f"global_crops_size={global_crops_size}, local_crops_size={local_crops_size}, local_crops_number="

@@ -338,5 +338,4 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
 def _init_linear(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+        nn.init.zeros_(module.bias)

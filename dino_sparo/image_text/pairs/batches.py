@@ -15,7 +15,7 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
+from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, require_areas, sample_box
 from dino_sparo.data.dataset import DeviceBatch, EpochDataset, read_next
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource
@@ -119,10 +119,7 @@ class PairTransform:
     """
 
     def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:
-        if not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(
-                f"crop_scale={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
-            )
+        require_areas("crop_scale", scale)
         self.img_size, self.scale, self.exact = img_size, scale, exact
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[UInt8[Tensor, "C img_size img_size"]]:
