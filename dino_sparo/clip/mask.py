@@ -142,8 +142,7 @@ def fit_mask(
     mask = Mask(num_parts, bound).to(pairs.images.device)
     optimizer = torch.optim.SGD(mask.parameters(), lr=lr, momentum=momentum)
     generator = torch.Generator().manual_seed(seed)
-    best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))
-    losses, accuracies = [], []
+    masks, losses, accuracies = [], [], []
     for epoch in progress(range(1, epochs + 1), desc="mask"):
         total = torch.zeros((), device=pairs.images.device)
         order = torch.randperm(len(pairs.questions), generator=generator).to(pairs.images.device)
@@ -156,12 +155,11 @@ def fit_mask(
         weights = mask()[0].detach()
         if not (weights.isfinite().all() and weights.any()):
             raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
-        accuracy = macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs))
+        masks.append(weights)
         losses.append(float(total) / len(pairs.questions))
-        accuracies.append(accuracy)
-        if accuracy > best[0]:
-            best = (accuracy, epoch, weights)
-    return FitResult(best[2], best[1], losses, accuracies)
+        accuracies.append(macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs)))
+    best = accuracies.index(max(accuracies))
+    return FitResult(masks[best], best + 1, losses, accuracies)
 
 
 def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:

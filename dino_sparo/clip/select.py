@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.subsets import check_has_slots
+from dino_sparo.clip.subsets import check_normalized_per_slot
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
@@ -171,7 +171,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     plot = plot_path(args, "slots.json")
     scorer = clip_scorer(args, process)
     config: CLIPConfig = scorer.model.config
-    check_has_slots(config)
+    check_normalized_per_slot(config)
     num_slots = config.image.num_slots
     if args.keep is not None:
         check_number("keep", args.keep, num_slots)

@@ -71,14 +71,14 @@ def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " P"]) 
 def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha256: str | None = None) -> None:
     """Refuse a choice that was made in another model, or that this one does not allow."""
     if isinstance(choice, SlotSelection):
-        check_has_slots(config)
+        check_normalized_per_slot(config)
         choice.check_fits(config.image.num_slots)
     else:
         choice.check_fits(config.embed_dim)
     check_same_checkpoint(choice.weights_sha256, weights_sha256)
 
 
-def check_has_slots(config: CLIPConfig) -> None:
+def check_normalized_per_slot(config: CLIPConfig) -> None:
     """Refuse a model without slots that can stand alone."""
     if not config.image.kind.normalized_per_slot:
         raise ValueError(

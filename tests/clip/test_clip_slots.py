@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dino_sparo.clip import CLIP, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.subsets import (
     ReducedClip,
-    check_has_slots,
+    check_normalized_per_slot,
     mask_features,
     open_slots,
 )
@@ -226,7 +226,7 @@ def test_models_without_slots_cannot_keep_some(readout):
     network = small_clip(readout)
     with pytest.raises(ValueError, match=f"readout '{readout}' has no slots to choose among"):
         ReducedClip(network, SlotSelection((0,)))
-    check_has_slots(small_clip("separate_slotnorm_slotproj").config)
+    check_normalized_per_slot(small_clip("separate_slotnorm_slotproj").config)
 
 
 def test_a_checkpoint_is_opened_with_its_choice_and_no_other(tmp_path: Path):

@@ -335,15 +335,13 @@ def _leads_back(relation: str) -> bool:
 
 
 def _are_parallel(relation: str, other: str) -> bool:
-    """Whether two relations have different subjects: the same words, or two verbs in -ing."""
-    if not relation or not other:
-        return False
-    return relation == other or {relation.split()[0], other.split()[0]} <= VERBS
+    """Whether two relations have different subjects: the same words, or two verbs in -ing; `relation` may be ""."""
+    return bool(relation) and (relation == other or {relation.split()[0], other.split()[0]} <= VERBS)
 
 
 def _is_background(words: list[str]) -> bool:
     """Whether a caption of the scenes ends with these words."""
-    return words[:1] != [] and words[0] in BACKGROUNDS and set(words[1:]) <= _STOPS
+    return bool(words) and words[0] in BACKGROUNDS and set(words[1:]) <= _STOPS
 
 
 def _has_article(phrase: str) -> bool:
