@@ -57,7 +57,7 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class SlotScorer(DotProductScorer):
-    """A `DotProductScorer` whose features are slots."""
+    """A `DotProductScorer` whose score is the mean of the slots' cosines."""
 
     model: CLIP
     transform: ClipView
@@ -143,8 +143,8 @@ def clip_scorer(
         "view": {**view_record(transform), "border": border},
         "versions": versions(open_clip="open_clip_torch"),
     }
-    has_slots = isinstance(model, CLIP) and config.image.kind.has_slots
-    kind: type[DotProductScorer] = SlotScorer if has_slots else DotProductScorer
+    is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
+    kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
     return kind(
         model.to(process.device),
         partial(tokenize, context_length=config.text.context_length),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint
+from clip_fakes import colour_encoder, evaluate, paint, parser_of, small_checkpoint
 from compositional_files import write_json
 from figures import assert_readable, drawn_words
 from PIL import Image
@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 
 from dino_sparo.clip import load_clip
-from dino_sparo.clip.load import leading_slots, slot_leads
+from dino_sparo.clip.load import clip_scorer, leading_slots, slot_leads
 from dino_sparo.data.views import ClipView
 from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
 from dino_sparo.draw.html import save_page
@@ -44,6 +44,16 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 from dino_sparo.image_text.evaluation.protocol import Crop
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.runtime.launch import Distributed
+
+
+@pytest.mark.parametrize(("readout", "is_explained"), [("sparo", True), ("attpool", False), ("cls", False)])
+def test_a_score_is_explained_by_slots_only_if_it_is_the_mean_of_their_cosines(readout, is_explained, tmp_path):
+    """The bug: attpool, whose encoding is normalised as a whole, was explained too."""
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", readout)
+    args = parser_of("zero-shot").parse_args(["--pretrained_weights", str(weights)])
+    scorer = clip_scorer(args, Distributed(0, 1, 0, torch.device("cpu")))
+    assert isinstance(scorer, ExplainableScorer) == is_explained
 
 
 def test_a_confusion_is_the_image_and_the_false_caption_that_lies_most_above_the_true_one():
