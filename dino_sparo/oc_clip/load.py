@@ -114,12 +114,8 @@ class GraphScorer(ImageRows):
 
         return self._rows(source, encode, storage)
 
-    def expect_texts(self, captions: Sequence[str]) -> None:
-        """Look up the graphs of all captions; ValueError if too many have none, or if a caption has no words."""
-        self._look_up(captions, "captions")
-
-    def _look_up(self, captions: Sequence[str], desc: str) -> None:
-        """Look up the graphs of captions that are new."""
+    def expect_texts(self, captions: Sequence[str], desc: str = "captions") -> None:
+        """Look up the graphs of new captions; ValueError if too many have none, or if a caption has no words."""
         new = [caption for caption in dict.fromkeys(captions) if caption not in self.lookups]
         for caption in new:
             graph, changes = self.graphs.lookup(caption)
@@ -132,7 +128,7 @@ class GraphScorer(ImageRows):
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """The graphs of captions; ValueError as in `expect_texts`."""
-        self._look_up(captions, desc)
+        self.expect_texts(captions, desc)
         graphs, all_changes = zip(*(self.lookups[caption] for caption in captions), strict=True)
         rows = self._rows_of([[graph] for graph in graphs])
         marks = {
