@@ -11,6 +11,7 @@ facebookresearch/dino's `eval_linear.py`; for the probe's features SPARO, append
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -31,7 +32,7 @@ from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.files import differences, plain
 from dino_sparo.runtime.launch import is_main, rank, world_size
-from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.logs import STEP_LINE_SECONDS, progress
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.file import load_strictly
 from dino_sparo.weights.folder import save_checkpoint
@@ -353,6 +354,7 @@ class ProbeRun:
 
     def train(self, epoch_batches: Callable[[int], Batches], val: Features, val_freq: int = 1) -> None:
         """Train to the end, validating every `val_freq` epochs and the last; the log beside `path` has a line each."""
+        last_line = -math.inf
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
             factors = repeat(schedule) if self.factors is None else self.factors(epoch)
@@ -364,10 +366,12 @@ class ProbeRun:
                 line["test"] = probe_accuracy(self.probe, val.features, val.labels)
                 self.history.append({"epoch": epoch, "test": line["test"]})
                 best = max(range(len(losses)), key=lambda probe: line["test"][probe]["top1"])
-                logger.info(
-                    "epoch %d of %d: best top-1 %.2f %% (lr %g), loss %.4f", epoch + 1, self.epochs,
-                    line["test"][best]["top1"], self.learning_rates[best], losses[best],
-                )  # fmt: skip
+                if epoch == self.epochs - 1 or time.monotonic() - last_line > STEP_LINE_SECONDS:
+                    last_line = time.monotonic()
+                    logger.info(
+                        "epoch %d of %d: best top-1 %.2f %% (lr %g), loss %.4f", epoch + 1, self.epochs,
+                        line["test"][best]["top1"], self.learning_rates[best], losses[best],
+                    )  # fmt: skip
             self.epoch = epoch + 1
             self.save()
             if self.path is not None and is_main():
