@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from dino_sparo.data.dataset import open_together, require_same_source
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.evaluation.validation import hold_out, open_zero_shot_probe, validate, validation_pairs
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import PairPath
@@ -113,7 +113,7 @@ class PairObjective(Objective[AnyBatch]):
         self.held_out = None if held_out is None else validation_pairs(held_out)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, limits_of(args))
+            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, _image_limits(args))
 
     @abstractmethod
     def build_model(self) -> tuple[Any, list[ModelPart]]:
@@ -269,7 +269,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
     number, accum_steps = args.epoch_pairs, args.grad_accum_steps
     sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    sizes = sampler, args.context_length, args.caption_key, limits_of(args)
+    sizes = sampler, args.context_length, args.caption_key, _image_limits(args)
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
     # `default_convert` leaves a batch of pairs as it is.
@@ -285,6 +285,10 @@ def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
 
 def _transform(args: argparse.Namespace) -> PairTransform:
     return PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
+
+
+def _image_limits(args: argparse.Namespace) -> ImageLimits:
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
@@ -303,7 +307,7 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
         args.download,
         split_column=args.split_column,
         negative_key=getattr(args, "negative_key", None),
-        limits=limits_of(args),
+        limits=_image_limits(args),
         **split,
     )
     return open_together(pairs.open, pairs.index, f"opening {path}")
