@@ -26,7 +26,15 @@ DEMO = "demo"  # the encoder in this package, of the scenes
 PROBES, RANDOM = ("linear", "sparo", "ep", "attention"), "random slots"
 SIZES = {option: TRAINING[option] for option in SLOT_SIZES.values()}
 # 90 epochs of the paper have 28,000 steps with batches of 4096; these are few images in small batches.
-PROTOCOL = {"epochs": 30, "val_freq": 30, "lr": "1 3 10", "img_size": 32, "num_workers": 0, "device": "cpu", **SIZES}
+PROTOCOL = {
+    "epochs": 30,
+    "val_freq": 30,
+    "lr": "1 3 10 30 100",
+    "img_size": 32,
+    "num_workers": 0,
+    "device": "cpu",
+    **SIZES,
+}
 
 
 def get_args_parser() -> Parser:
@@ -92,9 +100,10 @@ def report(results: Path) -> str:
         rows.append([encoder, str(len(own)), *cells])
     if not found:
         return ""
-    counts = [f"{found[0]['probes'][probe]['parameters']:,}" for probe in (*PROBES, RANDOM)]
+    last = found[-1]
+    counts = [f"{last['probes'][probe]['parameters']:,}" for probe in (*PROBES, RANDOM)]
     return markdown(
-        ["top-1 %", "seeds", *PROBES, RANDOM], [*rows, [f"trained parameters ({found[0]['encoder']})", "", *counts]]
+        ["top-1 %", "seeds", *PROBES, RANDOM], [*rows, [f"trained parameters ({last['encoder']})", "", *counts]]
     )
 
 
