@@ -205,7 +205,7 @@ def test_compiled_networks_take_the_same_steps(
     # Not the weights: AdamW moves those whose gradient is zero, such as a bias of keys, by rounding.
     expected, compiled = epochs_of(checkpoint.parent), epochs_of(tmp_path)
     for number in ("train_loss", "train_grad_norm"):
-        assert [row[number] for row in compiled] == pytest.approx([row[number] for row in expected], rel=1e-4)
+        assert [row[number] for row in compiled] == pytest.approx([row[number] for row in expected], rel=1e-3)
 
 
 def register_families(rank: int) -> None:
