@@ -65,6 +65,17 @@ def test_a_folder_of_pairs_is_read_by_name(folder, caplog):
     assert "d.png" in caplog.text
 
 
+def test_a_folder_of_pairs_may_hold_names_of_splits_and_folders_of_splits(tmp_path):
+    """The bug: the caption beside test.png was read as the list of the split."""
+    for name in ("test", "val/c", "train/d", "train/e"):
+        paint(tmp_path / f"{name}.png", "red")
+        (tmp_path / f"{name}.txt").write_text(f"caption of {name}")
+    looked_at = open_picture_pairs(parser_of("pictures").parse_args(["--data_path", str(tmp_path)]))
+    assert [looked_at.captions_of(i) for i in range(len(looked_at))] == [["caption of test"]]
+    assert open_pairs(str(tmp_path), split="val").captions_of(0) == ["caption of val/c"]
+    assert len(open_pairs(str(tmp_path), split="train")) == 2
+
+
 def test_a_folder_without_captions_is_refused(tmp_path):
     paint(tmp_path / "a.png", "red")
     (tmp_path / "b.txt").write_text("another name")

@@ -31,7 +31,7 @@ from dino_sparo.data.sources.folders import ALL, resolve_split
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
-from dino_sparo.data.sources.tars import IMAGES, TarSource
+from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_folder, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
@@ -115,16 +115,19 @@ class PairPath:
         if self.caption_templates is not None or names_scenes(self.data_path):
             return self._open_without_captions()
         refuse_remote(self.data_path)
+        # First, because the caption of an image named `train.jpg` is no list of a split.
+        root, names = os.path.expanduser(self.data_path), ["", self.default_split]
+        if self.split is not None:
+            names = ["" if self.split == ALL else self.split]
+        for folder in (os.path.join(root, name) for name in names):
+            if os.path.isdir(folder) and not find_shards(folder) and len(pairs := open_pair_folder(folder)):
+                self._columns.refuse_for(self.data_path)
+                return pairs
         path, shards, split = resolve_split(self.data_path, self.split, self.default_split)
         is_file = os.path.isfile(path) and not shards
         if is_file and path.lower().endswith(TABLE_ENDINGS):
             keys = self.image_key, self.caption_key, self.negative_key, self.split_column
             return open_pair_table(path, keys, self.image_folder, split, self.default_split)
-        if split == ALL and os.path.isdir(path) and not shards:
-            pairs = open_pair_folder(path)
-            if len(pairs):
-                self._columns.refuse_for(self.data_path)
-                return pairs
         if not shards and not (is_file and path.lower().endswith(".json")):
             return self._open_without_captions()
         if split not in (None, ALL):
