@@ -269,9 +269,16 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
     number, accum_steps = args.epoch_pairs, args.grad_accum_steps
     sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    sizes = sampler, args.context_length, args.caption_key, _image_limits(args)
     with all_or_none(f"opening {args.data_path}"):
-        stream = PairStream(args.data_path, args.shard_weights, _transform(args), *sizes)
+        stream = PairStream(
+            args.data_path,
+            args.shard_weights,
+            _transform(args),
+            sampler,
+            args.context_length,
+            args.caption_key,
+            _image_limits(args),
+        )
     # `default_convert` leaves a batch of pairs as it is.
     loader = create_loader(stream, None, collate=default_convert, **_loading(args, process))
     return stream, sampler, loader, _open_held_out(args)

@@ -75,7 +75,7 @@ class EncoderConfig:
 
 
 def refuse_unknown(what: str, config: type, names: Iterable[str]) -> None:
-    """Refuse names of saved fields that the dataclass `config` lacks; `what` it describes."""
+    """Refuse names of saved fields that the dataclass `config` lacks; `what` says what the fields describe."""
     if unknown := sorted(set(names) - {field.name for field in fields(config)}):
         raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 

@@ -94,8 +94,8 @@ class Sparo(nn.Module):
 
         Args:
             tokens: (B, N, D), normalised tokens of the last block, class token included.
-            mask: (B, N), True where a token may be attended. A row without any True gives NaN: a check
-                would wait for the GPU.
+            mask: (B, N), True where a token may be attended. A row without any True gives NaN: a check would
+                wait for the GPU.
         """
         if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")

@@ -93,9 +93,9 @@ class Binding(nn.Module):
 
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions with equal
     numbers of entities form a chunk of bounded size, without padding. The default tokens enter the softmax as one query
-    that all captions share; its logit for patch n is logsumexp_c q_c . K_n. Keys are multiplied by W_k only on paper:
-    with K^ the keys before W_k, q . W_k K^ = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches.
-    Logits, softmax and sums are fp32 or wider also under autocast.
+    that all captions share; its logit for patch n is logsumexp_c q_c . K_n. W_k multiplies
+    the queries instead of the keys, because a caption has fewer entities than an image has patches: with K^ the keys
+    before W_k, q . W_k K^ = (W_k^T q) . K^. Logits, softmax and sums are fp32 or wider also under autocast.
 
     Args:
         image_dim: width of the patches.

@@ -172,7 +172,7 @@ class GraphFile:
 def open_graph_file(path: Path) -> GraphFile:
     """Check all lines of a file, or take its index from the user's cache.
 
-    The index belongs to the content of the file, not to its time and size: the hash stands in result files anyway.
+    The index is found by the SHA-256 of the file, which result files contain anyway.
 
     Raises:
         ValueError: see `open_graphs`.

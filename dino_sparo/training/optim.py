@@ -176,8 +176,9 @@ def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parame
 def step_unless(flag: Float[Tensor, ""], optimizer: torch.optim.Optimizer) -> None:
     """Take a step of an optimizer of `OPTIMIZERS`, which changes nothing if `flag`, on the device, is not zero.
 
-    torch's fused AdamW takes the flag as an overflow of the gradient scaler. The step of other optimizers is undone:
-    torch's fused SGD could take the flag too, but fails on parameters that join later, as the head's last layer does.
+    torch's fused AdamW takes the flag as an overflow of the gradient scaler. The step of SGD and LARS is undone, which
+    takes the memory of weights and momenta once more. torch's fused SGD could take the flag too, but fails on
+    parameters that join later, as the head's last layer does.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
@@ -190,5 +191,6 @@ def step_unless(flag: Float[Tensor, ""], optimizer: torch.optim.Optimizer) -> No
     for weight, old_weight, old_state in zip(moving, weights, states, strict=True):
         weight.copy_(torch.where(flag > 0, old_weight, weight))
         for name, value in optimizer.state[weight].items():
-            old_value = old_state.get(name, torch.zeros_like(value))  # momentum starts from zero
+            # Momentum starts from zero.
+            old_value = old_state[name] if name in old_state else torch.zeros_like(value)
             value.copy_(torch.where(flag > 0, old_value, value))

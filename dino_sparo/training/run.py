@@ -132,8 +132,9 @@ def build(
 def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None = None) -> Signals | None:
     """Evaluate, log and save the trained epoch whose means are `unlogged_epoch`.
 
-    After a signal the run is saved and not evaluated; the resumed run evaluates it. Returns the signal: `stop`, or one
-    that came before the evaluation.
+    A run whose last save is older than `MUCH_TO_LOSE_S` is saved before the evaluation too. After a signal the run is
+    saved and not evaluated; the resumed run evaluates it. Returns the signal: `stop`, or one that came before the
+    evaluation.
     """
     args, epoch, means = run.args, run.epochs_done, run.unlogged_epoch or {}
     if stop is None and run.objective.is_evaluated(epoch):

@@ -127,7 +127,7 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
 
 
 def parse_selection(text: str) -> SlotSelection:
-    """The same, where slots are kept or left out, and a mask is refused."""
+    """The choice that `--slots` gives where a mask does not apply; ValueError for a mask."""
     choice = parse_slots(text)
     if isinstance(choice, SlotMask):
         raise ValueError(

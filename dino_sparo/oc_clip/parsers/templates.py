@@ -335,8 +335,10 @@ def _leads_back(relation: str) -> bool:
 
 
 def _are_parallel(relation: str, other: str) -> bool:
-    """Whether two relations have different subjects: the same words, or two verbs in -ing; `relation` may be ""."""
-    return bool(relation) and (relation == other or {relation.split()[0], other.split()[0]} <= VERBS)
+    """Whether two relations have different subjects: the same words, or two verbs in -ing."""
+    if not relation or not other:
+        return False
+    return relation == other or {relation.split()[0], other.split()[0]} <= VERBS
 
 
 def _is_background(words: list[str]) -> bool:
