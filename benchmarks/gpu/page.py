@@ -10,8 +10,9 @@ BEGIN, END = "<!-- make gpu: {} -->", "<!-- end -->"
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Name of a part -> its report with the runner's `seconds` and `status`; without those that have not run."""
-    return {name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").is_file()}
+    """Name of a part -> its report with the runner's `seconds` and `result`; without those that have not ended."""
+    reports = {name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").is_file()}
+    return {name: report for name, report in reports.items() if "result" in report}  # the runner adds it last
 
 
 def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:

@@ -92,10 +92,11 @@ class Binding(nn.Module):
     alone. Default tokens are not normalised. Initial weights are torch's, since the paper does not give any.
 
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions with equal
-    numbers of entities form a chunk of bounded size, without padding. The default tokens enter the softmax as one query
-    that all captions share; its logit for patch n is logsumexp_c q_c . K_n. W_k multiplies
-    the queries instead of the keys, because a caption has fewer entities than an image has patches: with K^ the keys
-    before W_k, q . W_k K^ = (W_k^T q) . K^. Logits, softmax and sums are fp32 or wider also under autocast.
+    numbers of entities form a chunk of bounded size, without padding. Training on a GPU pads them nevertheless: there
+    the launch of a kernel takes longer than the padding. The default tokens enter the softmax as one query that all
+    captions share; its logit for patch n is logsumexp_c q_c . K_n. W_k multiplies the queries instead of the keys,
+    because a caption has fewer entities than an image has patches: with K^ the keys before W_k, q . W_k K^ =
+    (W_k^T q) . K^. Logits, softmax and sums are fp32 or wider also under autocast.
 
     Args:
         image_dim: width of the patches.
@@ -105,6 +106,8 @@ class Binding(nn.Module):
     Attributes:
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
             caption with all images is the smallest chunk.
+        pads_on: kinds of devices on which captions with different numbers of entities form a chunk while training.
+            Evaluations pad nothing: graphs that are equal except for the order of their nodes tie to the bit.
     """
 
     def __init__(self, image_dim: int, num_patches: int, sizes: BindingConfig) -> None:
@@ -112,6 +115,7 @@ class Binding(nn.Module):
         dim = sizes.dim
         self.num_patches, self.dim, self.num_default = num_patches, dim, sizes.num_default
         self.competition, self.chunk_mb = sizes.competition, DEFAULT_CHUNK_MB
+        self.pads_on = ("cuda",)
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.positions = nn.Parameter(sizes.position_std * torch.randn(num_patches, dim))
         # The default epsilon differs among versions of timm.
@@ -149,9 +153,7 @@ class Binding(nn.Module):
         with torch.autocast(keys.device.type, enabled=False):
             patches = self.project(keys, values)
             logits = self.queries(entities) @ patches.keys.transpose(1, 2)  # (B, E, N)
-            if self.competition == "queries":
-                logits = logits.masked_fill(~mask[..., None], -torch.inf)
-            weights = self._competed(logits, patches.defaults) + EPSILON
+            weights = self._competed(logits, patches.defaults, mask[..., None]) + EPSILON
             return _means(weights, patches.values).masked_fill(~mask[..., None], 0)
 
     def attention(
@@ -180,48 +182,57 @@ class Binding(nn.Module):
         return self._against_keys(self.query_norm(self._cast(entities)))
 
     def chunks(
-        self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int
+        self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int, pads: bool = False
     ) -> tuple[list[list[int]], bool]:
-        """Captions in groups with equal numbers of entities, each group within `chunk_mb`.
+        """Captions in groups, ordered by their numbers of entities, each group within `chunk_mb`.
 
         Args:
             counts: U numbers of entities.
             relation_counts: U numbers of relations that are scored in the same chunk.
             num_images: B.
+            pads: whether captions of a group may differ in their numbers of entities. They are padded to the last.
 
         Returns:
             The groups, and whether the backward pass should compute each again to save memory. Chunks that are small
             together (`KEPT_SHARE` of one) stay in memory, which is faster.
         """
-        largest = max(self.num_patches, self.dim)
+        widest = max(self.num_patches, self.dim)
         # Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows.
-        numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
+        numbers = [max(own * widest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
         budget = self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
         chunks: list[list[int]] = []
-        room = 0.0
+        largest = 0
         for text in sorted(range(len(counts)), key=lambda text: (counts[text], numbers[text])):
-            if chunks and counts[chunks[-1][0]] == counts[text] and numbers[text] <= room:
+            largest = max(largest, numbers[text])
+            fits = bool(chunks) and (len(chunks[-1]) + 1) * largest <= budget
+            if fits and (pads or counts[chunks[-1][0]] == counts[text]):
                 chunks[-1].append(text)
             else:
                 chunks.append([text])
-                room = budget
-            room -= numbers[text]
+                largest = numbers[text]
         return chunks, sum(numbers) > KEPT_SHARE * budget
 
-    def chunk_slots(self, queries: Float[Tensor, "U E dim"], patches: BoundPatches) -> Float[Tensor, "B U E dim"]:
-        """The slots of captions without padding, from `queries` and `project`."""
+    def chunk_slots(
+        self, queries: Float[Tensor, "U E dim"], patches: BoundPatches, mask: Bool[Tensor, "U E"] | None = None
+    ) -> Float[Tensor, "B U E dim"]:
+        """The slots of captions from `queries` and `project`; with a mask, those of padding mean nothing."""
         logits = queries.flatten(0, 1) @ patches.keys.flatten(0, 1).t()
         logits = logits.view(*queries.shape[:2], *patches.keys.shape[:2])  # (U, E, B, N)
-        weights = (self._competed(logits, patches.defaults) + EPSILON).flatten(0, 1)  # (U * E, B, N)
+        mask = None if mask is None else mask[..., None, None]
+        weights = (self._competed(logits, patches.defaults, mask) + EPSILON).flatten(0, 1)  # (U * E, B, N)
         return _means(weights.transpose(0, 1), patches.values).unflatten(1, queries.shape[:2])
 
-    def _competed(self, logits: Float[Tensor, "U E *B N"], defaults: Float[Tensor, "B N"]) -> Float[Tensor, "U E *B N"]:
-        """Logits -> a: the softmax over a caption's entities and the defaults, or over patches.
+    def _competed(
+        self, logits: Float[Tensor, "U E *B N"], defaults: Float[Tensor, "B N"], mask: Tensor | None
+    ) -> Float[Tensor, "U E *B N"]:
+        """Logits -> a: the softmax over a caption's entities (in the mask) and the defaults, or over patches.
 
         Without B caption i has image i alone.
         """
         if self.competition == "keys":
             return logits.softmax(dim=-1)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -torch.inf)
         others = defaults.view(-1, 1, *logits.shape[2:]).expand_as(logits[:, :1])
         return torch.cat([logits, others], dim=1).softmax(dim=1)[:, :-1]
 

@@ -142,26 +142,28 @@ def score_all_pairs(
 ) -> Float[Tensor, "B U"]:
     """S of every image and graph; no slot is kept.
 
-    Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
-    padding is computed: the graphs of a chunk are joined into one graph, whose relations are scored together. While
-    training, only the scores of large chunks stay in memory (`Binding.chunks`).
+    Graphs with equal numbers of entities (`Binding.pads_on`: with similar numbers) are bound and scored together, in
+    chunks bounded by `binding.chunk_mb`. Relations are not padded: the graphs of a chunk are joined into one graph,
+    whose relations are scored together. While training, only the scores of large chunks stay in memory
+    (`Binding.chunks`).
     """
 
     def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
         with torch.autocast(keys.device.type, enabled=False):
-            slots = binding.chunk_slots(queries[index, :width], patches)
+            entities, mask = graphs.entities[index, :width], graphs.entity_mask[index, :width]
+            slots = binding.chunk_slots(queries[index, :width], patches, mask if pads else None)
             chosen = index[rows], columns
             relations = graphs.relations[chosen][None]
             subjects, objects = (ends[chosen][None] + rows * width for ends in (graphs.subjects, graphs.objects))
             scores = scoring.relation_scores(relations, subjects, objects, slots.flatten(1, 2)[:, None])
             fits = scores.new_zeros(*slots.shape[:2], graphs.relations.shape[1])
             fits[:, rows, columns] = scores[:, 0]
-            entities, mask = graphs.entities[index, :width], graphs.entity_mask[index, :width]
             return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
 
     with torch.autocast(keys.device.type, enabled=False):
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
-    chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys))
+    pads = binding.training and keys.device.type in binding.pads_on
+    chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys), pads)
     score: Callable[..., Tensor] = score_chunk
     if is_large and binding.training and torch.is_grad_enabled():
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
@@ -173,7 +175,7 @@ def score_all_pairs(
         numbers += texts, rows, columns
     original, *indices = _on_device(numbers, keys.device)
     parts = [
-        score(index, graphs.entity_counts[texts[0]], rows, columns, patches)
+        score(index, graphs.entity_counts[texts[-1]], rows, columns, patches)
         for texts, index, rows, columns in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True)
     ]
     return torch.cat(parts, dim=1)[:, original]

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,9 @@ def compile_networks(objective: Objective[Any]) -> None:
     torch._dynamo.config.fail_on_cache_limit_hit = True
     # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.
     torch._dynamo.config.optimize_ddp = not any(getattr(part, "grad_checkpointing", False) for part in parts)
+    # Notes for the authors of the compiler; nobody who trains can act on them.
+    warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision tf32 allows it
     for module in modules:
         module.compile(dynamic=False)
     logger.info("the first step compiles the networks, which takes a minute or two")

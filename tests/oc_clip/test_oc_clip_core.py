@@ -310,12 +310,14 @@ def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("chunk_mb", "kept_share"), [(256, 1), (256, 0), (1e-9, 0)], ids=["kept", "large", "single"])
+@pytest.mark.parametrize("pads", [False, True])
 def test_scores_of_all_pairs_are_those_of_the_equations(
-    kind: str, training: bool, chunk_mb: float, kept_share: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, training: bool, chunk_mb: float, kept_share: float, pads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oc_binding, "KEPT_SHARE", kept_share)
     case = problem(**KINDS[kind], chunk_mb=chunk_mb)
     case.binding.train(training)
+    case.binding.pads_on = ("cpu",) if pads else ()
     ours = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
     assert_same(case, ours, expected_scores(case))
 
@@ -345,6 +347,16 @@ def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> No
     assert binding.chunks(counts, [30, *none[1:]], num_images=4)[0] == [[1, 4], [3], [2, 5], [0]]
 
 
+def test_with_padding_texts_of_similar_numbers_fill_a_chunk_within_the_bound() -> None:
+    binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0))
+    binding.chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
+    counts, none = [3, 1, 3, 2, 1, 3], [0] * 6
+    # Three texts of two entities need as much as two of three.
+    assert binding.chunks(counts, none, num_images=4, pads=True)[0] == [[1, 4, 3], [0, 2], [5]]
+    assert binding.chunks(counts, none, num_images=1, pads=True)[0] == [[1, 4, 3, 0, 2, 5]]
+    assert binding.chunks(counts, none, num_images=1000, pads=True)[0] == [[1], [4], [3], [0], [2], [5]]
+
+
 def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
     case = problem()
     graphs = case.graphs._replace(
@@ -372,6 +384,20 @@ def test_a_small_batch_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
         scores = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
         scores.sum().backward()
         assert len(calls) == times * len(set(ENTITIES))
+
+
+def test_padded_texts_are_bound_in_few_chunks_while_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    whole = Binding.chunk_slots
+    monkeypatch.setattr(Binding, "chunk_slots", lambda self, *inputs: calls.append(1) or whole(self, *inputs))
+    for training, times in ((True, 1), (False, len(set(ENTITIES)))):
+        calls.clear()
+        case = problem()
+        case.binding.train(training)
+        case.binding.pads_on = ("cpu",)
+        with torch.no_grad():
+            score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
+        assert len(calls) == times
 
 
 def test_while_training_a_chunk_keeps_its_scores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
