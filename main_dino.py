@@ -20,9 +20,10 @@ __all__ = ["check_options", "fill_in_defaults", "get_args_parser", "main", "trai
 
 def train_dino(args: argparse.Namespace) -> None:
     """Train DINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    from dino_sparo.dino import train  # not above: it imports torch, and --help need not wait for that
+    from dino_sparo.dino.train import DINOObjective  # not above: it imports torch, and --help need not wait for that
+    from dino_sparo.training.run import train
 
-    train.train(args)
+    train(args, DINOObjective)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

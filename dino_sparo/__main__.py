@@ -174,9 +174,10 @@ def train(args: argparse.Namespace) -> Any:
     dino-sparo train --data_path scenes --output_dir runs/first --arch vit_micro --patch_size 8 --epochs 5
     dino-sparo train --data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100
     """
-    from dino_sparo.dino.train import train
+    from dino_sparo.dino.train import DINOObjective
+    from dino_sparo.training.run import train
 
-    return train(args)
+    return train(args, DINOObjective)
 
 
 @command(TRAIN, simdino_options.get_args_parser)
@@ -186,9 +187,10 @@ def train_simdino(args: argparse.Namespace) -> Any:
     dino-sparo train-simdino --data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5
     dino-sparo train-simdino --data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128
     """
-    from dino_sparo.simdino.train import train
+    from dino_sparo.simdino.train import SimDINOObjective
+    from dino_sparo.training.run import train
 
-    return train(args)
+    return train(args, SimDINOObjective)
 
 
 @command(TRAIN, clip_options.get_args_parser)
@@ -198,9 +200,10 @@ def train_clip(args: argparse.Namespace) -> Any:
     dino-sparo train-clip --data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m
     dino-sparo train-clip --data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5
     """
-    from dino_sparo.clip.train import train
+    from dino_sparo.clip.train import CLIPObjective
+    from dino_sparo.training.run import train
 
-    return train(args)
+    return train(args, CLIPObjective)
 
 
 @command(TRAIN, oc_clip_options.get_args_parser)
@@ -210,9 +213,10 @@ def train_oc_clip(args: argparse.Namespace) -> Any:
     dino-sparo train-oc-clip --data_path scenes --output_dir runs/oc --preset oc-scenes
     dino-sparo train-oc-clip --data_path coco.json --graphs coco.jsonl --output_dir runs/coco --preset oc-coco
     """
-    from dino_sparo.oc_clip.train import train
+    from dino_sparo.oc_clip.train import OCCLIPObjective
+    from dino_sparo.training.run import train
 
-    return train(args)
+    return train(args, OCCLIPObjective)
 
 
 @command(TRAIN, None)

@@ -8,7 +8,6 @@ Slurm preempts the job, it saves between two steps, is requeued under the same n
 """
 
 import argparse
-import importlib
 import logging
 import os
 import re
@@ -17,8 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import submitit
 from submitit.helpers import DelayedSubmission, TorchDistributedEnvironment
@@ -32,6 +30,9 @@ from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
 from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
 from dino_sparo.training.options import require_paths
+
+if TYPE_CHECKING:
+    from dino_sparo.training.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,20 @@ PARSERS = {
 }
 
 
-def trainer_of(module: str) -> ModuleType:
-    """The module that trains an objective, with its `check_options` and `train`. Importing it imports torch."""
-    return importlib.import_module("dino_sparo.dino.train" if module == "main_dino" else module)
+def objective_of(module: str) -> "type[Objective[Any]]":
+    """The class of the objective that a trainer trains."""
+    from dino_sparo.clip.train import CLIPObjective  # not above: these import torch
+    from dino_sparo.dino.train import DINOObjective
+    from dino_sparo.oc_clip.train import OCCLIPObjective
+    from dino_sparo.simdino.train import SimDINOObjective
+
+    objectives: dict[str, type[Objective[Any]]] = {
+        "main_dino": DINOObjective,
+        "dino_sparo.simdino.train": SimDINOObjective,
+        "dino_sparo.clip.train": CLIPObjective,
+        "dino_sparo.oc_clip.train": OCCLIPObjective,
+    }
+    return objectives[module]
 
 
 class Trainer:
@@ -74,15 +86,17 @@ class Trainer:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
         import torch  # not above: submitting does not need torch
 
+        from dino_sparo.training.run import train
+
         job = submitit.JobEnvironment()
-        trainer = trainer_of(self.args.module)
+        objective_class = objective_of(self.args.module)
         with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":  # under Slurm, `runtime/launch.py` gives each attempt a port of its own
                 TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
             self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
-            trainer.train(self.args)
+            train(self.args, objective_class)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
     def checkpoint(self) -> DelayedSubmission:
@@ -306,7 +320,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     try:
         # Checked now, not after an hour in the queue.
         check_submission(args)
-        trainer_of(args.module).check_options(args)
+        objective_of(args.module).check_options(args)
         require_paths(args)
         if args.dry_run:
             say(batch_script(args))

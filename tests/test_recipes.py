@@ -9,15 +9,14 @@ import yaml
 
 from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
+from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.clip.train import build_model as build_clip
-from dino_sparo.clip.train import check_options as check_clip
 from dino_sparo.dino.options import fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
+from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.oc_clip.train import build_model as build_oc_clip
-from dino_sparo.oc_clip.train import check_options as check_oc_clip
 from dino_sparo.simdino.train import SimDINOObjective
-from dino_sparo.simdino.train import check_options as check_simdino
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 MILLIONS = {  # parameters of the encoder, of both of a CLIP
@@ -65,8 +64,8 @@ def test_a_recipe_of_a_paper_is_the_preset_of_its_name_and_its_networks_can_be_b
     assert {key: vars(args)[key] for key in presets[preset]} == presets[preset]
     by_preset = options_of("train-oc-clip" if is_oc_clip else "train-clip", "--preset", preset)
     assert vars(args) == {**vars(by_preset), "preset": None}
-    check, build = (check_oc_clip, build_oc_clip) if is_oc_clip else (check_clip, build_clip)
-    check(args)
+    kind, build = (OCCLIPObjective, build_oc_clip) if is_oc_clip else (CLIPObjective, build_clip)
+    kind.check_options(args)
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in build(args).parameters()) > 1e8
 
@@ -77,7 +76,7 @@ def test_the_recipe_of_simdino_is_the_authors_command_and_its_networks_can_be_bu
     as_lists = [{k: list(v) if isinstance(v, tuple) else v for k, v in vars(a).items()} for a in (args, defaults)]
     changed = {name for name, value in as_lists[0].items() if value != as_lists[1][name]}
     assert changed == {"readout", "arch", "local_crops_number"}
-    check_simdino(args)
+    SimDINOObjective.check_options(args)
     with torch.device("meta"):
         network = SimDINOObjective.build_network(args, args.drop_path_rate)
     assert sum(parameter.numel() for parameter in network.encoder.parameters()) == pytest.approx(85.8e6, abs=1e5)

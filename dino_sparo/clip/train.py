@@ -12,7 +12,7 @@ Options are those of `options.py`. A step is `image_text/step.py`, what all imag
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dino_sparo.clip import options
 from dino_sparo.clip.loss import clip_loss, require_products
 from dino_sparo.clip.model import CLIP, PATCH_SIZE, create_clip, is_frozen
-from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
@@ -28,19 +27,6 @@ from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import batch_accuracy
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.launch import Distributed
-from dino_sparo.training import run
-
-__all__ = ["check_options", "get_args_parser", "train"]
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Train CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, CLIPObjective, check_options, lambda _: vars(get_args_parser().parse_args([])))
 
 
 class CLIPObjective(PairObjective[PairBatch]):
@@ -54,6 +40,16 @@ class CLIPObjective(PairObjective[PairBatch]):
 
     model_name, model_key = "CLIP", "clip"
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
+
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
+        check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Those of `options.py`."""
+        return vars(options.get_args_parser().parse_args([]))
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         require_products(args.logits, process.device)

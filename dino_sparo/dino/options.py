@@ -4,13 +4,12 @@
 """
 
 import argparse
-from typing import Any
 
 from dino_sparo.distillation import options as shared
 from dino_sparo.distillation.options import check_options
 from dino_sparo.runtime.cli import Group, Option, Parser, whole_number
 
-__all__ = ["check_options", "defaults_of", "fill_in_defaults", "get_args_parser"]
+__all__ = ["check_options", "fill_in_defaults", "get_args_parser"]
 
 FREEZE_LAST_LAYER = 1  # the reference's default, which does not fit every run; see `fill_in_defaults`
 
@@ -56,8 +55,3 @@ def get_args_parser() -> Parser:
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:
     """`distillation.options.fill_in_defaults`; the prototypes must learn at least in the last epoch."""
     return shared.fill_in_defaults(args, {"freeze_last_layer": (FREEZE_LAST_LAYER, args.epochs - 1)})
-
-
-def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Fill in what depends on the run's length; returns all options as they would be by default."""
-    return {**vars(get_args_parser().parse_args([])), **fill_in_defaults(args)}

@@ -6,10 +6,8 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step i
 import argparse
 import math
 from collections.abc import Mapping
+from typing import Any
 
-import torch
-
-from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead
 from dino_sparo.dino.loss import DINOLoss, diagnose_collapse
@@ -17,25 +15,6 @@ from dino_sparo.dino.step import train_step
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
 from dino_sparo.runtime.launch import Distributed
-from dino_sparo.training import run
-from dino_sparo.training.objective import StepReport
-
-__all__ = ["check_options", "train"]
-
-DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of networks and loss."""
-    options.check_options(args)
-    with torch.device("meta"):  # takes no memory
-        DINOObjective.build_network(args, args.drop_path_rate)
-        DINOObjective.build_loss(args)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Train DINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, DINOObjective, check_options, options.defaults_of)
 
 
 class DINOObjective(DistillationObjective):
@@ -52,9 +31,27 @@ class DINOObjective(DistillationObjective):
     loss: DINOLoss
     koleo_weight: float = 0.0
 
+    step = train_step  # of algorithm 1
+
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
+
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
+        options.check_options(args)
+        super().check_options(args)
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Those of `options.py`."""
+        return vars(options.get_args_parser().parse_args([]))
+
+    @classmethod
+    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, int]:
+        """`options.fill_in_defaults`."""
+        return options.fill_in_defaults(args)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
@@ -81,11 +78,6 @@ class DINOObjective(DistillationObjective):
             args.epochs,
             chunk_size=args.loss_chunk,
         )
-
-    def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
-        """One step of algorithm 1; every few steps also the teacher's entropies."""
-        step_of_epoch = self.updater.step % self.sampler.steps_per_epoch
-        return train_step(self, batches, epoch, diagnose=is_last or step_of_epoch % DIAGNOSE_EVERY == 0)
 
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float

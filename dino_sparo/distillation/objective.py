@@ -16,9 +16,9 @@ from torch import nn
 
 from dino_sparo.data.dataset import Batch, require_labels
 from dino_sparo.data.sources.image_source import ImageSource
+from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
 from dino_sparo.distillation.network import DINONetwork
-from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
@@ -79,7 +79,7 @@ class DistillationObjective(Objective[Batch]):
         # Schedules: one value per step of the run.
         steps_per_epoch = self.sampler.steps_per_epoch
         steps, warmup_steps = args.epochs * steps_per_epoch, args.warmup_epochs * steps_per_epoch
-        peak_lr = args.lr * self.sampler.global_batch_size / REFERENCE_BATCH
+        peak_lr = args.lr * self.sampler.global_batch_size / options.REFERENCE_BATCH
         lr = cosine_schedule(peak_lr, args.min_lr, steps, warmup_steps)
         weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, steps)
         self.momentum = cosine_schedule(args.momentum_teacher, 1.0, steps)
@@ -102,6 +102,18 @@ class DistillationObjective(Objective[Batch]):
         millions = sum(parameter.numel() for parameter in student.parameters()) / 1e6
         summary, dtype = student.encoder.summary, self.updater.dtype
         logger.info("%s, %.1f M parameters with the head, %s on %s", summary, millions, dtype, process)
+
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse sizes of which no networks or loss can be built."""
+        with torch.device("meta"):  # takes no memory
+            cls.build_network(args, args.drop_path_rate)
+            cls.build_loss(args)
+
+    @classmethod
+    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, int]:
+        """`distillation.options.fill_in_defaults`."""
+        return options.fill_in_defaults(args, {})
 
     @staticmethod
     @abstractmethod
@@ -169,10 +181,15 @@ class DistillationObjective(Objective[Batch]):
                 "file (--init_from), from timm (--pretrained), or leave the option out"
             )
 
+    @property
+    def is_backbone_frozen(self) -> bool:
+        """Whether this step leaves the backbones of student and teacher as they are."""
+        return self.updater.step < self.frozen_steps
+
     def begin_step(self) -> None:
         """Begin a step of the updater; in frozen steps batch norm in the backbones keeps and uses its statistics."""
         self.updater.begin_step()
-        if self.updater.step < self.frozen_steps:  # every epoch begins in training mode
+        if self.is_backbone_frozen:  # every epoch begins in training mode
             for part in (*self.network.backbone.modules(), *self.teacher.backbone.modules()):
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
                     part.eval()

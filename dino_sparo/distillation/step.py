@@ -1,51 +1,48 @@
-"""The end of a step with a student and a teacher: gradients -> student -> teacher, its moving average.
+"""Before and after the optimizer's step: the student's gradients, and the teacher, its moving average.
 
-The forward passes and the loss are the objective's own, as in `dino/step.py`.
+`dino/step.py` and `simdino/train.py` call both functions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from dino_sparo.training.objective import StepReport
 from dino_sparo.training.optim import clip_gradients_
 
 if TYPE_CHECKING:
     from dino_sparo.distillation.objective import DistillationObjective
 
 
-def finish_step(
-    objective: "DistillationObjective",
-    losses: Sequence[Tensor],
-    scalars: Mapping[str, Tensor],
-    frozen: Sequence[nn.Module] = (),
-) -> StepReport:
-    """Clip the gradients, update student and teacher, report the step.
-
-    `objective.momentum`, the teacher's momentum for each step, is built in `distillation/objective.py`.
+def clip_student(
+    objective: "DistillationObjective", loss: Float[Tensor, ""], frozen: Sequence[nn.Module] = ()
+) -> Float[Tensor, ""]:
+    """Clip the student's gradients, drop those of frozen parts; returns their norm before clipping.
 
     Args:
         objective: changed in place.
-        losses: of the micro-batches, detached.
-        scalars: numbers to log beside the loss.
+        loss: of the step, detached; one that is not finite stops the optimizer.
         frozen: parts of the student that this step does not train, beside the backbone of the first epochs.
     """
-    updater = objective.updater
-    loss = torch.stack(list(losses)).mean()
-    grad_norms = updater.finish_gradients(loss)
+    norms = objective.updater.finish_gradients(loss)
     if objective.clip_grad:
-        clip_gradients_(updater.parameters, objective.clip_grad, grad_norms)
-    is_frozen = updater.step < objective.frozen_steps
-    for module in (*frozen, *([objective.network.backbone] if is_frozen else [])):
+        clip_gradients_(objective.updater.parameters, objective.clip_grad, norms)
+    for module in (*frozen, *([objective.network.backbone] if objective.is_backbone_frozen else [])):
         module.zero_grad()  # without gradients the optimizer does not change the parameters, not even by decay
-    updater.update()
+    return norms.norm()
+
+
+def move_teacher(objective: "DistillationObjective") -> dict[str, float]:
+    """Move the teacher towards the updated student and count the step; returns the schedules' values, for the log."""
+    updater = objective.updater
     momentum = float(objective.momentum[updater.step])
-    ema_update_(objective.teacher, objective.network, momentum, ("backbone.",) if is_frozen else ())
-    rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
+    frozen = ("backbone.",) if objective.is_backbone_frozen else ()
+    ema_update_(objective.teacher, objective.network, momentum, frozen)
+    values = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
     updater.step += 1
-    return StepReport(loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **scalars})
+    return values
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
-from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective, StepReport
+from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule, create_optimizer, layer_factors, split_by_factor
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
@@ -76,6 +76,8 @@ class PairObjective(Objective[AnyBatch]):
     harmless_options: ClassVar[Sequence[str]] = (
         *("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps"),
     )
+
+    step = train_step  # of `step.py`
 
     def __init__(self, args: argparse.Namespace, process: Distributed, *forms: Callable[..., Any]) -> None:
         # Pairs of images and texts.
@@ -159,10 +161,6 @@ class PairObjective(Objective[AnyBatch]):
     def normalized(self, images: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """8-bit pixels -> input of the image encoder."""
         return (images.float() / 255 - self.mean) / self.std
-
-    def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
-        """One contrastive step."""
-        return train_step(self, batches)
 
     @property
     def model_description(self) -> dict[str, Any]:

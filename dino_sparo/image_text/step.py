@@ -61,8 +61,10 @@ def batch_accuracy(scores: Float[Tensor, "B B"]) -> Float[Tensor, ""]:
     return (scores.detach().argmax(dim=1) == torch.arange(len(scores), device=scores.device)).float().mean()
 
 
-def train_step(objective: "PairObjective[Any]", batches: Sequence[Any]) -> StepReport:
-    """Forward, loss, backward, update.
+def train_step(
+    objective: "PairObjective[Any]", batches: Sequence[Any], epoch: int = 0, is_last: bool = False
+) -> StepReport:
+    """Forward, loss, backward, update; every step is the same, whatever its `epoch` and whether it `is_last`.
 
     With several micro-batches the gradients are those of one batch that holds them all: every pair is compared with all
     pairs of the step. Nothing is read from the device. After a loss or gradients that are not finite, on any rank, the

@@ -38,28 +38,14 @@ from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.loss import graphs_of_all_ranks, local_loss
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
-from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.launch import Distributed, rank, world_size
-from dino_sparo.training import run
-
-__all__ = ["check_options", "get_args_parser", "train"]
 
 logger = logging.getLogger(__name__)
 
 SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant to start from trained weights
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-    check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Train OC-CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, OCCLIPObjective, check_options, lambda _: vars(get_args_parser().parse_args([])))
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
@@ -76,6 +62,16 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         "num_dropped_relations": "dropped_relations",
     }
     harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
+
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
+        check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Those of `options.py`."""
+        return vars(options.get_args_parser().parse_args([]))
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}

@@ -1,7 +1,6 @@
 """The options of SimDINO's training, in data-flow order, and their checks; names are RobinWu218/SimDINO's."""
 
 import argparse
-from typing import Any
 
 from dino_sparo.distillation import options as shared
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
@@ -26,12 +25,7 @@ def get_args_parser() -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit; `ValueError` names the option and a remedy."""
+    """Refuse options that do not fit, shared ones included; `ValueError` names the option and a remedy."""
     shared.check_options(args)
     if args.eps <= 0:
         raise ValueError(f"--eps {args.eps}: the coding rate needs a positive number, usually 0.05 to 0.5")
-
-
-def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Fill in what depends on the run's length; returns all options as they would be by default."""
-    return {**vars(get_args_parser().parse_args([])), **shared.fill_in_defaults(args, {})}

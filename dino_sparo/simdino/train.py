@@ -5,6 +5,7 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`.
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,27 +15,12 @@ from torch.nn import functional as F
 from dino_sparo.data.dataset import Batch
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork, mlp
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
-from dino_sparo.distillation.step import finish_step
+from dino_sparo.distillation.step import clip_student, move_teacher
 from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
 from dino_sparo.simdino.loss import SimDINOLoss
-from dino_sparo.training import run
 from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.objective import StepReport
-
-__all__ = ["check_options", "train"]
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, before a job waits in a queue: ranges, and sizes of the networks."""
-    options.check_options(args)
-    with torch.device("meta"):  # takes no memory
-        SimDINOObjective.build_network(args, args.drop_path_rate)
-
-
-def train(args: argparse.Namespace) -> None:
-    """Train SimDINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
-    run.train(args, SimDINOObjective, check_options, options.defaults_of)
 
 
 class SimDINOHead(nn.Module):
@@ -67,6 +53,17 @@ class SimDINOObjective(DistillationObjective):
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
 
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse options that do not fit, and sizes of which no networks can be built."""
+        options.check_options(args)
+        super().check_options(args)
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Those of `options.py`."""
+        return vars(options.get_args_parser().parse_args([]))
+
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
         """Student or teacher from the options, with random weights."""
@@ -97,7 +94,10 @@ class SimDINOObjective(DistillationObjective):
             "compression": torch.stack([term.compression for term in terms]).mean(),
             "expansion": torch.stack([term.expansion for term in terms]).mean(),
         }
-        return finish_step(self, [term.loss.detach() for term in terms], means)
+        loss = torch.stack([term.loss.detach() for term in terms]).mean()
+        means["grad_norm"] = clip_student(self, loss)
+        updater.update()
+        return StepReport(loss, updater.nonfinite.clone(), {**move_teacher(self), **means})
 
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float

@@ -105,6 +105,21 @@ class Objective(ABC, Generic[AnyBatch]):
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         """Build everything from the options; ValueError where they do not fit each other or the data."""
 
+    @classmethod
+    @abstractmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse options that do not fit each other, with a ValueError, before anything is opened or queued."""
+
+    @classmethod
+    @abstractmethod
+    def default_options(cls) -> dict[str, Any]:
+        """All options by name with their defaults, for the log and for config.yaml."""
+
+    @classmethod
+    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, Any]:
+        """Set options that are None because their default depends on others; returns the values, by name."""
+        return {}
+
     @property
     @abstractmethod
     def networks(self) -> dict[str, nn.Module]:

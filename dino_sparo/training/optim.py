@@ -170,27 +170,3 @@ def clip_gradients_(
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parameters"]:
     """The norm of every gradient that exists; not finite where the gradient is not."""
     return torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
-
-
-@torch.no_grad()
-def step_unless(flag: Float[Tensor, ""], optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of an optimizer of `OPTIMIZERS`, which changes nothing if `flag`, on the device, is not zero.
-
-    torch's fused AdamW takes the flag as an overflow of the gradient scaler. The step of SGD and LARS is undone, which
-    takes the memory of weights and momenta once more. torch's fused SGD could take the flag too, but fails on
-    parameters that join later, as the head's last layer does.
-    """
-    if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
-        optimizer.step()
-        return
-    moving = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
-    weights = [weight.clone() for weight in moving]
-    states = [{name: value.clone() for name, value in optimizer.state[weight].items()} for weight in moving]
-    optimizer.step()
-    for weight, old_weight, old_state in zip(moving, weights, states, strict=True):
-        weight.copy_(torch.where(flag > 0, old_weight, weight))
-        for name, value in optimizer.state[weight].items():
-            # Momentum starts from zero.
-            old_value = old_state[name] if name in old_state else torch.zeros_like(value)
-            value.copy_(torch.where(flag > 0, old_value, value))

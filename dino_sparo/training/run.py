@@ -1,13 +1,12 @@
 """The life of a run of any objective: build, resume, epochs, evaluations, checkpoints.
 
-`train` is called by each objective, as in `dino/train.py`. The same command resumes a run.
+The commands of `__main__.py` call `train` with the class of an objective. The same command resumes a run.
 """
 
 import argparse
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -36,12 +35,7 @@ logger = logging.getLogger(__name__)
 MUCH_TO_LOSE_S = 60.0
 
 
-def train(
-    args: argparse.Namespace,
-    objective_class: type[Objective[Any]],
-    check_options: Callable[[argparse.Namespace], None],
-    defaults_of: Callable[[argparse.Namespace], dict[str, Any]],
-) -> None:
+def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
     """Build a run from the options, resume if there is a checkpoint, train.
 
     SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint. `train_one_epoch` saves an
@@ -50,8 +44,6 @@ def train(
     Args:
         args: the options.
         objective_class: class of the objective.
-        check_options: refuses options that do not fit, before anything is opened.
-        defaults_of: sets options whose defaults depend on the run, and returns the defaults of all, for the log.
 
     Raises:
         ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
@@ -68,11 +60,10 @@ def train(
         compile_failures_named(),
         RunLock(args.output_dir) as lock,
     ):
-        run = build(args, objective_class, check_options, defaults_of, signals, lock)
+        run = build(args, objective_class, signals, lock)
         log_step = resume(run)
-        config = config_text(
-            {name: given[name] for name in defaults_of(args) if name != "local_rank"}, objective_class.command
-        )
+        names = objective_class.default_options().keys() - {"local_rank"}
+        config = config_text({name: given[name] for name in given if name in names}, objective_class.command)
         on_rank_0(lambda: write_text(config, Path(args.output_dir) / "config.yaml"), "writing config.yaml")
         begin, sampler = time.monotonic(), run.objective.sampler
         end_step = args.epochs * sampler.steps_per_epoch
@@ -104,24 +95,18 @@ def train(
         logger.info("done: %d steps in %.0f s, %s", run.step, time.monotonic() - begin, run.checkpoints.newest)
 
 
-def build(
-    args: argparse.Namespace,
-    objective_class: type[Objective[Any]],
-    check_options: Callable[[argparse.Namespace], None],
-    defaults_of: Callable[[argparse.Namespace], dict[str, Any]],
-    signals: StopSignals,
-    lock: RunLock,
-) -> Run:
+def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signals: StopSignals, lock: RunLock) -> Run:
     """Processes, lock, log, precision, objective: everything that a run needs before its first step."""
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     require_same_options(vars(args))
     output_dir = Path(args.output_dir)
     with all_or_none(f"preparing {output_dir}"):
-        check_options(args)
+        objective_class.check_options(args)
         lock.acquire()
         setup_logging(output_dir)
     set_tf32(args.precision == "tf32")
-    log_options(vars(args), defaults_of(args))
+    filled_in = objective_class.fill_in_defaults(args)
+    log_options(vars(args), {**objective_class.default_options(), **filled_in})
     objective = objective_class(args, process)
     if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
         compile_networks(objective)

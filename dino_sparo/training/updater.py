@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.launch import rank
-from dino_sparo.training.optim import gradient_norms, step_unless
+from dino_sparo.training.optim import gradient_norms
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
@@ -106,12 +106,36 @@ class Updater:
         self.nonfinite.clamp_(min=is_bad.float())
         return norms
 
+    @torch.no_grad()
     def update(self) -> None:
-        """Let the optimizer change the weights, unless something was not finite."""
-        # `GradScaler.step` would read the device, but for fused optimizers, and knows of this step's gradients alone.
-        step_unless(torch.maximum(self.nonfinite, self.overflow), self.optimizer)
+        """Let the optimizer change the weights, unless something was not finite.
+
+        torch's fused AdamW takes the flag as an overflow of the gradient scaler. (`GradScaler.step` itself reads the
+        device for other optimizers, and forgets earlier steps.) The step of SGD and LARS is undone, which takes the
+        memory of weights and momenta once more. torch's fused SGD could take the flag too, but fails on parameters
+        that join later, as the head's last layer does.
+        """
+        flag = torch.maximum(self.nonfinite, self.overflow)
+        is_adamw = isinstance(self.optimizer, torch.optim.AdamW)
+        if is_adamw:
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, flag  # type: ignore[attr-defined]
+        before = {} if is_adamw else self._copies()
+        self.optimizer.step()
+        for weight, (old_weight, old_state) in before.items():
+            weight.copy_(torch.where(flag > 0, old_weight, weight))
+            for name, value in self.optimizer.state[weight].items():
+                # Momentum starts from zero.
+                old_value = old_state[name] if name in old_state else torch.zeros_like(value)
+                value.copy_(torch.where(flag > 0, old_value, value))
         if self.scaler is not None:
             self.scaler.update()
+
+    def _copies(self) -> dict[nn.Parameter, tuple[Tensor, dict[str, Tensor]]]:
+        """Copies of the weights that the next step changes, and of the optimizer's state of each."""
+        weights = (weight for group in self.optimizer.param_groups for weight in group["params"])
+        moving = [weight for weight in weights if weight.grad is not None]
+        states = [{name: value.clone() for name, value in self.optimizer.state[weight].items()} for weight in moving]
+        return {weight: (weight.clone(), state) for weight, state in zip(moving, states, strict=True)}
 
     def hyperparameter(self, name: str) -> float:
         """The first group's value of a schedule at this step."""

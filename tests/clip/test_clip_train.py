@@ -30,9 +30,8 @@ from runs import ROOT, assert_same_run, epochs_of
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.clip.loss import clip_loss
-from dino_sparo.clip.options import PRESETS
-from dino_sparo.clip.train import CLIPObjective, check_options, get_args_parser, train
-from dino_sparo.image_text import objective
+from dino_sparo.clip.options import PRESETS, get_args_parser
+from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.image_text.objective import ModelPart, micro_batch_size, param_groups, updater_of_parts
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
@@ -42,6 +41,7 @@ from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.optim import create_optimizer
+from dino_sparo.training.run import train
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
 
@@ -74,7 +74,7 @@ def options(output_dir: Path, **changes: object) -> list[str]:
 
 
 def run(output_dir: Path, **changes: object) -> Path:
-    train(get_args_parser().parse_args(options(output_dir, **changes)))
+    train(get_args_parser().parse_args(options(output_dir, **changes)), CLIPObjective)
     return output_dir
 
 
@@ -299,14 +299,14 @@ def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, t
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_then_signal(training: CLIPObjective, batches: list[PairBatch]) -> object:
-        report = take_step(training, batches)
+    def step_then_signal(training: CLIPObjective, batches: list[PairBatch], epoch: int, is_last: bool) -> object:
+        report = take_step(training, batches, epoch, is_last)
         if training.updater.step == 6:
             os.kill(os.getpid(), signal.SIGUSR2)
         return report
 
-    take_step = objective.train_step
-    monkeypatch.setattr(objective, "train_step", step_then_signal)
+    take_step = CLIPObjective.step
+    monkeypatch.setattr(CLIPObjective, "step", step_then_signal)
     with pytest.raises(RunStopped, match="stopped by SIGUSR2 after step") as stopped:
         run(tmp_path / "parts")
     assert stopped.value.status == 128 + signal.SIGUSR2
@@ -422,13 +422,13 @@ def test_the_learning_rate_warms_up_per_step_and_falls_as_a_cosine(
 ) -> None:
     rates = []
 
-    def noted(training: CLIPObjective, batches: list[PairBatch]) -> object:
-        report = take_step(training, batches)
+    def noted(training: CLIPObjective, batches: list[PairBatch], epoch: int, is_last: bool) -> object:
+        report = take_step(training, batches, epoch, is_last)
         rates.append(training.updater.optimizer.param_groups[0]["lr"])
         return report
 
-    take_step = objective.train_step
-    monkeypatch.setattr(objective, "train_step", noted)
+    take_step = CLIPObjective.step
+    monkeypatch.setattr(CLIPObjective, "step", noted)
     run(tmp_path, warmup_steps=4, lr=0.01, min_lr=0.002)
     # OpenCLIP's: lr (i + 1) / 4, then the cosine from its top.
     expected = [0.0025, 0.005, 0.0075, 0.01] + [0.002 + 0.008 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(8)]
@@ -634,7 +634,7 @@ def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog:
 
 def parsed(*words: str) -> argparse.Namespace:
     args = get_args_parser().parse_args(list(words))
-    check_options(args)
+    CLIPObjective.check_options(args)
     return args
 
 

@@ -23,7 +23,6 @@ import main_dino
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.sources import CorruptImageError, open_source
-from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.runtime import preemption
@@ -212,13 +211,13 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
 ) -> None:
     """Stopped again and again, each time after one more step, it still writes the very same log."""
     run(tmp_path / "whole", drop_path_rate=0.3)
-    take, stops = dino_train.train_step, 0
+    take, stops = DINOObjective.step, 0
 
     def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
         os.kill(os.getpid(), signal.SIGTERM)
         return take(*arguments, **options)
 
-    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(DINOObjective, "step", take_and_be_stopped)
     for stops in range(1, 12):
         with pytest.raises(RunStopped, match=f"SIGTERM after step {stops}, which is saved"):
             run(tmp_path / "parts", drop_path_rate=0.3, num_workers=stops % 2)
@@ -238,7 +237,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
-    take, evaluate, save = dino_train.train_step, images.evaluate_knn, Run.save
+    take, evaluate, save = DINOObjective.step, images.evaluate_knn, Run.save
     steps, evaluations, saves = 0, 0, 0
 
     def be_stopped(it_is_time: bool) -> None:
@@ -267,7 +266,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
 
     changes = {"knn_freq": 1, "epochs": 2, "data_path": "scenes:104:32", "batch_size_per_gpu": 24, "saveckp_freq": 1}
     run(tmp_path / "whole", **changes)
-    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(DINOObjective, "step", take_and_be_stopped)
     monkeypatch.setattr(Run, "save", save_and_be_stopped)
     monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
     with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
@@ -505,8 +504,8 @@ def test_after_gradients_that_are_not_finite_student_optimizer_and_center_stay_a
 
     run(tmp_path, max_steps=4, optimizer=optimizer, momentum_teacher=0.5)
     saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
-    take, finish = dino_train.train_step, Updater.finish_gradients
-    monkeypatch.setattr(dino_train, "train_step", note)
+    take, finish = DINOObjective.step, Updater.finish_gradients
+    monkeypatch.setattr(DINOObjective, "step", note)
     monkeypatch.setattr(Updater, "finish_gradients", spoil)
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
     with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):

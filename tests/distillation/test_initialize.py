@@ -15,7 +15,7 @@ import main_dino
 from dino_sparo import CheckpointError, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
-from dino_sparo.dino.options import check_options, defaults_of
+from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.launch import Distributed
@@ -38,7 +38,7 @@ TINY = (
 
 def options(*words: object) -> argparse.Namespace:
     args = main_dino.get_args_parser().parse_args([*TINY.split(), *map(str, words)])
-    defaults_of(args)
+    fill_in_defaults(args)
     check_options(args)
     return args
 
@@ -290,9 +290,10 @@ def test_statistics_of_batch_norm_stay_in_frozen_epochs_and_move_afterwards(meth
     words += ["--arch", "timm/test_resnet", "--patch_size", "32", "--readout", "gap", "--global_crops_size", "64"]
     words += ["--local_crops_size", "32", "--freeze_backbone_epochs", "1", "--init_from", str(tmp_path / "raw.pth")]
     args = method.get_args_parser().parse_args(words)
-    method.defaults_of(args)
-    method.check_options(args)
-    dino = (DINOObjective if is_dino else SimDINOObjective)(args, Distributed(0, 1, 0, CPU))
+    objective_class = DINOObjective if is_dino else SimDINOObjective
+    objective_class.fill_in_defaults(args)
+    objective_class.check_options(args)
+    dino = objective_class(args, Distributed(0, 1, 0, CPU))
     dino.initialize()
     backbones = dino.network.backbone, dino.teacher.backbone
     before = [copy.deepcopy(dict(backbone.named_buffers())) for backbone in backbones]

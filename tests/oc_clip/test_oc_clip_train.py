@@ -43,7 +43,6 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import create_clip, tokenize
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.image_text import objective
 from dino_sparo.image_text.pairs.batches import PairDataset, PairTransform
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts, train_step
@@ -374,15 +373,15 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
 def test_each_part_has_its_own_learning_rate_and_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: dict[str, list[float]] = {}
 
-    def noted(training: OCCLIPObjective, batches: list[GraphPairBatch]) -> object:
-        report = take_step(training, batches)
+    def noted(training: OCCLIPObjective, batches: list[GraphPairBatch], epoch: int, is_last: bool) -> object:
+        report = take_step(training, batches, epoch, is_last)
         rate = {id(p): group["lr"] for group in training.updater.optimizer.param_groups for p in group["params"]}
         for name, parameter in training.network.named_parameters():
             rates.setdefault(name, []).append(rate[id(parameter)])
         return report
 
-    take_step = objective.train_step
-    monkeypatch.setattr(objective, "train_step", noted)
+    take_step = OCCLIPObjective.step
+    monkeypatch.setattr(OCCLIPObjective, "step", noted)
     asked = {"lr": 0.01, "lr_image": 0.0001, "lr_text": 0.001, "warmup_steps": 2, "warmup_image": 4, "warmup_text": 3}
     run(tmp_path, **asked)
 
@@ -717,9 +716,9 @@ def test_given_learning_rates_win_over_the_presets_and_lr_is_that_of_parts_witho
 def test_the_scenes_preset_builds_and_trains(tmp_path: Path) -> None:
     words = ["--preset", "oc-scenes", "--data_path", "scenes:8:48", "--batch_size", "4", "--max_steps", "1"]
     words += ["--num_workers", "0", "--device", "cpu", "--output_dir", str(tmp_path)]
-    from dino_sparo.oc_clip.train import train
+    from dino_sparo.training.run import train
 
-    train(get_args_parser().parse_args(words))
+    train(get_args_parser().parse_args(words), OCCLIPObjective)
     assert load_oc_clip(tmp_path / "checkpoint.pth").model.config.binding.dim == 64
 
 

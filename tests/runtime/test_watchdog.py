@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from runs import options
 
-from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.options import get_args_parser
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime import watchdog as watchdog_file
 from dino_sparo.runtime.faults import FAULT_STATUS
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training import run as training_run
+from dino_sparo.training.run import train
 from dino_sparo.weights.checkpoint import load_checkpoint
 
 
@@ -116,11 +117,11 @@ def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.2)
     monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
-    monkeypatch.setattr(dino_train.DINOObjective, "after_epoch", hang)
+    monkeypatch.setattr(DINOObjective, "after_epoch", hang)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
     words = options(tmp_path, knn_freq=1, epochs=2, dist_timeout_min=0.02)
     with pytest.raises(EndedError):
-        dino_train.train(get_args_parser().parse_args(words))
+        train(get_args_parser().parse_args(words), DINOObjective)
     assert statuses == [FAULT_STATUS]
     assert "nothing has moved" in caplog.text
     checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")

@@ -18,10 +18,11 @@ from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import JsonLines, graph_record
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
-from dino_sparo.oc_clip.train import OCCLIPObjective, train
+from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import create_optimizer
+from dino_sparo.training.run import train
 from dino_sparo.training.updater import Updater
 
 COMMAND = "train-oc-clip"
@@ -39,7 +40,7 @@ TINY: dict[str, object] = {
 
 def run(output_dir: Path, **changes: object) -> Path:
     """Train in this process; options without a value are given as ""."""
-    train(get_args_parser().parse_args(options(output_dir, COMMAND, **{**TINY, **changes})))
+    train(get_args_parser().parse_args(options(output_dir, COMMAND, **{**TINY, **changes})), OCCLIPObjective)
     return output_dir
 
 

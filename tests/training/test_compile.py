@@ -31,7 +31,7 @@ def small_training(folder: Path, **changes: object) -> tuple[DINOObjective, Batc
     """DINO on crops of two sizes that are distorted within the step, and a batch."""
     words = options(folder, batch_size_per_gpu=2, distort_on="device", **changes)
     args = dino_options.get_args_parser().parse_args(words)
-    dino_options.defaults_of(args)
+    dino_options.fill_in_defaults(args)
     training = DINOObjective(args, Distributed(0, 1, 0, CPU))
     for network in training.networks.values():
         network.train()

@@ -55,7 +55,7 @@ def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[D
     """The default model, loss and crops at batch 64 on the GPU."""
     monkeypatch.setattr("dino_sparo.training.images.choose_precision", lambda *_: PRECISIONS[precision])
     args = dino_options.get_args_parser().parse_args([])
-    dino_options.defaults_of(args)
+    dino_options.fill_in_defaults(args)
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there
     monkeypatch.setattr("dino_sparo.distillation.objective.open_crops", lambda *_: no_data(10, 64))
     with GPU:

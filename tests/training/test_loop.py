@@ -11,8 +11,8 @@ import torch
 from runs import options
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.options import get_args_parser
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training import run
@@ -27,7 +27,7 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
 ) -> None:
     """The bug: it was written when the ranks had just agreed and the device had nothing to do."""
     events: list[str] = []
-    take_step, write, save = dino_train.train_step, RunLog.scalars, Run.save
+    take_step, write, save = DINOObjective.step, RunLog.scalars, Run.save
 
     def scalars(log: RunLog, values: Any, step: int) -> None:
         if "train/loss" in values:
@@ -38,12 +38,12 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
         events.append(f"step {training.updater.step + 1}")
         return take_step(training, *args, **kwargs)
 
-    monkeypatch.setattr(dino_train, "train_step", step)
+    monkeypatch.setattr(DINOObjective, "step", step)
     monkeypatch.setattr(RunLog, "scalars", scalars)
     monkeypatch.setattr(Run, "save", lambda *args: (events.append("save"), save(*args)))
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     changes = {"batch_size_per_gpu": 12, "epochs": 1, "warmup_epochs": 0, "saveckp_minutes": minutes}
-    dino_train.train(get_args_parser().parse_args(options(tmp_path, **changes)))
+    run.train(get_args_parser().parse_args(options(tmp_path, **changes)), DINOObjective)
     if minutes:
         assert events == ["step 1", "log 1", "save", "step 2", "log 2", "save", "step 3", "log 3", "save"]
     else:
@@ -93,5 +93,5 @@ def test_a_run_sets_tf32_itself_whatever_it_finds(
     monkeypatch.setattr(run, "Run", lambda *_: pytest.exit("ready"))
     words = options(tmp_path, precision="tf32" if allowed else "fp32")
     with pytest.raises(pytest.exit.Exception, match="ready"):
-        dino_train.train(get_args_parser().parse_args(words))
+        run.train(get_args_parser().parse_args(words), DINOObjective)
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (allowed, allowed)

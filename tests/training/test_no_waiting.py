@@ -48,7 +48,7 @@ def _meta_is_a_device_to_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def dino(tmp_path: Path, parts: int = 1, fp16: bool = False, **changes: object) -> Step:
     words = options(tmp_path, "train", batch_size_per_gpu=2, grad_accum_steps=parts, **changes)
     args = dino_options.get_args_parser().parse_args(words)
-    dino_options.defaults_of(args)
+    dino_options.fill_in_defaults(args)
     training = dino_train.DINOObjective(args, PROCESS)
     if fp16:  # its scaler; `meta` has no autocast
         training.updater.scaler = torch.amp.GradScaler(DEVICE.type)

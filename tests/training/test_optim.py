@@ -11,6 +11,7 @@ from torch import nn
 
 import dino_sparo
 from dino_sparo.training import optim
+from dino_sparo.training.updater import Updater
 
 
 def schedule(base: float, final: float, total_steps: int, warmup_steps: int, start: float) -> np.ndarray:
@@ -145,7 +146,9 @@ def after_steps(kind: str, steps: int, last_flag: float | None = None) -> list[t
     for step in range(steps):
         matrix.grad, vector.grad = torch.randn(3, 5), torch.randn(7)
         if step == steps - 1 and last_flag is not None:
-            optim.step_unless(torch.tensor(last_flag), optimizer)
+            updater = Updater(optimizer, [], [matrix, vector], torch.device("cpu"))
+            updater.nonfinite.fill_(last_flag)
+            updater.update()
         else:
             optimizer.step()
     return [matrix.detach(), vector.detach(), *(v for state in optimizer.state.values() for v in state.values())]
