@@ -57,8 +57,8 @@ def test_the_numbers_of_parameters_and_bytes_of_a_step_are_those_of_the_default_
 def test_the_ranks_agree_by_as_many_bytes_as_the_benchmarks_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(preemption, "all_reduce_sum", lambda tensor: sent.append(tensor) or tensor)
-    # As `UnreadReports.sums`: `nonfinite`, and what DINO counts.
-    Agreement(StopSignals(), 30.0, torch.device("cpu")).decide((0.0, *map(float, range(len(DINOObjective.counters)))))
+    counts = {"nonfinite": 0.0, **dict.fromkeys(DINOObjective.counters, 0.0)}
+    Agreement(StopSignals(), 30.0, torch.device("cpu")).decide(counts)
     (tensor,) = sent
     assert f"| {tensor.nbytes} bytes | {tensor.numel()} numbers of {tensor.element_size()} bytes |" in COSTS
 

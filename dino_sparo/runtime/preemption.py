@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -110,12 +110,12 @@ class Decision:
     Attributes:
         stop: the signal that ends the run, or None.
         save: whether a checkpoint is due.
-        counts: the argument of `Agreement.decide`, summed over the ranks.
+        counts: the argument of `Agreement.decide`, summed over the ranks, by name.
     """
 
     stop: signal.Signals | None
     save: bool
-    counts: tuple[float, ...]
+    counts: dict[str, float]
 
 
 class Agreement:
@@ -141,22 +141,21 @@ class Agreement:
         self.steps_since += 1
         return self.steps_since >= self.interval
 
-    def decide(self, counts: Sequence[Tensor | float] = ()) -> Decision:
+    def decide(self, counts: Mapping[str, Tensor | float] | None = None) -> Decision:
         """Exchange signals, the clock and `counts`, which are summed; every rank calls this after the same step."""
+        counts = counts or {}
         now = time.monotonic()
         wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
         interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
         received = self.signals.heard()
-        own = [
-            *(float(signum in received) for signum in STOP_SIGNALS),
-            *((float(wants_save), float(interval)) if is_main() else (0.0, 0.0)),
-        ]
-        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (*own, *counts)]
-        *heard, save, agreed_interval = (summed := all_reduce_sum(torch.stack(values)).tolist())[: len(own)]
-        self.interval, self.steps_since, self.last_time = int(agreed_interval), 0, time.monotonic()
-        stop = next((signum for signum, count in zip(STOP_SIGNALS[::-1], heard[::-1], strict=True) if count), None)
-        return Decision(stop, save > 0, tuple(summed[len(own) :]))
+        own: dict[Any, Tensor | float] = {signum: float(signum in received) for signum in STOP_SIGNALS}
+        own |= {"save": float(wants_save and is_main()), "interval": float(interval * is_main()), **counts}
+        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in own.values()]
+        summed = dict(zip(own, all_reduce_sum(torch.stack(values)).tolist(), strict=True))
+        self.interval, self.steps_since, self.last_time = int(summed["interval"]), 0, time.monotonic()
+        stop = next((signum for signum in reversed(STOP_SIGNALS) if summed[signum]), None)
+        return Decision(stop, summed["save"] > 0, {name: summed[name] for name in counts})
 
     def stop_between_steps(self) -> signal.Signals | None:
         """A decision outside of the steps, for instance before an evaluation; another one follows the next step."""

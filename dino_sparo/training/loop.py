@@ -12,9 +12,7 @@ docs/architecture.md lists every call from here to the optimizer.
 import contextlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from signal import Signals
 from typing import Any
 
@@ -65,38 +63,48 @@ def train_one_epoch(
     last_step = min((epoch + 1) * sampler.steps_per_epoch, end_step)
     batches_on_device = to_device(objective.loader, updater.device)
     clock = EpochClock(sampler.steps_per_epoch, end_step, updater.device)
-    unread, stop = UnreadReports(), None
-    numbers: list[tuple[int, dict[str, float]]] = []
+    unread, stop = UnreadReports(objective), None
     while updater.step < last_step and stop is None:
         watchdog.beat()
         batches = clock.fetch(batches_on_device, updater.accum_steps)
         is_measured = run.args.memory_report and run.step == run.first_step
         with memory_report(objective) if is_measured else contextlib.nullcontext():
             report = objective.step(batches, epoch, is_last=updater.step == last_step - 1)
-        write(log, numbers)  # of the steps before: meanwhile the device computes this one
+        unread.log_numbers(log)  # of the steps before: meanwhile the device computes this one
         run.meters.update(loss=report.loss, **report.scalars)
-        unread.add(updater.step, report, batches, objective)
+        unread.add(updater.step, report, batches)
         num_items = world_size() * sum(len(batch.indices) for batch in batches)
         clock.tick(updater.step, epoch, num_items, report.loss)
         is_end = updater.step == last_step
-        if not run.agreement.is_due() and not is_end:
-            continue
-        nonfinite, *counts = (decision := run.agreement.decide(unread.sums(objective))).counts
-        if nonfinite:
-            raise_nonfinite(unread, objective, epoch)
-        run.counts = {name: run.counts[name] + int(n) for name, n in zip(objective.counters, counts, strict=True)}
-        check_unreadable(run)
-        objective.watch_counts(run.counts, (run.step - epoch * sampler.steps_per_epoch) * sampler.global_batch_size)
-        numbers, stop = unread.read(), decision.stop
-        if is_end or decision.save or stop is not None:
-            write(log, numbers)  # before the checkpoint that counts these steps
-            if updater.step % sampler.steps_per_epoch:
-                run.save_patiently(watchdog)
+        if run.agreement.is_due() or is_end:
+            stop = agree(run, unread, epoch, is_end, log, watchdog)
     counts_by_name = {objective.counters[name]: count for name, count in run.counts.items()}
     means = {**run.meters.means(), **clock.speed(), **counts_by_name}
     if updater.step % sampler.steps_per_epoch == 0:
         run.begin_epoch()
     return means, stop
+
+
+def agree(
+    run: Run, unread: "UnreadReports", epoch: int, is_end: bool, log: RunLog, watchdog: Watchdog
+) -> Signals | None:
+    """Exchange the reports since the last agreement with all ranks, and save the run if a checkpoint is due.
+
+    Returns the signal that ends the run, if there is one; `train_one_epoch` lists the errors.
+    """
+    objective, sampler = run.objective, run.objective.sampler
+    decision = run.agreement.decide({"nonfinite": unread.steps[-1][1].nonfinite, **unread.counts})
+    if decision.counts["nonfinite"]:
+        raise_nonfinite(unread, objective, epoch)
+    run.counts = {name: number + int(decision.counts[name]) for name, number in run.counts.items()}
+    check_unreadable(run)
+    objective.watch_counts(run.counts, (run.step - epoch * sampler.steps_per_epoch) * sampler.global_batch_size)
+    unread.read()
+    if is_end or decision.save or decision.stop is not None:
+        unread.log_numbers(log)  # before the checkpoint that counts these steps
+        if run.step % sampler.steps_per_epoch:
+            run.save_patiently(watchdog)
+    return decision.stop
 
 
 def check_unreadable(run: Run) -> None:
@@ -111,47 +119,46 @@ def check_unreadable(run: Run) -> None:
         )
 
 
-@dataclass
 class UnreadReports:
     """Reports of the steps since the last agreement of the ranks; `add` does not wait for the device, `read` does.
 
     Attributes:
         steps: (steps of the run so far, report, indices of each micro-batch).
         counts: of these steps, by the keys of `Objective.counters`.
+        numbers: (steps of the run so far, numbers to log) of the steps that were read and not logged.
     """
 
-    steps: list[tuple[int, StepReport, list[Tensor]]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    def __init__(self, objective: Objective[Any]) -> None:
+        self.objective = objective
+        self.steps: list[tuple[int, StepReport, list[Tensor]]] = []
+        self.counts = dict.fromkeys(objective.counters, 0)
+        self.numbers: list[tuple[int, dict[str, float]]] = []
 
-    def add(self, step: int, report: StepReport, batches: list[TrainingBatch], objective: Objective[Any]) -> None:
+    def add(self, step: int, report: StepReport, batches: list[TrainingBatch]) -> None:
         """Add a step, and log its unreadable items; only the indices of the batches are kept."""
         for batch in batches:
             for location, reason in batch.corrupt:
-                logger.warning("skipped an unreadable %s: %s (%s)", objective.noun, location, reason)
-            self.counts.update(objective.count(batch))
+                logger.warning("skipped an unreadable %s: %s (%s)", self.objective.noun, location, reason)
+            for name, number in self.objective.count(batch).items():
+                self.counts[name] += number
         self.steps.append((step, report, [batch.indices for batch in batches]))
 
-    def sums(self, objective: Objective[Any]) -> tuple[Tensor | float, ...]:
-        """Numbers that the ranks add up: the last step's `nonfinite`, then the counts in the order of `counters`."""
-        return (self.steps[-1][1].nonfinite, *(float(self.counts[name]) for name in objective.counters))
-
-    def read(self) -> list[tuple[int, dict[str, float]]]:
-        """Step and numbers of all steps, in order; forgets the steps."""
+    def read(self) -> None:
+        """Read the numbers of all steps in one copy, and forget the steps."""
         named = [(step, {"loss": report.loss, **report.scalars}) for step, report, _ in self.steps]
         tensors = [value for _, values in named for value in values.values() if isinstance(value, Tensor)]
         floats = iter(torch.stack(tensors).tolist())
-        self.steps, self.counts = [], Counter()
-        return [
+        self.numbers += [
             (step, {name: next(floats) if isinstance(value, Tensor) else value for name, value in values.items()})
             for step, values in named
         ]
+        self.steps, self.counts = [], dict.fromkeys(self.counts, 0)
 
-
-def write(log: RunLog, numbers: list[tuple[int, dict[str, float]]]) -> None:
-    """Log the numbers of steps and forget them."""
-    for step, values in numbers:
-        log.scalars({f"train/{name}": value for name, value in values.items()}, step)
-    numbers.clear()
+    def log_numbers(self, log: RunLog) -> None:
+        """Log the numbers that were read, once."""
+        for step, values in self.numbers:
+            log.scalars({f"train/{name}": value for name, value in values.items()}, step)
+        self.numbers = []
 
 
 def raise_nonfinite(unread: UnreadReports, objective: Objective[Any], epoch: int) -> None:

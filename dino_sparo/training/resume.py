@@ -248,7 +248,7 @@ def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str) -> bo
     options = [(f"--{name}", before.get(name), now[name]) for name in run.objective.fixed_options]
     sizes = [(name, checkpoint.get(name, value), value) for name, value in run.sizes.items()]
     changed = [change for change in sizes if change[1] != change[2]]
-    has_other_batch = bool(changed) and changed[0][0] != f"num_{noun}s"
+    has_other_batch = bool(changed) and f"num_{noun}s" not in [name for name, _, _ in changed]
     if has_other_batch and run.args.allow_rescale:
         changed = []
     changed = [change for change in options if change[1] != change[2]] + changed

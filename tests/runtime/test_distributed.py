@@ -260,12 +260,12 @@ def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue"
 def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
     """What this rank says when the loss of rank 1 alone is not finite; with fp16's scale the others do not see that."""
     source = SimpleNamespace(location=lambda index: f"image{index}.jpg")
-    objective = SimpleNamespace(noun="image", source=source, count=lambda batch: {})
+    objective = SimpleNamespace(noun="image", source=source, counters={}, count=lambda batch: {})
     batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
-    unread = UnreadReports()
+    unread = UnreadReports(objective)
     is_bad = number == 1
     for step, loss, nonfinite in ((17, 2.5, 0.0), (18, math.nan if is_bad else 2.5, float(is_bad or others_see_it))):
-        unread.add(step, StepReport(torch.tensor(loss), torch.tensor(nonfinite), {"lr": 0.125}), [batch], objective)
+        unread.add(step, StepReport(torch.tensor(loss), torch.tensor(nonfinite), {"lr": 0.125}), [batch])
     try:
         raise_nonfinite(unread, objective, epoch=3)
     except NonFiniteLossError as error:

@@ -131,8 +131,8 @@ def test_the_signal_that_says_the_job_will_run_again_wins() -> None:
 
 
 def test_counts_are_handed_through() -> None:
-    decision = Agreement(StopSignals(), 0.0, CPU).decide((torch.tensor(3.0), 5.0, 0.25))
-    assert decision == preemption.Decision(stop=None, save=False, counts=(3.0, 5.0, 0.25))
+    decision = Agreement(StopSignals(), 0.0, CPU).decide({"a": torch.tensor(3.0), "b": 5.0, "c": 0.25})
+    assert decision == preemption.Decision(stop=None, save=False, counts={"a": 3.0, "b": 5.0, "c": 0.25})
 
 
 def test_a_checkpoint_is_due_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
