@@ -138,7 +138,8 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
     def student() -> None:
         training.updater.optimizer.zero_grad(set_to_none=True)
         with training.updater.autocast():
-            found["student"] = training.student(found["crops"])
+            # As the step calls it: otherwise the network would be compiled a second time.
+            found["student"], _ = training.student(found["crops"], with_encodings=True)
 
     def loss() -> Tensor:
         found["loss"] = training.loss(found["student"], found["teacher"], 0, update_center=False)

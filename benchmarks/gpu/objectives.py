@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +17,7 @@ from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.oc_clip.train import OCCLIPObjective
+from dino_sparo.runtime.cli import Parser
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import compile_networks
 from dino_sparo.training.objective import Objective
@@ -26,16 +27,18 @@ logger = logging.getLogger(__name__)
 NUM_LOSSES = 5
 # From torch's 65,536 fp16's gradients overflow at these sizes, and all of so few steps would be skipped.
 FP16_SCALE = 256.0
-OBJECTIVES: dict[str, tuple[type[Objective[Any]], Any]] = {
-    "DINO": (DINOObjective, dino_options),
-    "CLIP": (CLIPObjective, clip_options),
-    "OC-CLIP": (OCCLIPObjective, oc_clip_options),
+# Name -> objective, its command's parser.
+OBJECTIVES: dict[str, tuple[type[Objective[Any]], Callable[[], Parser]]] = {
+    "DINO": (DINOObjective, dino_options.get_args_parser),
+    "CLIP": (CLIPObjective, clip_options.get_args_parser),
+    "OC-CLIP": (OCCLIPObjective, oc_clip_options.get_args_parser),
 }
+NUM_BATCHES = 2  # drawing a full one takes many seconds
 # Full sizes: those of the recipes, on scenes. OC-CLIP's preset starts from weights that are no part of this project.
 FULL: dict[str, dict[str, object]] = {
-    "DINO": {"data_path": "scenes:256:256", "batch_size_per_gpu": 64, "warmup_epochs": 0},
+    "DINO": {"data_path": "scenes:128:256", "batch_size_per_gpu": 64, "warmup_epochs": 0},
     "CLIP": {"data_path": "scenes:256:224", "batch_size": 128, "warmup_steps": 2},
-    "OC-CLIP": {"data_path": "scenes:256:224", "batch_size": 64, "warmup_steps": 2},
+    "OC-CLIP": {"data_path": "scenes:128:224", "batch_size": 64, "warmup_steps": 2},
 }
 SMALL_ENCODER: dict[str, object] = {"arch": "vit_micro", "patch_size": 8}
 SMALL_TOWERS: dict[str, object] = {
@@ -76,15 +79,14 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
         compiles: whether to compile its networks.
 
     """
-    objective_class, its_options = OBJECTIVES[name]
+    objective_class, get_args_parser = OBJECTIVES[name]
     options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes}
     if name != "DINO":
         options.pop("drop_path_rate")
     words = [word for key, value in options.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
-    args = its_options.get_args_parser().parse_args(words)
-    if name == "DINO":
-        dino_options.fill_in_defaults(args)
-    its_options.check_options(args)
+    args = get_args_parser().parse_args(words)
+    objective_class.check_options(args)
+    objective_class.fill_in_defaults(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
     if compiles:
@@ -92,7 +94,7 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     for network in objective.networks.values():
         network.train()
     objective.sampler.set_epoch(0)
-    few = list(itertools.islice(to_device(objective.loader, torch_device), 4))
+    few = list(itertools.islice(to_device(objective.loader, torch_device), NUM_BATCHES))
     return Built(objective, itertools.cycle(few))
 
 
