@@ -47,10 +47,12 @@ def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
 
 def status(reports: dict[str, dict[str, Any]]) -> str:
     """The page's first sentence: where it ran, and how many parts passed."""
-    gpu = next((report["hardware"]["gpu"] for report in reports.values() if "gpu" in report.get("hardware", {})), None)
+    gpus = dict.fromkeys(
+        report["hardware"]["gpu"] for report in reports.values() if "gpu" in report.get("hardware", {})
+    )
     passed = sum(report["result"] == "done" for report in reports.values())
     return (
-        f"`make gpu` ran on a GPU ({gpu or 'unknown name'}): {passed} of {len(reports)} parts passed. "
+        f"`make gpu` ran on a GPU ({'; '.join(gpus) or 'unknown name'}): {passed} of {len(reports)} parts passed. "
         "The [last section](#measured-on-a-gpu) has the results."
     )
 
@@ -63,7 +65,7 @@ def not_shown(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
 
 def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
     if report is None:
-        return {"part": name, "result": "not run", "checks": None, "s": None}
+        return {"part": name, "result": "not run", "checks": None, "s": None, "GPU": None}
     checks = [check for section in report.get("sections", []) for check in section["checks"]]
     passed = sum(check["passed"] for check in checks)
     return {
@@ -71,6 +73,7 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
         "result": report["result"],
         "checks": f"{passed} of {len(checks)} passed",
         "s": report["seconds"],
+        "GPU": report.get("hardware", {}).get("gpu", "unknown").split(",")[0],
     }
 
 
