@@ -18,10 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import submitit
-from submitit.helpers import DelayedSubmission, TorchDistributedEnvironment
-from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
-
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
@@ -31,7 +27,10 @@ from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
 from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
 from dino_sparo.training.options import require_paths
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # submitit takes longer to import than --help may take
+    import submitit
+    from submitit.helpers import DelayedSubmission
+
     from dino_sparo.training.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,9 @@ class Trainer:
 
     def __call__(self) -> None:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
+        import submitit
         import torch  # not above: submitting does not need torch
+        from submitit.helpers import TorchDistributedEnvironment
 
         from dino_sparo.training.run import train
 
@@ -99,8 +100,10 @@ class Trainer:
             train(self.args, objective_class)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
-    def checkpoint(self) -> DelayedSubmission:
+    def checkpoint(self) -> "DelayedSubmission":
         """Called by submitit when the job is requeued: the same again, which resumes from the checkpoint."""
+        from submitit.helpers import DelayedSubmission
+
         return DelayedSubmission(type(self)(self.args))
 
 
@@ -281,6 +284,8 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
 
 def batch_script(args: argparse.Namespace) -> str:
     """The file that would be given to sbatch."""
+    from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
+
     folder = job_folder(args)
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     # As submitit itself would write it, also on a machine without Slurm, where its executor cannot be made.
@@ -288,13 +293,15 @@ def batch_script(args: argparse.Namespace) -> str:
     return _make_sbatch_string(command=command, folder=folder, **parameters, **slurm_parameters(args))
 
 
-def submit(args: argparse.Namespace) -> submitit.Job:
+def submit(args: argparse.Namespace) -> "submitit.Job":
     """Hand the run to Slurm, or to this machine.
 
     Raises:
         RuntimeError: there is no Slurm here.
         submitit.core.utils.FailedJobError: Slurm refused the job.
     """
+    import submitit
+
     folder, parameters, cluster = job_folder(args), job_parameters(args), "slurm"
     if args.local:
         folder = Path(str(folder).replace("%j", "local"))  # its number is not known before it runs
@@ -317,6 +324,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     module = last_value(sys.argv[1:] if argv is None else argv, "--module")
     parser = get_submission_parser(module if module in PARSERS else "main_dino", prog)
     args = parser.parse_args(argv)
+    from submitit.core.utils import FailedJobError
+
     try:
         # Checked now, not after an hour in the queue.
         check_submission(args)
@@ -326,7 +335,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
             say(batch_script(args))
             return
         job = submit(args)
-    except (ValueError, OSError, RuntimeError, MissingPackageError, submitit.core.utils.FailedJobError) as error:
+    except (ValueError, OSError, RuntimeError, MissingPackageError, FailedJobError) as error:
         raise SystemExit(f"not submitted: {error}") from error
     say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
     say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")
@@ -334,14 +343,16 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         wait(job)
 
 
-def wait(job: submitit.Job) -> None:
+def wait(job: "submitit.Job") -> None:
     """Wait for a job on this machine.
 
     Raises:
         SystemExit: it failed.
     """
+    from submitit.core.utils import FailedJobError, UncompletedJobError
+
     try:
         job.results()
-    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+    except (FailedJobError, UncompletedJobError) as error:
         raise SystemExit(f"job {job.job_id} failed; its log {job.paths.stderr} says why") from error
     say(f"job {job.job_id} is done")

@@ -1,6 +1,7 @@
 """Ten training steps against the reference's own training loop, in fp32."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,7 @@ def run_ten_steps(
         clip_grad=clip_grad,
         freeze_last_layer=S["freeze_last_layer"],
         frozen_steps=0,
+        sampler=SimpleNamespace(steps_per_epoch=S["steps_per_epoch"]),
         distort=None,
     )
     losses: list[float] = []
