@@ -36,13 +36,13 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.data.loader import to_device
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation.images import crops_on_device
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.distillation.step import ema_update_
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
-from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.loop import memory_report
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.koleo import koleo_loss
+from dino_sparo.distillation.images import crops_on_device
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
 from dino_sparo.distillation.step import clip_student, move_teacher
-from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.objective import StepReport
 
 if TYPE_CHECKING:

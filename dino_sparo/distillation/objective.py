@@ -17,6 +17,7 @@ from torch import nn
 from dino_sparo.data.dataset import Batch, require_labels
 from dino_sparo.data.sources.image_source import ImageSource
 from dino_sparo.distillation import options
+from dino_sparo.distillation.images import Examples, create_updater, knn_probe, open_crops
 from dino_sparo.distillation.initialize import initialize_networks
 from dino_sparo.distillation.network import DINONetwork
 from dino_sparo.draw.pixels import crops_grid
@@ -27,7 +28,6 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_confi
 from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
-from dino_sparo.training.images import Examples, create_updater, knn_probe, open_crops
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description

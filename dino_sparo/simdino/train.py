@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.data.dataset import Batch
+from dino_sparo.distillation.images import crops_on_device
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork, mlp
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
 from dino_sparo.distillation.step import clip_student, move_teacher
 from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
 from dino_sparo.simdino.loss import SimDINOLoss
-from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.objective import StepReport
 
 

@@ -24,14 +24,14 @@ from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.sources import CorruptImageError, open_source
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation import images
+from dino_sparo.distillation.images import draw_examples
 from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import RunStopped
-from dino_sparo.training import images
 from dino_sparo.training import run as training_run
 from dino_sparo.training.compile import CompileError
-from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
@@ -184,7 +184,7 @@ def test_an_interrupted_run_in_fp16_ends_in_the_same_bits_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commands refuse fp16 on a CPU, where it is slow; its scaler works there as on a GPU."""
-    monkeypatch.setattr("dino_sparo.training.images.choose_precision", lambda *_: torch.float16)
+    monkeypatch.setattr("dino_sparo.distillation.images.choose_precision", lambda *_: torch.float16)
     init = torch.amp.GradScaler.__init__
     small = {"init_scale": 2.0**7, "growth_interval": 3}
     monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, device: init(self, device, **small))

@@ -17,12 +17,12 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation.images import knn_probe
 from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
 from dino_sparo.simdino import options as simdino_options
 from dino_sparo.simdino.train import SimDINOObjective
-from dino_sparo.training.images import knn_probe
 from dino_sparo.training.optim import layer_factors
 from dino_sparo.training.resume import Run
 from dino_sparo.weights.folder import CheckpointFolder, save_checkpoint

@@ -48,9 +48,9 @@ from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.data.sources.decode
 import dino_sparo.dino.loss
+from dino_sparo.distillation import images
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.launch import CONTROL_FACTOR
-from dino_sparo.training import images
 from dino_sparo.training import run as training_run
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.folder import CheckpointFolder

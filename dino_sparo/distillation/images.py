@@ -1,6 +1,6 @@
 """Functions for objectives on crops of images: data, crops on the device, optimizer, k-NN probe during training.
 
-An objective adds its networks, its loss and its step; see `objective.py` for the contract.
+An objective adds its networks, its loss and its step; see `training/objective.py` for the contract.
 """
 
 import argparse
