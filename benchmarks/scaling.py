@@ -172,7 +172,7 @@ def step_flops(readout: str, out_dim: int) -> float:
 def paper(readout: str, out_dim: int, gpus: Sequence[int], cluster: Cluster) -> list[dict[str, Any]]:
     """For each number of GPUs how long a step's bytes take, and the batch whose backward pass hides them."""
     gradients = sum(p.numel() for p in network(readout, out_dim, "meta").parameters() if p.requires_grad)
-    sent = {"gradients": 4 * gradients, "centre": 4 * out_dim, "batch statistics": 8}
+    sent = {"gradients": 4 * gradients, "center": 4 * out_dim, "batch statistics": 8}
     flops = step_flops(readout, out_dim)
     # The student's backward pass is about two thirds of its own work.
     backward = 0.6 * flops / (cluster.tflops * 1e12)
@@ -186,7 +186,7 @@ def paper(readout: str, out_dim: int, gpus: Sequence[int], cluster: Cluster) -> 
             "GPUs": number,
             **{f"{what}, MB": size / 1e6 for what, size in sent.items()},
             "gradients, ms": 1e3 * seconds,
-            "centre, ms": 1e3 * cluster.all_reduce_seconds(sent["centre"], number),
+            "center, ms": 1e3 * cluster.all_reduce_seconds(sent["center"], number),
             "never hidden, ms": 1e3 * shown,
             "hidden from a batch per GPU of": math.ceil((seconds - shown) / backward),
             "step at batch 64, ms": 1e3 * 64 * flops / (cluster.tflops * 1e12),

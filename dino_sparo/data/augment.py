@@ -199,7 +199,7 @@ def blur(
         weights: from `box_weights`; zeros at the end may be omitted.
         is_8_bit: round as Pillow does.
     """
-    # Centred on zero, so that a product with a weight fits into 32 bits.
+    # Centered on zero, so that a product with a weight fits into 32 bits.
     centered = _cast(levels - 128, "int32") if is_8_bit else levels - 128
     for _ in range(2):
         centered = _boxes(_transposed(centered), weights)
@@ -211,7 +211,7 @@ def blur(
 def _boxes(centered: Shaped[Array, "*B C H W"], weights: Sequence[Any]) -> Shaped[Array, "*B C H W"]:
     """Box filters along the columns, of integers each rounded to 8 bits.
 
-    Pillow's fixed-point weights sum to 2^24 or one less. For levels centred on zero that one costs 128, which the
+    Pillow's fixed-point weights sum to 2^24 or one less. For levels centered on zero that one costs 128, which the
     rounding adds back.
     """
     boxed: Any = centered

@@ -190,7 +190,7 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     logger.info("%s: %s, quick_gelu %s, as %s says", path, normalization, activation, published.name)
     if resize_mode != "shortest":
         logger.warning(
-            "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
+            "%s was trained with images resized by %r; here the shorter side is resized and the center is cut, which "
             "changes its accuracy",
             path,
             resize_mode,

@@ -55,7 +55,7 @@ def test_an_objects_mask_holds_exactly_the_pixels_that_change_with_its_colour() 
             for colour in ("red", "blue")
         )
         [mask] = object_masks(scene("red", shape), 48)
-        # A pixel on the outline is painted in part: it is the object's if its centre is inside.
+        # A pixel on the outline is painted in part: it is the object's if its center is inside.
         changed = np.abs(red - blue).max(axis=-1)
         assert (changed[mask] > 20).all(), shape
         outside = (changed > 0) & ~mask

@@ -275,7 +275,7 @@ def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_path: Path) -> None:
+def test_two_processes_gather_in_order_share_one_center_and_stop_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     peers = [context.Process(target=_peer, args=(number, 2, str(tmp_path), results)) for number in range(2)]

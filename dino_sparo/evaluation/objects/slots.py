@@ -126,7 +126,7 @@ def map_redundancy(maps: Float[np.ndarray, "B maps h w"]) -> float:
 
 
 def value_redundancy(slots: Float[np.ndarray, "B L V"]) -> float:
-    """Mean absolute cosine of every two different slots of an image, without centring; NaN for a single slot."""
+    """Mean absolute cosine of every two different slots of an image, without centering; NaN for a single slot."""
     norms = np.linalg.norm(slots, axis=-1, keepdims=True)
     unit = slots / np.where(norms > 0, norms, 1)
     return _mean_of_pairs(np.abs(np.einsum("blv,bmv->blm", unit, unit)).mean(axis=0))  # b image, l and m slots, v width
@@ -143,7 +143,7 @@ def slot_similarity(
 ) -> Float[np.ndarray, "L others"]:
     """How far the values of two models' slots vary together over the same images: linear CKA.
 
-        X (images, V), Y (images, V'), the values of two slots, centred over the images
+        X (images, V), Y (images, V'), the values of two slots, centered over the images
         s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
 
     It is the squared correlation where V = V' = 1. Rotating a slot's value does not change it; a correlation coordinate
