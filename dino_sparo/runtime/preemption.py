@@ -76,8 +76,8 @@ class StopSignals:
             if signum not in self.previous:
                 self._take_over(signum)
 
-    def heard(self) -> set[signal.Signals]:
-        """The signals so far; the end of torchrun counts as SIGTERM."""
+    def so_far(self) -> set[signal.Signals]:
+        """All signals received until now; the end of torchrun counts as SIGTERM."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
             self.received.add(signal.SIGTERM)
         return self.received
@@ -147,15 +147,16 @@ class Agreement:
         wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
         interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
-        received = self.signals.heard()
+        received = self.signals.so_far()
         own = [
             *(float(signum in received) for signum in STOP_SIGNALS),
             *((float(wants_save), float(interval)) if is_main() else (0.0, 0.0)),
         ]
         values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (*own, *counts)]
-        *heard, save, agreed_interval = (summed := all_reduce_sum(torch.stack(values)).tolist())[: len(own)]
+        *signal_counts, save, agreed_interval = (summed := all_reduce_sum(torch.stack(values)).tolist())[: len(own)]
         self.interval, self.steps_since, self.last_time = int(agreed_interval), 0, time.monotonic()
-        stop = next((signum for signum, count in zip(STOP_SIGNALS[::-1], heard[::-1], strict=True) if count), None)
+        counts_last_first = zip(STOP_SIGNALS[::-1], signal_counts[::-1], strict=True)
+        stop = next((signum for signum, count in counts_last_first if count), None)
         return Decision(stop, save > 0, tuple(summed[len(own) :]))
 
     def stop_between_steps(self) -> signal.Signals | None:
