@@ -27,7 +27,7 @@ PER_K, ALL_K, EXTRA_MB = 1.5, 5.0, 100.0
 
 
 class Sizes(NamedTuple):
-    """How many features, of which width, and how far from their class center; numbers of neighbours."""
+    """Numbers of features, their width, their distance from the class center; numbers of neighbours."""
 
     train: int
     test: int

@@ -150,7 +150,7 @@ def reference_view(transform: Callable[[Image.Image], Tensor], data: bytes) -> T
 
 
 def reference_transform() -> Callable[[Image.Image], Tensor]:
-    """What the reference's evaluation does to an image, written with torchvision as there."""
+    """The reference's transform of an image for evaluation, written with torchvision as there."""
     return transforms.Compose([
         transforms.Resize(256, interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.CenterCrop(224),

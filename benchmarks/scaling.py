@@ -42,7 +42,7 @@ SIZES = {"global_crops_size": 32, "local_crops_size": 16, "local_crops_number": 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the paper assumes of a cluster, per GPU; the options say otherwise.
+    """Assumed speeds of a cluster, per GPU; options of the command change them.
 
     Attributes:
         tflops: sustained, bf16, of the whole step: about half of an H200's peak.
@@ -120,7 +120,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
 
 
 def _mean_loss(training: DINOObjective, batch: Batch, ranks: int) -> float:
-    """Of a step over all ranks, nats."""
+    """Mean loss of a step over all ranks, nats."""
     loss = train_step(training, [batch], epoch=1).loss.detach().clone()
     if ranks > 1:
         torch.distributed.all_reduce(loss)
@@ -128,14 +128,14 @@ def _mean_loss(training: DINOObjective, batch: Batch, ranks: int) -> float:
 
 
 def _gradient_bytes(training: DINOObjective) -> int:
-    """What DDP says that it sends, or in a single process would send."""
+    """Size of the gradients that DDP sends, by its own log; in a single process, that DDP would send."""
     if isinstance(training.student, DistributedDataParallel):
         return int(training.student._get_ddp_logging_data()["total_parameter_size_bytes"])
     return sum(p.numel() * p.element_size() for p in training.network.parameters() if p.requires_grad)
 
 
 def measure_ranks(ranks: int, images: int, steps: int, tiny: bool) -> dict[str, Any]:
-    """What rank 0 found."""
+    """Measure with this number of processes; the results of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -39,7 +39,7 @@ OPPOSITES = {"left of": "right of", "right of": "left of", "above": "under", "un
 
 @dataclass(frozen=True)
 class Ties:
-    """How often an object has what is typical of its category; otherwise the attribute is drawn uniformly.
+    """Probabilities that an object has the typical attribute of its category; else the attribute is drawn uniformly.
 
     Attributes:
         texture: probability of the typical texture, in [0, 1].
@@ -193,13 +193,13 @@ def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGraph
 
 
 def place_one(rng: np.random.Generator) -> Circle:
-    """Where a lone object stands, all of it inside the image."""
+    """Draw the place of a lone object, all of it inside the image."""
     radius = between(rng, *LONE_RADIUS)
     return Circle((between(rng, radius, 1 - radius), between(rng, radius, 1 - radius)), radius)
 
 
 def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle]:
-    """Where a large and a small object stand, so that the large one is `predicate` the small one.
+    """Draw the places of a large and a small object, so that the large one is `predicate` the small one.
 
     The two circles lie inside the image and do not overlap.
     """

@@ -96,7 +96,7 @@ class Scenes:
         return self._drawn[index].copy()
 
     def location(self, index: int) -> str:
-        """Where the image comes from, for logs and errors."""
+        """Origin of the image, for logs and errors."""
         return f"scenes[{index}]" if self.split == "train" else f"scenes-{self.split}[{index}]"
 
     def scene_graph(self, index: int) -> SceneGraph:
@@ -108,7 +108,7 @@ class Scenes:
         return self.scene_graph(index).caption
 
     def object_masks(self, index: int) -> tuple[Bool[np.ndarray, "objects H W"], Int64[np.ndarray, " objects"]]:
-        """Which pixels of scene `index` show which object, and the objects' classes, numbers of `classes`."""
+        """Masks of the objects in scene `index`, and their classes, numbers of `classes`."""
         graph = self.scene_graph(index)
         labels = np.array([SHAPES.index(thing.shape) for thing in graph.objects], dtype=np.int64)
         return object_masks(graph, self.image_size), labels

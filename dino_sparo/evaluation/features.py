@@ -239,7 +239,7 @@ def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -
 
 
 def effective_rank(encodings: Float[Tensor, "B F"]) -> float:
-    """How many directions the encodings of a batch use, between 1 and B.
+    """Number of directions that the encodings of a batch use, between 1 and B.
 
         exp(H(sigma / sum(sigma))),  sigma the singular values of the centered encodings
 

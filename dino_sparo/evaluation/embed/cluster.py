@@ -26,7 +26,7 @@ from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource,
 from dino_sparo.data.views import rgb_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.pixels import fitted
+from dino_sparo.draw.pixels import fit
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
@@ -147,7 +147,7 @@ def _sample(num_images: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
 
 
 def _agreement(labels: Sequence[str], clusters: Int[np.ndarray, " images"]) -> dict[str, float] | None:
-    """How well clusters and labels agree, where images have labels; 0 is chance, 1 is equality."""
+    """Agreement of clusters and labels, where images have labels; 0 is chance, 1 is equality."""
     from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
 
     rows = [row for row, label in enumerate(labels) if label]
@@ -246,7 +246,7 @@ def _tile(
         location = source.location(place)
         if location == path or (has_moved and Path(location).name == Path(path).name):
             with contextlib.suppress(CorruptImageError):
-                picture = fitted(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
+                picture = fit(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
                 return Tile(picture, path, notes=(short_name(path), ""))
     return None
 

@@ -62,7 +62,7 @@ def describe_maps(
 def class_lift(
     jaccards: Float[np.ndarray, "objects maps"], classes: Int[np.ndarray, " objects"], num_classes: int
 ) -> Float[np.ndarray, "maps classes"]:
-    """How much better each map finds objects of a class than it finds other classes, as Jaccard points.
+    """Advantage of each map on objects of a class over its mean on all classes, in Jaccard points.
 
         r_om = J_om - mean_m J_om                 what map m adds on object o, whose size helps all maps
         t_mc = mean of r_om over objects of class c
@@ -141,7 +141,7 @@ def _mean_of_pairs(table: Float[np.ndarray, "L L"]) -> float:
 def slot_similarity(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
 ) -> Float[np.ndarray, "L others"]:
-    """How far the values of two models' slots vary together over the same images: linear CKA.
+    """Similarity of two models' slots, by their values for the same images: linear CKA.
 
         X (images, V), Y (images, V'), the values of two slots, centered over the images
         s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
