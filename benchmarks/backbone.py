@@ -1,4 +1,4 @@
-"""What the backbone saves: class token alone in the last block, positions by a matrix.
+"""Time that the backbone saves: class token alone in the last block, positions by a matrix.
 
     python -m benchmarks.backbone --reference dino
 

@@ -135,7 +135,7 @@ def modules(sizes: Sizes, device: str = "cpu") -> tuple[Binding, Scoring]:
 
 
 def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], Any]:
-    """What a step does with encoded patches and graphs: forward and backward, gradients of parameters and inputs."""
+    """The part of a step after patches and graphs are encoded: forward and backward, to parameters and inputs."""
     dtype, score, full = PRECISIONS[precision], *FORMS[form]
     binding, scoring = modules(sizes, device)
     features = torch.randn(2, sizes.batch, sizes.patches, sizes.dim, device=device)
@@ -159,7 +159,7 @@ def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], 
 
 
 def build_patches(sizes: Sizes, precision: str, device: str) -> Callable[[], Any]:
-    """What all forms do before: images' patches to keys and values, forward and backward."""
+    """The part of a step that all forms share: images' patches to keys and values, forward and backward."""
     dtype, (binding, _) = PRECISIONS[precision], modules(sizes, device)
     patches = torch.randn(sizes.batch, sizes.patches, sizes.image_dim, device=device, requires_grad=True)
 
@@ -209,7 +209,7 @@ def check_equality(section: Section, sizes: Sizes) -> None:
 
 
 def free_memory(device: str) -> int:
-    """What a process can still take, bytes."""
+    """Free memory for this process, bytes."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -54,7 +54,7 @@ STEPS = 10_000  # of the schedule; only the first few are taken
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is of."""
+    """Sizes of the model and the batch of a step."""
 
     arch: str = "vit_base"
     patch_size: int = 32
@@ -80,7 +80,7 @@ def noise_pairs(sizes: Sizes) -> PairBatch:
 
 
 def our_training(sizes: Sizes, readout: str, precision: str, args: argparse.Namespace) -> CLIPObjective:
-    """What `clip.train` trains with."""
+    """The objective of `clip.train`."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "img_size": sizes.img_size, "text_width": sizes.text_width,
         "text_heads": sizes.text_heads, "text_layers": sizes.text_layers, "readout": readout, "precision": precision,

@@ -1,4 +1,4 @@
-"""From a file to ten crops: seconds per image on one core, on the device, and through a DataLoader.
+"""Cost of ten crops from an image file: seconds per image on one core, on the device, and through a DataLoader.
 
     python -m benchmarks.input_pipeline --reference dino --data_path imagenet/val
 
@@ -169,7 +169,7 @@ def time_core(source: ImageSource, sets: dict[str, Any], images: int, rounds: in
 
 
 def time_device(dataset: ImageDataset, batch: int, device: str, rounds: int, compiled: bool) -> Timings:
-    """What is deferred, for a batch that lies on the device."""
+    """Time the deferred distortions of a batch that lies on the device."""
     items = [dataset[index % len(dataset)] for index in range(batch)]
     views = [torch.stack(crops).to(device) for crops in zip(*(item.views for item in items), strict=True)]
     parameters = torch.stack([item.parameters for item in items if item.parameters is not None], dim=1).to(device)
@@ -255,7 +255,7 @@ def bars(section: Section, core: Timings | None) -> list[Bar]:
 
 
 def bytes_per_image(sets: dict[str, Any]) -> str:
-    """What a worker hands over, and what travels to the device."""
+    """Size of an image that a worker hands over and that travels to the device, in words."""
     sizes = {name: sum(view.nbytes for view in sets[name][0].views) / 1e6 for name in ("finished", "deferred")}
     return ", ".join(f"{name}: {size:.2f} MB per image to the device" for name, size in sizes.items())
 

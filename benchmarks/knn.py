@@ -2,7 +2,7 @@
 
     python -m benchmarks.knn --reference dino
 
-Features are drawn around class centres, so that about two images of three are classified right: neighbours that are
+Features are drawn around class centers, so that about two images of three are classified right: neighbours that are
 all right, or all wrong, would hide a mistake.
 """
 
@@ -27,7 +27,7 @@ PER_K, ALL_K, EXTRA_MB = 1.5, 5.0, 100.0
 
 
 class Sizes(NamedTuple):
-    """How many features, of which width, and how far from their class centre; numbers of neighbours."""
+    """Numbers of features, their width, their distance from the class center; numbers of neighbours."""
 
     train: int
     test: int
@@ -47,12 +47,12 @@ QUICK = (Sizes(301, 103, 13, 11, 1.0, (2, 5)),)
 def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training features and labels, test features and labels; features of length one, as the reference wants them."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(sizes.classes, sizes.dim, generator=generator)
+    centers = torch.randn(sizes.classes, sizes.dim, generator=generator)
     found = []
     for number in (sizes.train, sizes.test):
         labels = torch.randint(sizes.classes, (number,), generator=generator)
         noise = torch.randn(number, sizes.dim, generator=generator).mul_(sizes.noise)
-        found += [F.normalize(noise.add_(centres[labels]), dim=1).to(device), labels.to(device)]
+        found += [F.normalize(noise.add_(centers[labels]), dim=1).to(device), labels.to(device)]
     return found[0], found[1], found[2], found[3]
 
 

@@ -49,14 +49,14 @@ class Sizes(NamedTuple):
 
 
 def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training features (steps, B, F) and labels (steps, B), test features and labels, around class centres."""
+    """Training features (steps, B, F) and labels (steps, B), test features and labels, around class centers."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(sizes.classes, sizes.dim, generator=generator)
+    centers = torch.randn(sizes.classes, sizes.dim, generator=generator)
     labels = [
         torch.randint(sizes.classes, shape, generator=generator)
         for shape in ((sizes.steps, sizes.batch), (sizes.test,))
     ]
-    made = [centres[which] + 2 * torch.randn(*which.shape, sizes.dim, generator=generator) for which in labels]
+    made = [centers[which] + 2 * torch.randn(*which.shape, sizes.dim, generator=generator) for which in labels]
     return made[0].to(device), labels[0].to(device), made[1].to(device), labels[1].to(device)
 
 
@@ -150,7 +150,7 @@ def reference_view(transform: Callable[[Image.Image], Tensor], data: bytes) -> T
 
 
 def reference_transform() -> Callable[[Image.Image], Tensor]:
-    """What the reference's evaluation does to an image, written with torchvision as there."""
+    """The reference's transform of an image for evaluation, written with torchvision as there."""
     return transforms.Compose([
         transforms.Resize(256, interpolation=transforms.InterpolationMode.BICUBIC),
         transforms.CenterCrop(224),

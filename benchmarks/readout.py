@@ -67,7 +67,7 @@ FORMS: dict[str, Callable[[Sparo], Callable[[Tensor], Tensor]]] = {
 
 
 def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], Any]:
-    """What one step does with the read-out: forward and backward, gradients of parameters and tokens."""
+    """One step of the read-out: forward and backward, gradients of parameters and tokens."""
     torch.manual_seed(0)
     sparo = Sparo(sizes.width, sizes.slots, sizes.slot_dim, sizes.key_dim, sizes.group).to(device)
     read, dtype = FORMS[form](sparo), PRECISIONS[precision]

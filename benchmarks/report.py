@@ -1,4 +1,4 @@
-"""What a benchmark found -> Markdown and JSON; the options that all of them share."""
+"""Results of a benchmark -> Markdown and JSON; the options that all benchmarks share."""
 
 import argparse
 import json
@@ -66,7 +66,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Bar:
-    """What was promised, and what was measured.
+    """A promise and its measurement.
 
     Attributes:
         claim: of what, in which unit.

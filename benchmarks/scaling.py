@@ -42,7 +42,7 @@ SIZES = {"global_crops_size": 32, "local_crops_size": 16, "local_crops_number": 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the paper assumes of a cluster, per GPU; the options say otherwise.
+    """Assumed speeds of a cluster, per GPU; options of the command change them.
 
     Attributes:
         tflops: sustained, bf16, of the whole step: about half of an H200's peak.
@@ -120,7 +120,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
 
 
 def _mean_loss(training: DINOObjective, batch: Batch, ranks: int) -> float:
-    """Of a step over all ranks, nats."""
+    """Mean loss of a step over all ranks, nats."""
     loss = train_step(training, [batch], epoch=1).loss.detach().clone()
     if ranks > 1:
         torch.distributed.all_reduce(loss)
@@ -128,14 +128,14 @@ def _mean_loss(training: DINOObjective, batch: Batch, ranks: int) -> float:
 
 
 def _gradient_bytes(training: DINOObjective) -> int:
-    """What DDP says that it sends, or in a single process would send."""
+    """Size of the gradients that DDP sends, by its own log; in a single process, that DDP would send."""
     if isinstance(training.student, DistributedDataParallel):
         return int(training.student._get_ddp_logging_data()["total_parameter_size_bytes"])
     return sum(p.numel() * p.element_size() for p in training.network.parameters() if p.requires_grad)
 
 
 def measure_ranks(ranks: int, images: int, steps: int, tiny: bool) -> dict[str, Any]:
-    """What rank 0 found."""
+    """Measure with this number of processes; the results of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -172,7 +172,7 @@ def step_flops(readout: str, out_dim: int) -> float:
 def paper(readout: str, out_dim: int, gpus: Sequence[int], cluster: Cluster) -> list[dict[str, Any]]:
     """For each number of GPUs how long a step's bytes take, and the batch whose backward pass hides them."""
     gradients = sum(p.numel() for p in network(readout, out_dim, "meta").parameters() if p.requires_grad)
-    sent = {"gradients": 4 * gradients, "centre": 4 * out_dim, "batch statistics": 8}
+    sent = {"gradients": 4 * gradients, "center": 4 * out_dim, "batch statistics": 8}
     flops = step_flops(readout, out_dim)
     # The student's backward pass is about two thirds of its own work.
     backward = 0.6 * flops / (cluster.tflops * 1e12)
@@ -186,7 +186,7 @@ def paper(readout: str, out_dim: int, gpus: Sequence[int], cluster: Cluster) -> 
             "GPUs": number,
             **{f"{what}, MB": size / 1e6 for what, size in sent.items()},
             "gradients, ms": 1e3 * seconds,
-            "centre, ms": 1e3 * cluster.all_reduce_seconds(sent["centre"], number),
+            "center, ms": 1e3 * cluster.all_reduce_seconds(sent["center"], number),
             "never hidden, ms": 1e3 * shown,
             "hidden from a batch per GPU of": math.ceil((seconds - shown) / backward),
             "step at batch 64, ms": 1e3 * 64 * flops / (cluster.tflops * 1e12),

@@ -1,4 +1,4 @@
-"""How long a run on many tar shards takes to start, the first time and the second time.
+"""Time that a run on many tar shards takes to start, at first and again.
 
     python -m benchmarks.start                                            # 400,000 synthetic pairs in 40 shards
     python -m benchmarks.start --shards 4 --pairs_per_shard 1000 --processes 1

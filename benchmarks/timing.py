@@ -28,7 +28,7 @@ B = TypeVar("B", bound=DeviceBatch)
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of what the rounds gave."""
+    """Median and quartiles over the rounds."""
 
     median: float
     lower: float
@@ -36,14 +36,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> "Spread":
-        """Of one or more values."""
+        """The spread of one or more values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         lower, _, upper = quantiles(values, n=4, method="inclusive")
         return cls(median(values), lower, upper)
 
     def scaled(self, factor: float) -> "Spread":
-        """In another unit."""
+        """The spread in another unit."""
         return Spread(self.median * factor, self.lower * factor, self.upper * factor)
 
 
@@ -58,7 +58,7 @@ class Timings:
         return Spread.of(self.seconds[name])
 
     def ratio(self, slow: str, fast: str) -> Spread:
-        """How many times faster `fast` is, within each round."""
+        """Speed of `fast` as a multiple of the speed of `slow`, within each round."""
         return Spread.of([a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True)])
 
 
@@ -198,7 +198,7 @@ def _peak() -> int:
 
 
 def hardware(device: torch.device | str = "cpu") -> dict[str, str]:
-    """What the numbers were measured on."""
+    """The hardware that the numbers were measured on."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

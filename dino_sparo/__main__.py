@@ -28,7 +28,7 @@ from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import full_memory_named, require
+from dino_sparo.runtime.faults import explain_full_memory, require
 from dino_sparo.simdino import options as simdino_options
 
 if TYPE_CHECKING:
@@ -591,7 +591,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     if command.parser is None:
         return command.function(words)
     args = parser_of(name, prog).parse_args(words)
-    with errors_in_one_line(logger), full_memory_named(vars(args)):
+    with errors_in_one_line(logger), explain_full_memory(vars(args)):
         return command.function(args)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dino_sparo.__main__ import COMMANDS, command_for, parse_keywords
-from dino_sparo.runtime.faults import full_memory_named
+from dino_sparo.runtime.faults import explain_full_memory
 
 if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
@@ -79,7 +79,7 @@ def call(command: str, **options: Any) -> Result:
     """
     command = command_for(command, [f"--{name}={value}" for name, value in options.items()])
     args = parse_keywords(command, options)
-    with _process_left_as_it_was(), full_memory_named(vars(args)):
+    with _process_left_as_it_was(), explain_full_memory(vars(args)):
         results = COMMANDS[command].function(args)
     options = vars(args)
     if command not in TRAININGS:

@@ -90,7 +90,7 @@ def _config(result: Mapping[str, Any]) -> CLIPConfig:
 
 
 def protocol_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """How a model was evaluated, without the entries that depend on the model."""
+    """Protocol of an evaluation, without the entries that depend on the model."""
     protocol = {part: result[part] for part in PROTOCOL if part in result}
     for part, value in protocol.items():
         if isinstance(value, dict):

@@ -150,8 +150,8 @@ def test_the_projection_keeps_the_directions_of_largest_variance(width):
     torch.manual_seed(0)
     parts = tuple(torch.randn(number, width) * torch.linspace(5, 0.1, width) for number in (40, 7, 5))
     found = projected(parts, 3)
-    centred = parts[0] - parts[0].mean(dim=0)
-    expected = torch.linalg.svd(centred, full_matrices=False)[2][:3]
+    centered = parts[0] - parts[0].mean(dim=0)
+    expected = torch.linalg.svd(centered, full_matrices=False)[2][:3]
     for part, own in zip(parts, found, strict=True):
         reference = (part - parts[0].mean(dim=0)) @ expected.t()
         torch.testing.assert_close(own.flip(1).abs(), reference.abs(), rtol=1e-3, atol=1e-3)

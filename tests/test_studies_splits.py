@@ -182,7 +182,7 @@ def _a(thing) -> str:
 
 
 def test_captions_are_true_of_the_pictures_and_false_ones_are_not(split):
-    """From the centres of the objects as they are placed."""
+    """From the centers of the objects as they are placed."""
 
     def holds(picture: Picture, objects) -> bool:
         things = [(thing.colour, thing.shape) for thing in objects]
@@ -191,7 +191,7 @@ def test_captions_are_true_of_the_pictures_and_false_ones_are_not(split):
         if picture.predicate is None:
             return True
         subject, other = (objects[things.index(tuple(thing))] for thing in picture.things)
-        step = np.subtract(subject.centre, other.centre)
+        step = np.subtract(subject.center, other.center)
         axis = int(abs(step[1]) > abs(step[0]))
         return SHIFTS[picture.predicate][axis] == np.sign(step[axis])
 

@@ -31,10 +31,10 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 # order. A blend is brightness or saturation. Only the contrast needs more than one pixel: the mean of the crop.
 # A compiler fuses the stages before it, and the stages after it.
 STAGES = ("blend", "blend", "hue", "blend", "blend", "contrast", "blend", "blend", "hue", "blend", "blend")
-UNUSED = {"blend": 1.0, "contrast": 1.0, "hue": -1.0}  # the number of a stage that changes nothing
+NEUTRAL = {"blend": 1.0, "contrast": 1.0, "hue": -1.0}  # kind -> the factor with which a stage changes nothing
 KINDS = {"brightness": "blend", "saturation": "blend", "contrast": "contrast", "hue": "hue"}  # of the operations
 
-# Where a crop's numbers stand: of each stage a factor, or the hue's steps; whether a blend's base is gray or black.
+# Columns of the parameters. Each stage has a factor (the hue: steps), and 1 if the base of its blend is gray, else 0.
 FLIP, FACTORS, OF_GRAY, GRAYSCALE, BLUR, SOLARIZE = 0, slice(1, 12), slice(12, 23), 23, slice(24, 27), 27
 NUM_PARAMETERS = 28
 
@@ -60,7 +60,7 @@ def pack_parameters(
 
     The arguments are the attributes of `crops.CropParameters`.
     """
-    factors, of_gray, stage = [UNUSED[kind] for kind in STAGES], [0.0] * len(STAGES), 0
+    factors, of_gray, stage = [NEUTRAL[kind] for kind in STAGES], [0.0] * len(STAGES), 0
     for name, factor in jitter:
         stage = STAGES.index(KINDS[name], stage)
         factors[stage] = float(int(factor * 255) % 256) if name == "hue" else factor
@@ -135,7 +135,7 @@ def blend(
 def shift_hue(
     channels: Sequence[Float[Array, "*B 1 H W"]], steps: Array | int, hues: UInt8[Array, "261121"]
 ) -> list[Float[Array, "*B 1 H W"]]:
-    """To 8-bit hue, saturation and value, turn the hue, and back.
+    """Convert RGB to 8-bit hue, saturation and value, turn the hue, and convert back.
 
         s = floor(255 (v - min) / v),   H = 6 hue,   out = v - round(v s w / 255^2),
         w = 0 where a channel has the value v, 255 where it is lowest, and falls and rises over 255 steps of H between
@@ -199,7 +199,7 @@ def blur(
         weights: from `box_weights`; zeros at the end may be omitted.
         is_8_bit: round as Pillow does.
     """
-    # Centred on zero, so that a product with a weight fits into 32 bits.
+    # Centered on zero, so that a product with a weight fits into 32 bits.
     centered = _cast(levels - 128, "int32") if is_8_bit else levels - 128
     for _ in range(2):
         centered = _boxes(_transposed(centered), weights)
@@ -211,7 +211,7 @@ def blur(
 def _boxes(centered: Shaped[Array, "*B C H W"], weights: Sequence[Any]) -> Shaped[Array, "*B C H W"]:
     """Box filters along the columns, of integers each rounded to 8 bits.
 
-    Pillow's fixed-point weights sum to 2^24 or one less. For levels centred on zero that one costs 128, which the
+    Pillow's fixed-point weights sum to 2^24 or one less. For levels centered on zero that one costs 128, which the
     rounding adds back.
     """
     boxed: Any = centered
@@ -280,7 +280,7 @@ def distort_crop(pixels: Shaped[np.ndarray, "C H W"], parameters: Sequence[float
     is_rgb = len(pixels) == 3
     levels = (pixels[..., ::-1] if parameters[FLIP] else pixels).astype(np.float32)
     for kind, factor, of_gray in zip(STAGES, parameters[FACTORS], parameters[OF_GRAY], strict=True):
-        if factor == UNUSED[kind]:
+        if factor == NEUTRAL[kind]:
             continue
         if kind == "hue":
             levels = np.concatenate(shift_hue(np.split(levels, 3), int(factor), hue_table()))
@@ -328,7 +328,7 @@ class Distortions(nn.Module):
         for kind, factor, of_gray in zip(STAGES, column[FACTORS], column[OF_GRAY], strict=True):
             if kind == "hue":
                 turned = shift_hue(channels, factor.to(torch.int32), self.hues)
-                unused = factor == UNUSED["hue"]
+                unused = factor == NEUTRAL["hue"]
                 channels = [torch.where(unused, old, new) for old, new in zip(channels, turned, strict=True)]
             else:
                 gray = gray_levels(channels)

@@ -122,7 +122,7 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
 
 
 def most_corrupt(share: float, total: int) -> float:
-    """How many of `total` images may be unreadable: `share` of them, at least `MIN_CORRUPT`, and none if it is 0."""
+    """Number of unreadable images that is tolerated: `share` of `total`, at least `MIN_CORRUPT`; 0 for a share of 0."""
     return max(share * total, float(MIN_CORRUPT)) if share else 0.0
 
 
@@ -131,8 +131,8 @@ class Item:
     """One image, ready for a batch; the attributes are those of `Batch`.
 
     Attributes:
-        corrupt: (location, reason) of the requested image, if it is unreadable. A replacement that is unreadable too is
-            reported at its own turn, so that an epoch counts each image once.
+        corrupt: (location, reason) of the requested image if it is unreadable, else empty. An unreadable neighbour is
+            not listed, since its own item lists it: an epoch counts each image once.
     """
 
     views: list[Tensor]

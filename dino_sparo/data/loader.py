@@ -68,9 +68,11 @@ def _as_many_as_cores(num_workers: int) -> int:
 
 
 def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
-    """The batches on the device; a GPU copies the next batch from page-locked memory while it computes."""
-    # Keep a reference to this iterator. Without one, an error that leaves the training loop closes the loader. The
-    # loader then waits for its workers, and one of them may hang.
+    """The batches on the device; a GPU copies the next batch from page-locked memory while it computes.
+
+    The caller must keep the iterator in a variable, not only loop over it. Else an error within the loop deletes the
+    iterator, which waits for the loader's workers, and one of them may hang.
+    """
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 

@@ -1,4 +1,4 @@
-"""Which images make up each batch: in random order for training, in order for evaluations.
+"""Samplers: the images of each batch, in random order for training, in order for evaluations.
 
 The order of an epoch is a pure function of (seed, epoch), the crops of an image of (seed, epoch, index). So a run is
 the same for any number of workers and ranks, and a resumed run needs only `EpochSampler.set_epoch(epoch, start_step)`.

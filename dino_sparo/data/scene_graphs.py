@@ -2,7 +2,7 @@
 
     caption  = object [relation object] "on" background      a red striped star left of a blue dotted ring on sand
     object   = ("a" | "an") colour texture shape             an orange plain heart
-    relation = "left of" | "right of" | "above" | "under"    of the two centres, subject first, as seen in the picture
+    relation = "left of" | "right of" | "above" | "under"    of the two centers, subject first, as seen in the picture
 
 Every word is in one of the tuples SHAPES, COLOURS, TEXTURES, BACKGROUNDS, RELATIONS. Two objects of one scene
 differ in shape and in colour, so exchanging the objects, their colours or the relation always gives a false caption.
@@ -30,7 +30,7 @@ LONE_RADIUS = (0.28, 0.38)
 LARGE_RADIUS = (0.27, 0.31)
 SMALL_RADIUS = (0.12, 0.15)
 MAX_ROTATION = 0.35
-# The step from the second object's centre to the first's, x to the right, y downwards.
+# The step from the second object's center to the first's, x to the right, y downwards.
 _RELATIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "under": (0, 1)}
 RELATIONS = tuple(_RELATIONS)
 # The relation of the second object to the first.
@@ -39,7 +39,7 @@ OPPOSITES = {"left of": "right of", "right of": "left of", "above": "under", "un
 
 @dataclass(frozen=True)
 class Ties:
-    """How often an object has what is typical of its category; otherwise the attribute is drawn uniformly.
+    """Probabilities that an object has the typical attribute of its category; else the attribute is drawn uniformly.
 
     Attributes:
         texture: probability of the typical texture, in [0, 1].
@@ -60,11 +60,11 @@ class Circle(NamedTuple):
     """The circle that holds an object.
 
     Attributes:
-        centre: (x, y), fractions of the image's side, x to the right, y downwards.
+        center: (x, y), fractions of the image's side, x to the right, y downwards.
         radius: a fraction of the image's side.
     """
 
-    centre: tuple[float, float]
+    center: tuple[float, float]
     radius: float
 
 
@@ -76,22 +76,22 @@ class SceneObject:
         shape: one of SHAPES.
         colour: one of COLOURS.
         texture: one of TEXTURES.
-        centre: (x, y), fractions of the image's side, x to the right, y downwards.
-        radius: of the circle around the centre that holds the object, a fraction of the image's side.
+        center: (x, y), fractions of the image's side, x to the right, y downwards.
+        radius: of the circle around the center that holds the object, a fraction of the image's side.
         rotation: radians, clockwise as seen in the picture.
     """
 
     shape: str
     colour: str
     texture: str
-    centre: tuple[float, float]
+    center: tuple[float, float]
     radius: float
     rotation: float
 
     @property
     def box(self) -> tuple[float, float, float, float]:
         """(left, top, right, bottom) of the circle that holds the object, fractions of the image's side."""
-        (x, y), r = self.centre, self.radius
+        (x, y), r = self.center, self.radius
         return (x - r, y - r, x + r, y + r)
 
     def described(self, attributes: Collection[str]) -> str:
@@ -193,13 +193,13 @@ def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGraph
 
 
 def place_one(rng: np.random.Generator) -> Circle:
-    """Where a lone object stands, all of it inside the image."""
+    """Draw the place of a lone object, all of it inside the image."""
     radius = between(rng, *LONE_RADIUS)
     return Circle((between(rng, radius, 1 - radius), between(rng, radius, 1 - radius)), radius)
 
 
 def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle]:
-    """Where a large and a small object stand, so that the large one is `predicate` the small one.
+    """Draw the places of a large and a small object, so that the large one is `predicate` the small one.
 
     The two circles lie inside the image and do not overlap.
     """
@@ -210,7 +210,7 @@ def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle
     gap = (slack - start) * rng.random()
     along_small, along_large = start + small, start + 2 * small + gap + large
     across_large = between(rng, 0.42, 0.58)
-    # Across the relation the centres differ less than along it, so that the other relations are clearly false.
+    # Across the relation the centers differ less than along it, so that the other relations are clearly false.
     across_small = across_large + 0.4 * (large + small) * between(rng, -1.0, 1.0)
     if sum(step) < 0:
         along_small, along_large = 1 - along_small, 1 - along_large

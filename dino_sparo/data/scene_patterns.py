@@ -19,7 +19,7 @@ def _box(u: Array, v: Array, half_width: float, half_height: float) -> Array:
 
 def _star(u: Array, v: Array) -> Array:
     # Fold the plane into one tenth of the star, a half point, where the outline is the straight edge from the tip
-    # (0.98, 0) to the inner corner, 0.46 from the centre.
+    # (0.98, 0) to the inner corner, 0.46 from the center.
     turn = np.arctan2(u, -v) * np.float32(2.5 / np.pi)
     angle = np.abs(turn - np.round(turn)) * np.float32(0.4 * np.pi)
     r = np.sqrt(u * u + v * v)

@@ -96,7 +96,7 @@ class Scenes:
         return self._drawn[index].copy()
 
     def location(self, index: int) -> str:
-        """Where the image comes from, for logs and errors."""
+        """Origin of the image, for logs and errors."""
         return f"scenes[{index}]" if self.split == "train" else f"scenes-{self.split}[{index}]"
 
     def scene_graph(self, index: int) -> SceneGraph:
@@ -108,7 +108,7 @@ class Scenes:
         return self.scene_graph(index).caption
 
     def object_masks(self, index: int) -> tuple[Bool[np.ndarray, "objects H W"], Int64[np.ndarray, " objects"]]:
-        """Which pixels of scene `index` show which object, and the objects' classes, numbers of `classes`."""
+        """Masks of the objects in scene `index`, and their classes, numbers of `classes`."""
         graph = self.scene_graph(index)
         labels = np.array([SHAPES.index(thing.shape) for thing in graph.objects], dtype=np.int64)
         return object_masks(graph, self.image_size), labels
@@ -151,7 +151,7 @@ def parse_scenes_spec(spec: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=8)
-def _pixel_centres(size: int) -> Float[np.ndarray, " size"]:
+def _pixel_centers(size: int) -> Float[np.ndarray, " size"]:
     return ((np.arange(size) + 0.5) / size).astype(np.float32)
 
 
@@ -182,7 +182,7 @@ def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.
     canvas = _paint_background(graph.background, rng, size)
     for thing in graph.objects:
         _paint_object(canvas, thing, light, rng)
-    axis = _pixel_centres(size) - 0.5
+    axis = _pixel_centers(size) - 0.5
     shade = (0.22 * light[0]) * axis[None, :] + (0.22 * light[1]) * axis[:, None]
     canvas = (canvas - 0.5) * contrast + 0.5
     canvas *= brightness + shade
@@ -191,7 +191,7 @@ def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.
 
 
 def object_masks(graph: SceneGraph, size: int) -> Bool[np.ndarray, "objects H W"]:
-    """The pixels of `draw_scene` that show each object: those whose centre lies within its outline.
+    """The pixels of `draw_scene` that show each object: those whose center lies within its outline.
 
     An object hides those before it. Shadows belong to the background.
 
@@ -202,7 +202,7 @@ def object_masks(graph: SceneGraph, size: int) -> Bool[np.ndarray, "objects H W"
     Returns:
         (objects, size, size), in the order of `graph.objects`; no pixel has two objects.
     """
-    axis = _pixel_centres(size)
+    axis = _pixel_centers(size)
     masks = np.zeros((len(graph.objects), size, size), dtype=bool)
     for mask, thing in zip(masks, graph.objects, strict=True):
         u, v = _upright(thing, *_offsets(thing, axis, axis))
@@ -213,9 +213,9 @@ def object_masks(graph: SceneGraph, size: int) -> Bool[np.ndarray, "objects H W"
 
 
 def _offsets(thing: SceneObject, x: Array, y: Array) -> tuple[Array, Array]:
-    """The steps from an object's centre to pixels, (1, W) and (H, 1), in units of its radius."""
-    dx = (x[None] - np.float32(thing.centre[0])) / np.float32(thing.radius)
-    dy = (y[:, None] - np.float32(thing.centre[1])) / np.float32(thing.radius)
+    """The steps from an object's center to pixels, (1, W) and (H, 1), in units of its radius."""
+    dx = (x[None] - np.float32(thing.center[0])) / np.float32(thing.radius)
+    dy = (y[:, None] - np.float32(thing.center[1])) / np.float32(thing.radius)
     return dx, dy
 
 
@@ -227,7 +227,7 @@ def _upright(thing: SceneObject, dx: Array, dy: Array) -> tuple[Array, Array]:
 
 def _paint_background(background: str, rng: np.random.Generator, size: int) -> Array:
     pattern, dark, bright = BACKGROUND_TABLE[background]
-    axis = _pixel_centres(size)
+    axis = _pixel_centers(size)
     row, column = int(size * rng.random()), int(size * rng.random())
     noise = _noise_tile(size)[row : row + size, column : column + size]
     x, y = axis[None, :] + np.float32(rng.random()), axis[:, None] + np.float32(rng.random())
@@ -248,7 +248,7 @@ def _paint_object(canvas: Array, thing: SceneObject, light: tuple[float, float],
     (left, top, right, bottom), margin = thing.box, 0.3 * thing.radius
     x0, y0 = max(0, int((left - margin) * size)), max(0, int((top - margin) * size))
     x1, y1 = min(size, int((right + margin) * size) + 1), min(size, int((bottom + margin) * size) + 1)
-    axis = _pixel_centres(size)
+    axis = _pixel_centers(size)
     dx, dy = _offsets(thing, axis[x0:x1], axis[y0:y1])
     u, v = _upright(thing, dx, dy)
     distance = SHAPE_TABLE[thing.shape](u, v)

@@ -169,17 +169,17 @@ def plain_words(text: str) -> list[Word]:
     return [Word(text) for text in text.split()]
 
 
-def runs_of_words(words: Sequence[Word]) -> list[list[Word]]:
-    """Neighbouring words of one colour together, so that one panel lies behind them; words with notes stay alone."""
-    runs: list[list[Word]] = []
+def merge_words(words: Sequence[Word]) -> list[Word]:
+    """Neighbouring words of one colour as one, so that one panel lies behind them; a word with a note starts anew."""
+    merged: list[Word] = []
     for word in words:
-        previous = runs[-1][-1] if runs else None
+        previous = merged[-1] if merged else None
         is_same = previous is not None and (previous.level, previous.colour) == (word.level, word.colour)
-        if is_same and not word.note and word.has_space:
-            runs[-1].append(word)
+        if previous is not None and is_same and word.has_space and not word.note:
+            merged[-1] = previous._replace(text=f"{previous.text} {word.text}")
         else:
-            runs.append([word])
-    return runs
+            merged.append(word)
+    return merged
 
 
 def short_name(location: str) -> str:

@@ -13,7 +13,7 @@ from string import Template
 
 from PIL import Image
 
-from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, runs_of_words, short_name
+from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, merge_words, short_name
 from dino_sparo.draw.pixels import RAMP_COLOURS, RAMP_POSITIONS, Picture
 from dino_sparo.runtime.files import write_text
 
@@ -131,15 +131,14 @@ def _switchable_image(tile: Tile, title: str) -> str:
 def _marked(words: Sequence[Word]) -> str:
     """Words with their colours behind them."""
     parts: list[str] = []
-    for run in runs_of_words(words):
-        text = escape("".join(" " * (word.has_space and i > 0) + word.text for i, word in enumerate(run)))
-        first = run[0]
-        if first.level > 0 or first.note:
-            strong = ' class="strong"' if first.level > STRONG else ""
-            note = f' title="{escape(first.note)}"' if first.note else ""
-            colour = " ".join(map(str, first.colour))
-            text = f'<mark{strong} style="--mark: {colour}; --level: {first.level:.2f}"{note}>{text}</mark>'
-        parts.append(" " * (first.has_space and bool(parts)) + text)
+    for word in merge_words(words):
+        text = escape(word.text)
+        if word.level > 0 or word.note:
+            strong = ' class="strong"' if word.level > STRONG else ""
+            note = f' title="{escape(word.note)}"' if word.note else ""
+            colour = " ".join(map(str, word.colour))
+            text = f'<mark{strong} style="--mark: {colour}; --level: {word.level:.2f}"{note}>{text}</mark>'
+        parts.append(" " * (word.has_space and bool(parts)) + text)
     return "".join(parts)
 
 

@@ -88,21 +88,21 @@ def enlarge(
     return np.clip(pixels, values.min(), values.max())
 
 
-def fitted(picture: UInt8[np.ndarray, "_ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A picture as large as it can be within a height and a width, its aspect ratio unchanged."""
-    return scaled(picture, max(1, min(height, round(width * picture.shape[0] / picture.shape[1]))))
+def fit(picture: UInt8[np.ndarray, "_ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "_ _ 3"]:
+    """Resize a picture to the largest size within a height and a width; its aspect ratio stays."""
+    return resize(picture, max(1, min(height, round(width * picture.shape[0] / picture.shape[1]))))
 
 
-def scaled(
+def resize(
     picture: UInt8[np.ndarray, "_ _ 3"], height: int, method: Image.Resampling = Image.Resampling.LANCZOS
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A picture at another height, its aspect ratio unchanged."""
+    """Resize a picture to a height; its aspect ratio stays."""
     width = max(1, round(picture.shape[1] * height / picture.shape[0]))
     return np.asarray(Image.fromarray(picture).resize((width, height), method))
 
 
-def framed(picture: Picture, colour: str) -> Picture:
-    """A picture with a frame inside its edges, `FRAME` pixels wide."""
+def add_frame(picture: Picture, colour: str) -> Picture:
+    """Draw a frame inside the edges of a picture, `FRAME` pixels wide; a copy."""
     shown = np.empty_like(picture)
     shown[:] = ImageColor.getrgb(colour)
     shown[FRAME:-FRAME, FRAME:-FRAME] = picture[FRAME:-FRAME, FRAME:-FRAME]
@@ -129,7 +129,7 @@ def crops_grid(
     height = max(GRID_HEIGHT, *(view.shape[-2] for view in views))
     columns = [to_pixels(view[:num_images], mean, std) for view in views]
     bicubic = Image.Resampling.BICUBIC
-    return _stacked([[scaled(crop, height, bicubic) for crop in row] for row in zip(*columns, strict=True)])
+    return _stacked([[resize(crop, height, bicubic) for crop in row] for row in zip(*columns, strict=True)])
 
 
 def maps_grid(
@@ -139,7 +139,7 @@ def maps_grid(
     height = GRID_HEIGHT if maps.shape[1] < GRID_COLUMNS else SMALL_GRID_HEIGHT
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
-        shown = scaled(picture, height, Image.Resampling.BICUBIC)
+        shown = resize(picture, height, Image.Resampling.BICUBIC)
         tiles = [_numbered(overlay(shown, heatmap), str(number)) for number, heatmap in enumerate(image_maps)]
         tiles.insert(0, _numbered(shown, ""))
         rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, runs_of_words
-from dino_sparo.draw.pixels import fitted, framed, ramp
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, merge_words
+from dino_sparo.draw.pixels import add_frame, fit, ramp
 from dino_sparo.runtime.faults import require
 
 DPI = 100
@@ -68,15 +68,14 @@ class Drawing:
         """Words side by side, their colours behind them; returns where they end."""
         space = text_width("a a", size, weight) - text_width("aa", size, weight)
         left = float(x)
-        for number, run in enumerate(runs_of_words(words)):
-            text = "".join(" " * (word.has_space and i > 0) + word.text for i, word in enumerate(run))
-            left += space * (run[0].has_space and number > 0)
-            width = text_width(text, size, weight)
-            if run[0].level > 0:
-                mixed = (round(255 + run[0].level * (channel - 255)) for channel in run[0].colour)
+        for number, word in enumerate(merge_words(words)):
+            left += space * (word.has_space and number > 0)
+            width = text_width(word.text, size, weight)
+            if word.level > 0:
+                mixed = (round(255 + word.level * (channel - 255)) for channel in word.colour)
                 box = round(width) + 4, round(1.5 * size)
                 self.panel(round(left) - 2, y - round(size) - 1, box, "#{:02x}{:02x}{:02x}".format(*mixed))
-            self.text(round(left), y, text, size, weight=weight)
+            self.text(round(left), y, word.text, size, weight=weight)
             left += width
         return math.ceil(left)
 
@@ -196,7 +195,7 @@ def _section(section: Section, blocks: Sequence[Drawing], layout: Layout, width:
     drawing.height = y - BAND_GAP
     if section.picture is not None:
         side = layout.side - 2 * GAP
-        picture = fitted(section.picture.picture, side, side)
+        picture = fit(section.picture.picture, side, side)
         drawing.picture(0, 0, picture)
         drawing.height = max(drawing.height, picture.shape[0])
     if section.name:  # in the middle of the first tiles' height
@@ -230,7 +229,7 @@ def draw_tiles(tiles: Sequence[Tile], layout: Layout) -> Drawing:
     block, y = Drawing(), 0
     if not tiles:
         return block
-    pictures = [fitted(tile.picture, *layout.tile) for tile in tiles]
+    pictures = [fit(tile.picture, *layout.tile) for tile in tiles]
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
     needed = [min(text_width(word, TEXT_SIZE, "bold"), MAX_CELL) for tile in tiles for word in tile.title.split()]
     needed += [text_width(tile.numbers, LABEL_SIZE) for tile in tiles]
@@ -252,7 +251,7 @@ def draw_tiles(tiles: Sequence[Tile], layout: Layout) -> Drawing:
         for number, (tile, picture) in enumerate(zip(line, pictures[start:], strict=False)):
             x, shown = number * step, picture if tile.paint is None else tile.paint(picture)
             _title(block, x, y + head - 7, tile, cell, width if is_beside else 0)
-            block.picture(x, y + head, framed(shown, tile.frame) if tile.frame else shown)
+            block.picture(x, y + head, add_frame(shown, tile.frame) if tile.frame else shown)
             for below, words in enumerate(captions[number]):
                 block.words(x, y + head + height + 25 + HEADING_LINE * below, words)
             _notes(block, x, y + head + height + foot - 6, tile, cell)

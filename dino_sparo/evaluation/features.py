@@ -239,14 +239,14 @@ def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -
 
 
 def effective_rank(encodings: Float[Tensor, "B F"]) -> float:
-    """How many directions the encodings of a batch use, between 1 and B.
+    """Number of directions that the encodings of a batch use, between 1 and B.
 
-        exp(H(sigma / sum(sigma))),  sigma the singular values of the centred encodings
+        exp(H(sigma / sum(sigma))),  sigma the singular values of the centered encodings
 
     Source: Roy and Vetterli, "The effective rank"; Garrido et al., "RankMe", uses it for self-supervised encodings.
     """
-    centred = encodings.float() - encodings.float().mean(dim=0)
-    singular_values = torch.linalg.svdvals(centred)
+    centered = encodings.float() - encodings.float().mean(dim=0)
+    singular_values = torch.linalg.svdvals(centered)
     shares = singular_values / singular_values.sum().clamp_min(torch.finfo(torch.float32).tiny)
     return torch.special.entr(shares).sum().exp().item()
 

@@ -21,8 +21,8 @@ from dino_sparo.weights.checkpoint import (
     encoder_of,
     image_text_entry,
     load_checkpoint,
-    located,
     network_name,
+    weights_file,
 )
 from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import in_percent, origin_of, scores_of
@@ -63,7 +63,7 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
         return _describe_onnx(folder)
     if (folder / "checkpoint.pth").is_file():
         path = str(folder / "checkpoint.pth")
-    file = located(path)
+    file = weights_file(path)
     if file.is_dir():
         raise ValueError(f"{path} holds no checkpoint, export, embeddings or cached features; give one of their paths")
     return _describe_weights(path, file, defaults_of)

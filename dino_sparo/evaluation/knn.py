@@ -18,7 +18,7 @@ to the search of one process. Similarity is the cosine,
 
 computed block by block, so that memory does not grow with the number of images. Of equally similar images those that
 come first in the training set are the nearer ones. All matrix products have one size, because rounding depends on the
-size. On a processor with AVX-512, none of 60 million similarities changed when its images stood elsewhere in a block.
+size; the place of an image within a product has changed no similarity so far (docs/verification.md).
 """
 
 import argparse
@@ -290,10 +290,13 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
         "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
         "untrained": record.get("encoder", {}).get("untrained"),
     }
-    for name in ("slots", "dump_features", "img_size", *made):
-        value = getattr(args, name)
-        if value and value not in (KNN_BLOCKS if name == "n_last_blocks" else None, made.get(name)):
-            raise ValueError(f"--{name} {value} with --load_features: leave out one of the two")
+    refused = [name for name in ("slots", "dump_features", "img_size") if getattr(args, name)]
+    for name, cached in made.items():
+        default = KNN_BLOCKS if name == "n_last_blocks" else None
+        if getattr(args, name) and getattr(args, name) not in (default, cached):
+            refused.append(name)
+    for name in refused:
+        raise ValueError(f"--{name} {getattr(args, name)} with --load_features: leave out one of the two")
 
 
 def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:

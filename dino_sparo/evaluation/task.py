@@ -48,14 +48,14 @@ OTHER_SEED = 1_000_003  # far from the seeds of runs: an untrained encoder of a 
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An encoder to evaluate, and its entry in a result file.
+class EvaluatedEncoder:
+    """The subject of an evaluation: an encoder, the mean and std of its images, and its entry in a result file.
 
     Attributes:
         encoder: in eval mode, on the CPU.
         mean: of its images' pixels in 0..1, per channel.
         std: of these pixels.
-        record: plain values: weights, hash, key, epoch, architecture.
+        record: the entry `encoder` of a result file, plain values: weights, hash, key, epoch, architecture.
         max_value: value of 16-bit images that was white in training.
     """
 
@@ -81,7 +81,7 @@ def trained_encoder(
     arch: str | None = None,
     patch_size: int | None = None,
     quick_gelu: bool = False,
-) -> Subject:
+) -> EvaluatedEncoder:
     """The encoder of one of our checkpoints, or of the reference's; the last three options describe foreign weights."""
     if not pretrained_weights:
         raise ValueError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
@@ -95,28 +95,28 @@ def trained_encoder(
         "untrained": False,
         **asdict(encoder.config),
     }
-    return Subject(encoder, *normalization_of(checkpoint), record, max_value_of(checkpoint))
+    return EvaluatedEncoder(encoder, *normalization_of(checkpoint), record, max_value_of(checkpoint))
 
 
 def untrained_encoder(
     config: EncoderConfig, seed: int, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
-) -> Subject:
+) -> EvaluatedEncoder:
     """A randomly initialised encoder: the baseline before any training."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = encoder_from_config(config).eval()
     unknown = dict.fromkeys(("pretrained_weights", "sha256", "checkpoint_key", "epoch"))
-    return Subject(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
+    return EvaluatedEncoder(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
 
 
-def compared_encoder(path: str, args: argparse.Namespace) -> Subject:
+def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:
     """The encoder of a second checkpoint; options of foreign weights apply if it does not describe itself."""
     is_foreign = path and activation_of(load_checkpoint(path)) is None
     overrides = (args.arch, args.patch_size, args.quick_gelu) if is_foreign else ()
     return trained_encoder(path, args.checkpoint_key, *overrides)
 
 
-def encoder_of_options(args: argparse.Namespace) -> Subject:
+def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     """The encoder that the options of a command name; options that a command lacks take `EncoderConfig`'s defaults.
 
     With --untrained a checkpoint only says how to build the encoder; without a checkpoint the options do.
@@ -170,7 +170,7 @@ class EvaluationTask:
         return cls(args, select_device(args.device))
 
     @cached_property
-    def subject(self) -> Subject:
+    def subject(self) -> EvaluatedEncoder:
         """The encoder that the options name, with the slots of --slots alone, and its record."""
         subject = encoder_of_options(self.args)
         if not (slots := getattr(self.args, "slots", None)):

@@ -18,7 +18,7 @@ from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How an encoder is built. Every checkpoint holds it, so no other command needs these options.
+    """Architecture of an encoder. Every checkpoint holds it, so no other command needs these options.
 
     Attributes:
         arch: a key of `ARCHITECTURES`, or `timm/NAME`.

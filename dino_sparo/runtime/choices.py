@@ -57,7 +57,7 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
-# So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.
+# Up to this many unreadable images are always tolerated: of 100 images, a share would be one or two.
 MIN_CORRUPT = 5
 
 # Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/decode.py`.

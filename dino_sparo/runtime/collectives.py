@@ -85,7 +85,7 @@ T = TypeVar("T")
 def barrier() -> None:
     """Wait for all processes, as long as the control group does; no device is waited for."""
     if world_size() > 1:
-        with _peers_named() as control:
+        with _control_exchange() as control:
             dist.barrier(group=control)
 
 
@@ -94,7 +94,7 @@ def all_gather_object(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
-    with _peers_named() as control:
+    with _control_exchange() as control:
         dist.all_gather_object(values, value, group=control)
     return values
 
@@ -104,14 +104,14 @@ def broadcast_object(value: T) -> T:
     if world_size() == 1:
         return value
     values = [value]
-    with _peers_named() as control:
+    with _control_exchange() as control:
         dist.broadcast_object_list(values, src=0, group=control)
     return values[0]
 
 
 @contextlib.contextmanager
-def _peers_named() -> Iterator[Any]:
-    """The control group, within a context that turns its errors into a `FaultError` with the time it waited."""
+def _control_exchange() -> Iterator[Any]:
+    """The control group; its errors become a `FaultError` that says how long this process waited."""
     control, timeout_min = control_group()
     try:
         yield control
@@ -138,14 +138,14 @@ def all_or_none(what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    of_ranks = all_gather_object((_message_of(error), isinstance(error, FaultError)))
-    failures = [(number, text) for number, (text, _) in enumerate(of_ranks) if text]
+    outcomes = all_gather_object((_message_of(error), isinstance(error, FaultError)))
+    failures = [(number, text, is_fault) for number, (text, is_fault) in enumerate(outcomes) if text]
     if error is not None:
         raise error
     if failures:
-        number, text = failures[0]
-        # Else the other ranks would say that the user must mend something, and the job would not start again.
-        kind = FaultError if all(is_fault for text, is_fault in of_ranks if text) else PeerError
+        number, text, _ = failures[0]
+        # A PeerError ends the job, as a mistake of the user's does. After faults alone the job shall start again.
+        kind = FaultError if all(is_fault for _, _, is_fault in failures) else PeerError
         raise kind(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
 
 

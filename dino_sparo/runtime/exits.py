@@ -1,4 +1,4 @@
-"""How a command ends: one line and an exit status after an error that is not a bug; its workers end with it."""
+"""The end of a command: one line and an exit status after an error that is not a bug; its workers are killed."""
 
 import contextlib
 import gc
@@ -89,14 +89,14 @@ def end_workers(keep: Collection[Any] = ()) -> None:
             worker.kill()
         for worker in workers:
             worker.join(END_SECONDS)
-    _shut_iterators(workers)
+    _mark_as_shut_down(workers)
 
 
-def _shut_iterators(workers: Collection[Any]) -> None:
-    """Let torch's iterators over batches go without a word to these workers.
+def _mark_as_shut_down(workers: Collection[Any]) -> None:
+    """Mark torch's iterators over the batches of killed workers as shut down.
 
-    A worker that was killed within a lock never releases it, and an iterator that says goodbye would wait for the lock
-    forever.
+    Else an iterator tells its workers to stop when it is deleted. This takes a lock of their queue, and a worker that
+    was killed while it held the lock never releases it.
     """
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 

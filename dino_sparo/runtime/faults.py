@@ -12,7 +12,7 @@ from typing import Any
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
-RESUME_HINT = "If a checkpoint was saved, it is complete: run the same command to resume"
+RESUME_HINT = "Run the same command to resume from the last checkpoint, if there is one"
 
 # How to install what may be missing: extra of this package -> packages; then those of other ways.
 EXTRAS = {
@@ -48,8 +48,8 @@ DEVICE_SIGNS = (
 MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
 
 TRAINING_REMEDY = (
-    "a smaller batch with as many more --grad_accum_steps takes the same steps; --grad_checkpointing keeps fewer "
-    "activations; DINO's --loss_chunk computes the loss of a part of the prototypes at a time"
+    "halve the batch size and double --grad_accum_steps, for the same steps in less memory; --grad_checkpointing keeps "
+    "fewer activations; DINO's --loss_chunk computes the loss of a part of the prototypes at a time"
 )
 EVALUATION_REMEDY = (
     "smaller batches or images; in commands that have it, --use_cuda false, which keeps features in the host's memory"
@@ -88,7 +88,7 @@ def require(package: str, purpose: str) -> None:
 
 
 @contextlib.contextmanager
-def faults_named(timeout_min: float) -> Iterator[None]:
+def explain_faults(timeout_min: float) -> Iterator[None]:
     """Turn torch's errors about a peer, a worker or a GPU that failed into a `FaultError` with a remedy."""
     try:
         yield
@@ -144,7 +144,7 @@ def is_device_fault(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
+def explain_full_memory(options: Mapping[str, Any]) -> Iterator[None]:
     """Turn torch's errors about full memory into a `MemoryFullError` that says what helps."""
     try:
         yield

@@ -140,10 +140,12 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
 def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """The part of a store that belongs to this attempt alone; RuntimeError if a process does not come.
 
-    torchrun restarts processes after a fault, and may give them the store of the attempt before (torch 2.15 does). A
-    process that reads before its peer has written would get the address of a dead process. So rank 0 draws a name, and
-    the others ask for it under random names, which no earlier attempt can have answered. TORCHELASTIC_RESTART_COUNT
-    cannot be the name: nodes of one attempt may have different counts (`_invoke_run` of torch's elastic agent).
+    torchrun restarts processes after a fault, and may give them the store of the attempt before (torch 2.15 does). It
+    still holds the addresses of dead processes. So every attempt puts a name before all of its keys: a random number
+    of rank 0. The other ranks ask for the name: each writes a random number of its own as its question, and rank 0
+    writes the name under that number. No earlier attempt can have answered, since the number is new.
+    TORCHELASTIC_RESTART_COUNT cannot be the name: nodes of one attempt may have different counts (`_invoke_run` of
+    torch's elastic agent).
     """
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     name, missing = own, set(range(1, size)) if rank == 0 else {rank}
@@ -156,7 +158,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
                     store.set(f"answer{store.get(f'asks{other}').decode()}", own)
             missing = {other for other in missing if not store.check([f"{own}/joins{other}"])}
         else:
-            store.set(f"asks{rank}", own)  # again and again: an answer may have gone to the one before
+            store.set(f"asks{rank}", own)  # again and again: rank 0 may have answered the attempt before
             if store.check([f"answer{own}"]):
                 name, missing = store.get(f"answer{own}").decode(), set()
                 store.set(f"{name}/joins{rank}", "")

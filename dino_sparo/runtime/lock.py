@@ -55,7 +55,11 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._remove_or_refuse(file)
+            holder = read_holder(file)
+            if not is_earlier_attempt(holder):
+                file.close()
+                raise self._in_use_by(holder) from None
+            self.path.unlink(missing_ok=True)
         except OSError as error:  # some clusters mount their disks without locks
             logger.warning("%s cannot be locked (%s); take care that no other run writes there", self.target, error)
         if not self.path.exists() or not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
@@ -67,18 +71,11 @@ class RunLock:
         file.flush()
         return file
 
-    def _remove_or_refuse(self, file: TextIO) -> None:
-        """Remove the file of an earlier attempt of this job, which Slurm has ended; else OutputDirError."""
-        file.seek(0)
-        text, me = file.read(), this_process()
-        holder = json.loads(text) if text.endswith("}") else dict.fromkeys(me, "?")
-        if holder["job"] and holder["job"] == me["job"] and holder["attempt"] < me["attempt"]:
-            self.path.unlink(missing_ok=True)
-            return
-        file.close()
+    def _in_use_by(self, holder: dict[str, Any]) -> OutputDirError:
+        """The error that names the process which holds the lock."""
         job, pid = holder["job"], holder["pid"]
         where = f"{holder['host']}, Slurm job {job}" if job else holder["host"]
-        raise OutputDirError(
+        return OutputDirError(
             f"{self.target} is in use by another run (process {pid} on {where}, since "
             f"{holder['since']}); give another {self.option}, or end that run first "
             f"({f'scancel {job}' if job else f'kill {pid}'})"
@@ -103,6 +100,19 @@ def this_process() -> dict[str, Any]:
         "attempt": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
     }
+
+
+def read_holder(file: TextIO) -> dict[str, Any]:
+    """The record by `this_process` of the process that holds the lock; "?" for its values if it is not written yet."""
+    file.seek(0)
+    text = file.read()
+    return dict(json.loads(text)) if text.endswith("}") else dict.fromkeys(this_process(), "?")
+
+
+def is_earlier_attempt(holder: dict[str, Any]) -> bool:
+    """Whether a lock's holder is an attempt of this Slurm job before its last requeue, which Slurm has ended."""
+    me = this_process()
+    return bool(holder["job"]) and holder["job"] == me["job"] and holder["attempt"] < me["attempt"]
 
 
 def create_output_dir(folder: Path) -> None:

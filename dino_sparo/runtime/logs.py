@@ -110,7 +110,7 @@ class Meters:
         return {name: [float(value), float(self.counts[name])] for name, value in self.sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Continue the sums and counts that `state_dict` returned."""
         self.sums = {name: total for name, (total, _) in state.items()}
         self.counts = {name: int(count) for name, (_, count) in state.items()}
 

@@ -76,8 +76,8 @@ class StopSignals:
             if signum not in self.previous:
                 self._take_over(signum)
 
-    def heard(self) -> set[signal.Signals]:
-        """The signals so far; the end of torchrun counts as SIGTERM."""
+    def so_far(self) -> set[signal.Signals]:
+        """All signals received until now; the end of torchrun counts as SIGTERM."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
             self.received.add(signal.SIGTERM)
         return self.received
@@ -148,7 +148,7 @@ class Agreement:
         wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
         interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
-        received = self.signals.heard()
+        received = self.signals.so_far()
         own: dict[Any, Tensor | float] = {signum: float(signum in received) for signum in STOP_SIGNALS}
         own |= {"save": float(wants_save and is_main()), "interval": float(interval * is_main()), **counts}
         values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in own.values()]

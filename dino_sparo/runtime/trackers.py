@@ -172,23 +172,23 @@ class Trackers:
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self.run, self.open = run, dict[str, Any]()
         for name in dict.fromkeys(names):
-            with self._failures_named(name):
+            with self._drop_on_failure(name):
                 self.open[name] = TRACKERS[name](run)
 
     def each(self, call: Callable[[Any], None]) -> None:
         """Call every tracker that works."""
         for name, tracker in list(self.open.items()):
-            with self._failures_named(name):
+            with self._drop_on_failure(name):
                 call(tracker)
 
     @contextlib.contextmanager
-    def _failures_named(self, name: str) -> Iterator[None]:
+    def _drop_on_failure(self, name: str) -> Iterator[None]:
+        """Within this context any failure is logged, and the tracker is left out from then on."""
         try:
             yield
         except Exception as error:
             self.open.pop(name, None)
             logger.error(
-                "--report_to %s failed, so training continues without %s; mend the cause and start the run again to "
-                "have it (%s: %s)",
+                "--report_to %s failed, so training continues without %s; fix the cause and rerun to use it (%s: %s)",
                 *(name, name, self.run.folder, " ".join(str(error).split()) or type(error).__name__),
             )

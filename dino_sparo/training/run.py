@@ -13,7 +13,7 @@ from typing import Any
 
 from dino_sparo.runtime.cli import config_text
 from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0, require_same_options
-from dino_sparo.runtime.faults import faults_named, full_memory_named
+from dino_sparo.runtime.faults import explain_faults, explain_full_memory
 from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.launch import init_distributed
 from dino_sparo.runtime.lock import RunLock
@@ -55,8 +55,8 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
     given = dict(vars(args))
     with (
         StopSignals() as signals,
-        full_memory_named(vars(args)),
-        faults_named(args.dist_timeout_min),
+        explain_full_memory(vars(args)),
+        explain_faults(args.dist_timeout_min),
         compile_failures_named(),
         RunLock(args.output_dir) as lock,
     ):

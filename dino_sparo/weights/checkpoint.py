@@ -98,7 +98,7 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     if is_timm_model(path):
         plan, weights = plan_of(str(path).removeprefix(TIMM)), timm_model_weights(path)
         return {**weights, "encoder": encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
-    path = located(path)
+    path = weights_file(path)
     if not path.is_file():
         inside = path / "checkpoint.pth"
         example = inside if inside.is_file() else "a .pth file"
@@ -124,7 +124,7 @@ def timm_model_weights(path: str | Path) -> dict[str, Tensor]:
     return pretrained_weights(str(path).removeprefix(TIMM), f"--pretrained_weights FILE --arch {path}")
 
 
-def located(path: str | Path) -> Path:
+def weights_file(path: str | Path) -> Path:
     """The file of weights: the path itself, or the weights of a folder, of a repository of the hub, or of "demo".
 
     Raises:
@@ -152,7 +152,7 @@ def weights_sha256(path: str | Path) -> str:
         weights = timm_model_weights(path).items()
         content = save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights})
         return hashlib.sha256(content).hexdigest()
-    return file_sha256(located(path))
+    return file_sha256(weights_file(path))
 
 
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     logger.info("%s: %s, quick_gelu %s, as %s says", path, normalization, activation, published.name)
     if resize_mode != "shortest":
         logger.warning(
-            "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
+            "%s was trained with images resized by %r; here the shorter side is resized and the center is cut, which "
             "changes its accuracy",
             path,
             resize_mode,
@@ -218,8 +218,8 @@ def describe_encoder(
     return {**entry, **overrides}
 
 
-def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint") -> dict[str, Any] | None:
-    """The checkpoint's entry `encoder`, validated; None if it has none. `source` is its file, for messages."""
+def encoder_entry(checkpoint: Mapping[str, Any], path: str = "the checkpoint") -> dict[str, Any] | None:
+    """The checkpoint's entry `encoder`, validated; None if it has none. `path` is its file, for messages."""
     entry = checkpoint.get("encoder")
     if entry is None:
         return None
@@ -233,7 +233,7 @@ def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint")
                 raise ValueError(f"{name} is {values!r}, not one number per channel")
     except ValueError as error:
         raise CheckpointError(
-            f"{source} does not say under `encoder` how its encoder was built ({error}); save it again with the "
+            f"{path} does not say under `encoder` how its encoder was built ({error}); save it again with the "
             f"version that wrote it, or give a file of weights alone"
         ) from error
     return entry
@@ -266,21 +266,21 @@ def load_encoder(
 
 def encoder_of(
     checkpoint: Mapping[str, Any],
-    source: str,
+    path: str,
     which: str,
     arch: str | None = None,
     patch_size: int | None = None,
     quick_gelu: bool = False,
 ) -> Encoder:
-    """`load_encoder` for a checkpoint that was read from `source`."""
-    encoder_entry(checkpoint, source)
-    weights = network_weights(checkpoint, which, source)
+    """`load_encoder` for a checkpoint that was read from `path`."""
+    encoder_entry(checkpoint, path)
+    weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     if quick_gelu:
         if activation_of(checkpoint) is False:
             raise CheckpointError(
-                f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
+                f"--quick_gelu is for weights that do not say how they were trained, but {path} says: with GELU"
             )
         description = {**description, "quick_gelu": True}
     config = EncoderConfig.from_dict(description)
@@ -288,14 +288,14 @@ def encoder_of(
     if not isinstance(encoder.backbone, TimmBackbone):
         weights = without_layer_scale(weights)
     elif not any(name.startswith("backbone.model.") for name in weights):
-        own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, source)
+        own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
-    load_strictly(encoder, weights, f"{source} ({network})")
+    load_strictly(encoder, weights, f"{path} ({network})")
     max_value = max_value_of(checkpoint)
     view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
-    logger.info("%s of %s: %s", network, source, encoder.summary)
+    logger.info("%s of %s: %s", network, path, encoder.summary)
     return encoder.eval()
 
 
@@ -327,7 +327,7 @@ def activation_of(checkpoint: Mapping[str, Any]) -> bool | None:
     return None if entry is None else bool({**entry.get("image", {}), **entry}.get("quick_gelu", False))
 
 
-def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
+def network_weights(checkpoint: Mapping[str, Any], which: str, path: str) -> dict[str, Tensor]:
     """One network's weights, the head's included, under our names.
 
     A file of raw weights is one network; they may lie under `model` or `state_dict`. The network of a CLIP is its image
@@ -336,7 +336,7 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
     Raises:
         CheckpointError: the checkpoint has networks, but not `which`; or it is an unknown CLIP.
     """
-    clip = clip_weights(checkpoint, source)
+    clip = clip_weights(checkpoint, path)
     if clip is not None:
         return {name.removeprefix("image."): value for name, value in clip.items() if name.startswith("image.")}
     if isinstance(checkpoint.get(which), Mapping):
@@ -345,7 +345,7 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
     exported = checkpoint.get("checkpoint_key")  # an export has one network, and says which it was
     is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is the default
     if networks or which not in NETWORKS or is_other:
-        raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
+        raise CheckpointError(f"{path} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
     return flat_weights(_top_weights(checkpoint))
 
 
@@ -365,12 +365,12 @@ def image_text_kind(checkpoint: Mapping[str, Any]) -> str | None:
     return "clip" if kind is None and is_open_clip(_top_weights(checkpoint)) else kind
 
 
-def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:
+def clip_weights(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor] | None:
     """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP."""
     weights = _top_weights(checkpoint)
     if image_text_entry(checkpoint) is not None:
         return weights
-    return from_open_clip_names(weights, source) if is_open_clip(weights) else None
+    return from_open_clip_names(weights, path) if is_open_clip(weights) else None
 
 
 def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -391,21 +391,21 @@ def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     return {**image, "mean": description["mean"], "std": description["std"]}
 
 
-def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
+def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, path: str) -> None:
     """Refuse to resume a checkpoint of another encoder; the error lists the fields that differ."""
-    entry = encoder_entry(checkpoint, source)
+    entry = encoder_entry(checkpoint, path)
     if entry is None:
         raise CheckpointError(
-            f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
+            f"{path} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
         )
-    check_same_description(asdict(EncoderConfig.from_dict(entry)), asdict(config), source)
+    check_same_description(asdict(EncoderConfig.from_dict(entry)), asdict(config), path)
 
 
-def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
+def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], path: str) -> None:
     """Refuse to resume a checkpoint whose model differs from the options' model, both as plain values."""
     if differing := differences(_flat(saved), _flat(asked), "in the checkpoint", "asked for"):
         raise CheckpointError(
-            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+            f"{path} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
         )
 
 

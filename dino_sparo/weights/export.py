@@ -36,9 +36,9 @@ from dino_sparo.weights.checkpoint import (
     encoder_description,
     encoder_of,
     load_checkpoint,
-    located,
     network_name,
     normalization_of,
+    weights_file,
 )
 from dino_sparo.weights.file import DOCUMENTS_KEY, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
@@ -92,7 +92,7 @@ def export(
     """
     if format not in WRITERS | CLIP_FORMATS:
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
-    checkpoint = located(checkpoint)
+    checkpoint = weights_file(checkpoint)
     content = load_checkpoint(checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:

@@ -245,10 +245,10 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
     return path
 
 
-def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
     """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
     if problems := misfits(module.state_dict(), weights):
-        raise CheckpointError(f"the weights of {source} do not fit the model; {problems}")
+        raise CheckpointError(f"the weights of {name} do not fit the model; {problems}")
     module.load_state_dict(dict(weights))
 
 

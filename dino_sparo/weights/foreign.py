@@ -67,7 +67,7 @@ def is_open_clip(weights: Mapping[str, Tensor]) -> bool:
     return any(name.startswith("visual.") for name in weights)
 
 
-def from_open_clip_names(weights: Mapping[str, Tensor], source: str = "this one") -> dict[str, Tensor]:
+def from_open_clip_names(weights: Mapping[str, Tensor], path: str = "this one") -> dict[str, Tensor]:
     """Weights of an OpenCLIP or sparo-clip model under our names; a text tower below `text.` is taken too.
 
     Raises:
@@ -93,7 +93,7 @@ def from_open_clip_names(weights: Mapping[str, Tensor], source: str = "this one"
     if unknown or missing:
         raise CheckpointError(
             f"only open_clip's plain CLIP with a vision transformer can be read, and sparo-clip's with SPARO or a "
-            f"linear bottleneck: of the weights of {source} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
+            f"linear bottleneck: of the weights of {path} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
             f"{len(missing)} missing ({', '.join(missing[:4])})"
         )
     return ours
@@ -259,13 +259,13 @@ def infer_config(
     )
 
 
-def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
     """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
 
     Args:
         backbone: the model.
         weights: of the same architecture, under timm's names or under ours, below `backbone.`.
-        source: their file, for messages.
+        path: their file, for messages.
 
     Raises:
         CheckpointError: a weight is missing, or of another shape.
@@ -274,12 +274,12 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: 
     try:
         adapted = backbone.adapt(plain)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
+        raise CheckpointError(f"{path} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
     if problems := misfits(wanted, fitting, may_have_more=True):
         raise CheckpointError(
-            f"{source} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
+            f"{path} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
             "--arch that they were trained with"
         )
     return fitting

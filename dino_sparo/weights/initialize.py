@@ -28,14 +28,14 @@ class InitReport:
     """Names of weights that `initialize_encoder` took, dropped and left new.
 
     Attributes:
-        source: the file.
+        path: the file.
         taken: weights from the file.
         dropped: weights of the file that have no place in the encoder.
         new: weights of the encoder that keep their random values.
         grids: sides in patches of the file's and of the encoder's position grid.
     """
 
-    source: str
+    path: str
     taken: tuple[str, ...]
     dropped: tuple[str, ...]
     new: tuple[str, ...]
@@ -45,7 +45,7 @@ class InitReport:
         before, after = self.grids
         resampled = f"; position embedding resampled from {before}x{before} to {after}x{after} patches"
         return (
-            f"weights of {self.source}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
+            f"weights of {self.path}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
             f"{_parts(self.new)}{resampled if before != after else ''}"
         )
 
@@ -78,14 +78,14 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
 
 
 def initialize_encoder_of(
-    encoder: Encoder, checkpoint: Mapping[str, Any], source: str, which: str = "teacher", with_head: bool = True
+    encoder: Encoder, checkpoint: Mapping[str, Any], path: str, which: str = "teacher", with_head: bool = True
 ) -> InitReport:
-    """`initialize_encoder` for a checkpoint that was read from `source`; `with_head`: report a head as dropped."""
+    """`initialize_encoder` for a checkpoint that was read from `path`; `with_head`: report a head as dropped."""
     if not isinstance(encoder.backbone, TimmBackbone):  # whose name says its activation
-        check_same_activation(checkpoint, encoder.config.quick_gelu, source)
-    weights = network_weights(checkpoint, which, source)
+        check_same_activation(checkpoint, encoder.config.quick_gelu, path)
+    weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if with_head or not name.startswith("head.")}
-    return initialize_from(encoder, weights, source)
+    return initialize_from(encoder, weights, path)
 
 
 def initialize_pretrained(encoder: Encoder) -> InitReport:
@@ -95,19 +95,19 @@ def initialize_pretrained(encoder: Encoder) -> InitReport:
     return initialize_from(encoder, {f"backbone.{name}": value for name, value in weights.items()}, arch)
 
 
-def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
-    """`initialize_encoder` for weights under our names, which were read from `source`."""
+def initialize_from(encoder: Encoder, weights: dict[str, Tensor], path: str) -> InitReport:
+    """`initialize_encoder` for weights under our names, which were read from `path`."""
     own, grids = encoder.state_dict(), (0, 0)
     if isinstance(encoder.backbone, TimmBackbone):
         readout = {name: value for name, value in weights.items() if name.startswith("readout.")}
-        weights, norm = {**timm_weights(encoder.backbone, weights, source), **readout}, "backbone.model.norm."
+        weights, norm = {**timm_weights(encoder.backbone, weights, path), **readout}, "backbone.model.norm."
     else:
         weights, norm = without_layer_scale(weights), "backbone.norm."
     if f"{norm}weight" not in own:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace(norm, "readout.norm."): value for name, value in weights.items()}
     if isinstance(encoder.backbone, Backbone):
-        weights = _with_channels(weights, encoder.config.in_chans, source)
-        _check_same_make(weights, own, source)
+        weights = _with_channels(weights, encoder.config.in_chans, path)
+        _check_same_make(weights, own, path)
         grids = patch_sizes(weights)[-1], encoder.config.img_size // encoder.config.patch_size
         positions = encoder.backbone.adapt({"pos_embed": weights["backbone.pos_embed"]})["pos_embed"]
         weights = {**weights, "backbone.pos_embed": positions}
@@ -118,7 +118,7 @@ def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -
         taken = [name for name in taken if name not in readout_names]
     encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
     return InitReport(
-        source,
+        path,
         tuple(taken),
         dropped=tuple(name for name in weights if name not in taken),
         new=tuple(name for name in own if name not in taken),
@@ -126,7 +126,7 @@ def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -
     )
 
 
-def _with_channels(weights: dict[str, Tensor], in_chans: int, source: str) -> dict[str, Tensor]:
+def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict[str, Tensor]:
     """The weights with the patch projection adapted to another number of channels, as timm does.
 
     For one channel the weights of red, green and blue are added. For more they are repeated and scaled by 3 / channels.
@@ -139,35 +139,35 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, source: str) -> di
         return weights
     if found != 3:
         raise CheckpointError(
-            f"{source} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
+            f"{path} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
             f"other weights, or --in_chans {found}"
         )
     name = "backbone.patch_embed.proj.weight"
-    logger.info("%s: the patch projection is adapted from 3 to %d channels", source, in_chans)
+    logger.info("%s: the patch projection is adapted from 3 to %d channels", path, in_chans)
     return {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
-def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:
+def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, path: str) -> None:
     """Refuse weights that were trained with another activation, where the file says which."""
     if activation_of(checkpoint) == (not quick_gelu):
         raise CheckpointError(
-            f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
+            f"{path} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
             f"alike: --quick_gelu {str(not quick_gelu).lower()}"
         )
 
 
-def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
+def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: str) -> None:
     """Refuse weights of another kind of ViT; number of blocks and grid may differ."""
     sizes, own_sizes = patch_sizes(weights), patch_sizes(own)
     if sizes[:3] != own_sizes[:3]:
         raise CheckpointError(
-            f"{source} has width, channels and patch size {sizes[:3]}, the encoder {own_sizes[:3]}; choose other "
+            f"{path} has width, channels and patch size {sizes[:3]}, the encoder {own_sizes[:3]}; choose other "
             "weights, or build the encoder alike (--arch, --patch_size)"
         )
     positions = tuple(weights["backbone.pos_embed"].shape)
     if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
         raise CheckpointError(
-            f"{source} has positions {positions}; a square grid and one class token are what an encoder starts from"
+            f"{path} has positions {positions}; a square grid and one class token are what an encoder starts from"
         )
     depth = min(num_blocks(weights), num_blocks(own))
     their_names, own_names = (
@@ -181,6 +181,6 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], s
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
         hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
         raise CheckpointError(
-            f"{source} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
+            f"{path} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
             f"shape, {shortened(strange)}{hint}"
         )

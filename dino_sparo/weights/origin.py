@@ -1,4 +1,4 @@
-"""A checkpoint -> where its weights come from: objective, data, recipe, progress, and the scores beside it.
+"""A checkpoint -> the origin of its weights: objective, data, recipe, progress, and the scores beside it.
 
 Exports, model cards and `dino-sparo info` state it.
 """
@@ -26,7 +26,7 @@ PARTS = ("train", "val", "test", "images", "train2017")  # folders whose name al
 
 
 def origin_of(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Where the weights in a checkpoint, or in an export of it, come from: plain values for a JSON file."""
+    """Origin of the weights in a checkpoint, or in an export of it: plain values for a JSON file."""
     args = content.get("args", {})
     data = args.get("data_path") or args.get("shards") or []
     names = [data_name(path) for path in ([data] if isinstance(data, str) else data)]

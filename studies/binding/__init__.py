@@ -1,4 +1,4 @@
-"""How much encoders know about which colour belongs to which shape: `python -m studies binding`.
+"""Study of the information in encoders about which colour belongs to which shape: `python -m studies binding`.
 
 `models.py` trains the encoders and reads their tokens and slots, `scenes.py` draws the images, `probes.py` measures
 information, `run.py` runs the study and prints its tables. docs/binding.md explains the results.

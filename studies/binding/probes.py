@@ -146,10 +146,10 @@ def projected(parts: Sequence[Tensor], width: int) -> Sequence[Tensor]:
     if parts[0].shape[1] <= width:
         return parts
     mean = parts[0].mean(dim=0)
-    centred = parts[0] - mean
-    if centred.shape[1] > len(centred):  # components from the smaller of the two products
-        values, vectors = torch.linalg.eigh((centred @ centred.t()).double())
-        basis = (centred.t().double() @ vectors[:, -width:] / values[-width:].clamp_min(1e-12).sqrt()).float()
+    centered = parts[0] - mean
+    if centered.shape[1] > len(centered):  # components from the smaller of the two products
+        values, vectors = torch.linalg.eigh((centered @ centered.t()).double())
+        basis = (centered.t().double() @ vectors[:, -width:] / values[-width:].clamp_min(1e-12).sqrt()).float()
     else:
-        basis = torch.linalg.eigh((centred.t() @ centred).double()).eigenvectors[:, -width:].float()
+        basis = torch.linalg.eigh((centered.t() @ centered).double()).eigenvectors[:, -width:].float()
     return [(part - mean) @ basis for part in parts]

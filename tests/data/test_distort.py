@@ -18,10 +18,10 @@ from dino_sparo.data.augment import (
     BLUR,
     BLUR_UNIT,
     FACTORS,
+    NEUTRAL,
     NUM_PARAMETERS,
     OF_GRAY,
     STAGES,
-    UNUSED,
     Distortions,
     blend,
     box_weights,
@@ -162,7 +162,7 @@ def test_every_order_of_the_jitter_finds_its_stages(names: tuple[str, ...]) -> N
         packed = pack_parameters(**{**NOTHING, "jitter": tuple((name, factors[name]) for name in names[:number])})
         assert len(packed) == NUM_PARAMETERS
         stages = zip(STAGES, packed[FACTORS], packed[OF_GRAY], strict=True)
-        used = [(kind, factor, of_gray) for kind, factor, of_gray in stages if factor != UNUSED[kind]]
+        used = [(kind, factor, of_gray) for kind, factor, of_gray in stages if factor != NEUTRAL[kind]]
         expected = {"brightness": ("blend", 0.5, 0.0), "contrast": ("contrast", 1.25, 0.0)}
         expected |= {"saturation": ("blend", 0.75, 1.0), "hue": ("hue", 256 - 12, 0.0)}
         assert used == [expected[name] for name in names[:number]]
@@ -172,7 +172,7 @@ def test_a_hue_of_no_steps_still_goes_through_8_bits_and_no_hue_does_not() -> No
     pixels = noise(11, 13)
     turned = {**NOTHING, "jitter": (("hue", 0.001),)}
     hues = [pack_parameters(**drawn)[FACTORS][STAGES.index("hue")] for drawn in (turned, NOTHING)]
-    assert hues == [0, UNUSED["hue"]]
+    assert hues == [0, NEUTRAL["hue"]]
     assert np.array_equal(distort_crop(pixels, pack_parameters(**turned)), with_pillow(pixels, turned))
     assert not np.array_equal(with_pillow(pixels, turned), pixels)
     assert np.array_equal(distort_crop(pixels, pack_parameters(**NOTHING)), pixels)

@@ -123,7 +123,7 @@ def test_label_graph_and_caption_agree():
         assert [r.predicate for r in graph.relations] == ([predicate] if predicate else [])
 
 
-def test_relations_agree_with_the_centres_and_objects_lie_apart_inside_the_image():
+def test_relations_agree_with_the_centers_and_objects_lie_apart_inside_the_image():
     seen = set()
     for i in range(400):
         graph = Scenes(400, 32).scene_graph(i)
@@ -132,7 +132,7 @@ def test_relations_agree_with_the_centres_and_objects_lie_apart_inside_the_image
             assert max(thing.box) <= 1 + 1e-9
         for relation in graph.relations:
             subject, other = graph.objects[relation.subject], graph.objects[relation.object]
-            dx, dy = np.subtract(subject.centre, other.centre)
+            dx, dy = np.subtract(subject.center, other.center)
             axis = ("left of" if dx < 0 else "right of") if abs(dx) > abs(dy) else ("above" if dy < 0 else "under")
             assert relation.predicate == axis
             assert np.hypot(dx, dy) >= subject.radius + other.radius - 1e-9
@@ -143,7 +143,7 @@ def test_relations_agree_with_the_centres_and_objects_lie_apart_inside_the_image
 
 
 def test_objects_are_drawn_where_the_graph_says():
-    # Oracle: with and without the objects, pixels differ around each centre (or its shadow) and nowhere far off.
+    # Oracle: with and without the objects, pixels differ around each center (or its shadow) and nowhere far off.
     for i in range(30):
         graph = Scenes(30, 64).scene_graph(i)
         bare = drawn(scenes.SceneGraph((), (), graph.background), 64)
@@ -152,7 +152,7 @@ def test_objects_are_drawn_where_the_graph_says():
             changed = np.abs(alone - bare).max(axis=-1) > 3
             y, x = (np.argwhere(changed) + 0.5).T / 64
             assert changed.sum() > 0.15 * np.pi * (64 * thing.radius) ** 2
-            assert np.hypot(x - thing.centre[0], y - thing.centre[1]).max() < 1.6 * thing.radius
+            assert np.hypot(x - thing.center[0], y - thing.center[1]).max() < 1.6 * thing.radius
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -58,7 +58,7 @@ def test_value_and_gradient_equal_the_definition_over_pairs(num_crops: int, out_
 
 
 @pytest.mark.parametrize("num_crops", list(recorded.LOSS_CALLS))
-def test_losses_gradients_and_centres_follow_the_reference_through_the_warm_up(num_crops: int) -> None:
+def test_losses_gradients_and_centers_follow_the_reference_through_the_warm_up(num_crops: int) -> None:
     numbers, settings = recorded.load("loss"), recorded.LOSS
     loss = DINOLoss(
         settings["out_dim"],
@@ -80,7 +80,7 @@ def test_losses_gradients_and_centres_follow_the_reference_through_the_warm_up(n
         torch.testing.assert_close(loss.center, torch.from_numpy(numbers[f"{key}/center"]), rtol=1e-5, atol=1e-7)
 
 
-def test_the_centre_is_a_running_mean_used_before_it_is_moved() -> None:
+def test_the_center_is_a_running_mean_used_before_it_is_moved() -> None:
     torch.manual_seed(0)
     loss = build(2, 7, center_momentum=0.75)
     center = torch.zeros(1, 7, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_a_uniform_collapse_costs_the_logarithm_of_the_prototypes(out_dim: int) 
     assert value.item() == pytest.approx(math.log(out_dim), rel=1e-12)
 
 
-def test_no_gradient_reaches_the_teacher_or_the_centre() -> None:
+def test_no_gradient_reaches_the_teacher_or_the_center() -> None:
     loss = build(2, 5)
     teacher = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     student = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
@@ -128,7 +128,7 @@ def test_no_gradient_reaches_the_teacher_or_the_centre() -> None:
     assert list(loss.parameters()) == []
 
 
-def test_the_state_is_the_references_centre_alone() -> None:
+def test_the_state_is_the_references_center_alone() -> None:
     assert list(build(2, 5).state_dict()) == ["center"]
 
 
@@ -187,7 +187,7 @@ def test_the_loss_in_chunks_of_prototypes_equals_the_whole(chunk_size: int) -> N
 
 
 @pytest.mark.parametrize(("keep", "moves"), [(None, True), (0.0, True), (1.0, False)])
-def test_the_centre_stays_where_the_flag_is_set(keep: float | None, moves: bool) -> None:
+def test_the_center_stays_where_the_flag_is_set(keep: float | None, moves: bool) -> None:
     loss = build(2, 3, center_momentum=0.75)
     loss.center.fill_(8.0)
     total = torch.tensor([[0.0, 10.0, 40.0]], dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_the_mean_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_the_centre_stays_when_it_shall_be_moved_later() -> None:
+def test_the_center_stays_when_it_shall_be_moved_later() -> None:
     loss = build(2, 5)
     loss(torch.randn(6, 5).double(), torch.randn(6, 5).double(), 0, update_center=False)
     assert not loss.center.any()

@@ -159,7 +159,7 @@ def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Pa
 
 
 def assert_same_run(first: Path, second: Path) -> None:
-    """Two runs ended with the same weights, optimizer and centre, bit for bit."""
+    """Two runs ended with the same weights, optimizer and center, bit for bit."""
     states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
         assert_same_state(states[0][key], states[1][key], key)

@@ -131,10 +131,10 @@ def test_an_empty_map_looks_nowhere_in_particular() -> None:
     assert effective_patches(np.zeros((3, 5), dtype=np.float32)) == pytest.approx(15)
 
 
-def bumps(centres: list[float], widths: list[float], images: int = 2) -> np.ndarray:
+def bumps(centers: list[float], widths: list[float], images: int = 2) -> np.ndarray:
     """Maps (images, M, 3, 11): a bump per map along the columns, a little lower in every next image."""
     columns = np.arange(11)
-    maps = [np.exp(-((columns - c) ** 2) / (2 * w**2)) for c, w in zip(centres, widths, strict=True)]
+    maps = [np.exp(-((columns - c) ** 2) / (2 * w**2)) for c, w in zip(centers, widths, strict=True)]
     stacked = np.repeat(np.stack(maps)[:, None], 3, axis=1)
     return np.stack([stacked * 0.9**i for i in range(images)]).astype(np.float32)
 
@@ -307,7 +307,7 @@ def test_one_image_gives_a_grid_raw_maps_and_their_description(
 def test_the_maps_are_those_of_the_pixels_that_the_reference_shows(
     size: list[int], checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The bug: images were resized bicubically and cropped around the centre.
+    """The bug: images were resized bicubically and cropped around the center.
 
     visualize_attention.py of facebookresearch/dino: Resize, ToTensor, Normalize, then the sides less their remainder.
     """

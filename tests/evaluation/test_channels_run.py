@@ -60,8 +60,8 @@ def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     file = next((stacks / "val").rglob("*.npy"))
     images = encoder.transform(np.load(file))
     assert images.shape == (1, 5, 32, 32)
-    centre = np.load(file).transpose(2, 0, 1) / 1000  # the training's --max_value
-    expected = (centre.mean((1, 2)) - STACKS["norm_mean"]) / 0.1
+    center = np.load(file).transpose(2, 0, 1) / 1000  # the training's --max_value
+    expected = (center.mean((1, 2)) - STACKS["norm_mean"]) / 0.1
     np.testing.assert_allclose(images[0].mean((1, 2)), expected, atol=0.3)
     options = {"pretrained_weights": checkpoint, "num_workers": 0, "device": "cpu"}
     embedded = dino_sparo.embed(data_path=stacks / "val", output_dir=tmp_path / "embeddings", **options)

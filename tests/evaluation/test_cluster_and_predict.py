@@ -29,10 +29,10 @@ def write_embeddings(
 ) -> Path:
     """A folder as `dino-sparo embed` writes it: three groups of directions, one image in each group's colour."""
     rng = np.random.default_rng(seed)
-    centres = np.random.default_rng(7).normal(size=(len(sizes), DIM))
+    centers = np.random.default_rng(7).normal(size=(len(sizes), DIM))
     groups = np.repeat(np.arange(len(sizes)), sizes)
     lengths = rng.uniform(1, 9, size=(len(groups), 1))
-    encodings = lengths * (centres[groups] + 0.1 * rng.normal(size=(len(groups), DIM)))
+    encodings = lengths * (centers[groups] + 0.1 * rng.normal(size=(len(groups), DIM)))
     folder.mkdir(parents=True)
     rows = []
     for number, group in enumerate(groups):
@@ -81,8 +81,8 @@ def test_clusters_find_the_groups_whatever_the_lengths_of_the_features(
     vectors = load_embeddings(labelled).vectors("encoding")
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-6)
     if not is_large:
-        centres = np.stack([vectors[groups == group].mean(axis=0) for group in range(3)])
-        distances = np.linalg.norm(vectors - centres[groups], axis=1)
+        centers = np.stack([vectors[groups == group].mean(axis=0) for group in range(3)])
+        distances = np.linalg.norm(vectors - centers[groups], axis=1)
         np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=1e-4)
         assert result["inertia"] == pytest.approx(float((distances**2).sum()), rel=1e-4)
     assert result["method"] == ("MiniBatchKMeans" if is_large else "KMeans")

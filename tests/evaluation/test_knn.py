@@ -59,12 +59,12 @@ def nearest(train: torch.Tensor, images: torch.Tensor, k: int) -> tuple[torch.Te
 def clusters(seed: int = 0, labels: tuple[int, ...] = LABELS, train: int = TRAIN) -> tuple[torch.Tensor, ...]:
     """Overlapping classes, so that some votes are right and some are wrong."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(len(labels), WIDTH, generator=generator)
+    centers = torch.randn(len(labels), WIDTH, generator=generator)
     sets = []
     for size in (train, TEST):
         which = torch.randint(len(labels), (size,), generator=generator)
         scale = 0.1 + 10 * torch.rand(size, 1, generator=generator)
-        sets += [(centres[which] + torch.randn(size, WIDTH, generator=generator)) * scale, torch.tensor(labels)[which]]
+        sets += [(centers[which] + torch.randn(size, WIDTH, generator=generator)) * scale, torch.tensor(labels)[which]]
     return sets[0], sets[1], sets[2], sets[3]
 
 

@@ -46,8 +46,8 @@ RATES = (0.1, 2.0, 0.7)
 def separable_features(seed: int = 0) -> Features:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(IMAGES) % CLASSES
-    centres = torch.randn(CLASSES, WIDTH, generator=generator)
-    features = centres[labels] + 0.3 * torch.randn(IMAGES, WIDTH, generator=generator)
+    centers = torch.randn(CLASSES, WIDTH, generator=generator)
+    features = centers[labels] + 0.3 * torch.randn(IMAGES, WIDTH, generator=generator)
     return Features(features, labels, torch.arange(IMAGES))
 
 

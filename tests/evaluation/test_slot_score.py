@@ -35,7 +35,7 @@ from dino_sparo.evaluation.objects.layouts import (
 )
 from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
-from dino_sparo.evaluation.task import Subject
+from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
@@ -55,7 +55,7 @@ def test_an_objects_mask_holds_exactly_the_pixels_that_change_with_its_colour() 
             for colour in ("red", "blue")
         )
         [mask] = object_masks(scene("red", shape), 48)
-        # A pixel on the outline is painted in part: it is the object's if its centre is inside.
+        # A pixel on the outline is painted in part: it is the object's if its center is inside.
         changed = np.abs(red - blue).max(axis=-1)
         assert (changed[mask] > 20).all(), shape
         outside = (changed > 0) & ~mask
@@ -537,13 +537,13 @@ def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
 # Two encoders matched.
 
 
-def small_encoder(seed: int) -> Subject:
+def small_encoder(seed: int) -> EvaluatedEncoder:
     torch.manual_seed(seed)
     encoder = create_encoder("vit_micro", 8, num_slots=5, slot_dim=7, key_dim=3, img_size=24).eval()
-    return Subject(encoder, IMAGENET_MEAN, IMAGENET_STD, {"seed": seed})
+    return EvaluatedEncoder(encoder, IMAGENET_MEAN, IMAGENET_STD, {"seed": seed})
 
 
-def with_slots_in_order(evaluated: Subject, order: list[int]) -> Subject:
+def with_slots_in_order(evaluated: EvaluatedEncoder, order: list[int]) -> EvaluatedEncoder:
     """The same encoder with its slots in another order."""
     other = copy.deepcopy(evaluated)
     readout = other.encoder.readout
@@ -554,7 +554,7 @@ def with_slots_in_order(evaluated: Subject, order: list[int]) -> Subject:
     return other
 
 
-def matched(own: np.ndarray, other: Subject, source: ObjectSource, image_size: int | None = None) -> dict:
+def matched(own: np.ndarray, other: EvaluatedEncoder, source: ObjectSource, image_size: int | None = None) -> dict:
     options = argparse.Namespace(seed=0, img_size=image_size)
     seen = survey.Survey(values=[own], indices=list(range(len(own))))
     return command.match_models(seen, other, source, options, torch.device("cpu"))
@@ -580,7 +580,7 @@ def test_each_of_two_matched_encoders_sees_its_own_view(
     coarse = create_encoder("vit_micro", 4, num_slots=5, slot_dim=7, key_dim=3, img_size=32).eval()
     asked = mock.Mock(return_value=own)
     monkeypatch.setattr(command, "slot_values", asked)
-    matched(own, Subject(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES, image_size)
+    matched(own, EvaluatedEncoder(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES, image_size)
     views = [call.args[3] for call in asked.call_args_list]
     assert [(view.size, view.patch_size, view.mean, view.std) for view in views] == [
         ([side], 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))

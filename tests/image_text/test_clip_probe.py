@@ -30,11 +30,11 @@ CLASSES, WIDTH = 3, 7
 
 
 def clusters(number: int, seed: int = 0, noise: float = 0.5) -> Features:
-    """Features of length one around a centre for each class."""
+    """Features of length one around a center for each class."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(5))
+    centers = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(5))
     labels = torch.randint(CLASSES, (number,), generator=generator)
-    features = centres[labels] + noise * torch.randn(number, WIDTH, generator=generator)
+    features = centers[labels] + noise * torch.randn(number, WIDTH, generator=generator)
     return Features(F.normalize(features, dim=1), labels, torch.arange(number))
 
 

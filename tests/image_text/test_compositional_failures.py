@@ -22,7 +22,7 @@ from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 from dino_sparo.clip import load_clip
 from dino_sparo.clip.load import clip_scorer, leading_slots, slot_leads
 from dino_sparo.data.views import ClipView
-from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
+from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, merge_words
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.failures import (
@@ -111,8 +111,8 @@ def test_words_that_differ_are_marked_in_runs():
     assert [[is_marked for _, is_marked in words] for words in marked] == [
         [False, True, False, False, False, True, False]
     ] * 2
-    runs = runs_of_words([Word(word, 0.5 * is_marked) for word, is_marked in marked[0]])
-    assert [" ".join(word.text for word in run) for run in runs] == ["a", "red", "star on a", "blue", "ring"]
+    merged = merge_words([Word(word, 0.5 * is_marked) for word, is_marked in marked[0]])
+    assert [word.text for word in merged] == ["a", "red", "star on a", "blue", "ring"]
     assert differing(["a"], []) == ([("a", True)], [])
 
 

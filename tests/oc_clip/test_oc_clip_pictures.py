@@ -26,7 +26,7 @@ from oc_clip_fakes import bind_all, oc_clip_description
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.pixels import framed
+from dino_sparo.draw.pixels import add_frame
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.picture_pairs import ViewedPair, view_pairs
@@ -165,8 +165,8 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
         colour = np.array(ImageColor.getrgb(tile.frame))
         assert (np.abs(pixel - (0.38 * 170 + 0.62 * colour)) <= 1).all()
         shown_map = tile.paint(picture)
-        assert (framed(shown_map, tile.frame)[0] == colour).all()
-        assert (framed(shown_map, tile.frame)[5, 5] == shown_map[5, 5]).all()
+        assert (add_frame(shown_map, tile.frame)[0] == colour).all()
+        assert (add_frame(shown_map, tile.frame)[5, 5] == shown_map[5, 5]).all()
     assert (painted[2:] == 170).all()  # grey, not painted
     # The patches of a map are seen as they are: one value each.
     assert len(np.unique(first.paint(picture).reshape(-1, 3), axis=0)) <= 4

@@ -109,7 +109,7 @@ def record_heads(vits: types.ModuleType) -> tuple[Arrays, dict]:
 
 
 def record_losses(main_dino: types.ModuleType) -> Arrays:
-    """Three calls in a row at different epochs: losses, gradients of the student's logits, centres."""
+    """Three calls in a row at different epochs: losses, gradients of the student's logits, centers."""
     out: Arrays = {}
     for num_crops, epochs in w.LOSS_CALLS.items():
         temperatures = (w.LOSS["warmup_teacher_temp"], w.LOSS["teacher_temp"], w.LOSS["warmup_epochs"])

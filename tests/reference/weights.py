@@ -214,12 +214,12 @@ def summary(name: str, value: np.ndarray) -> np.ndarray:
 
 def knn_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Normalised train features, train labels, test features, test labels: noisy clusters, unequal class sizes."""
-    centres = normal("knn/centres", (KNN["num_classes"], KNN["dim"]))
+    centers = normal("knn/centres", (KNN["num_classes"], KNN["dim"]))
     parts = []
     for split in ("train", "test"):
         number = KNN[f"num_{split}"]
         labels = np.floor(KNN["num_classes"] * np.linspace(0, 1, number, endpoint=False) ** 1.3).astype(np.int64)
-        features = centres[labels] + normal(f"knn/{split}", (number, KNN["dim"]), 2.4)
+        features = centers[labels] + normal(f"knn/{split}", (number, KNN["dim"]), 2.4)
         parts += [features / np.linalg.norm(features, axis=1, keepdims=True), labels]
     return parts[0], parts[1], parts[2], parts[3]
 

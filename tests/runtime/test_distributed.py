@@ -275,7 +275,7 @@ def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_path: Path) -> None:
+def test_two_processes_gather_in_order_share_one_center_and_stop_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     peers = [context.Process(target=_peer, args=(number, 2, str(tmp_path), results)) for number in range(2)]
@@ -368,7 +368,7 @@ def test_an_error_of_the_gpu_ends_with_the_status_that_is_requeued(
     error = RuntimeError(text) if kind == "RuntimeError" else _accelerator_error(text)
     ended: list[int] = []
     monkeypatch.setattr(exits.os, "_exit", ended.append)
-    with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), faults.faults_named(10.0):
+    with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), faults.explain_faults(10.0):
         raise error
     assert ended == [FAULT_STATUS]
     assert FAULT_STATUS in FAULT_STATUSES, "the batch script requeues it"
@@ -386,7 +386,7 @@ def _accelerator_error(text: str) -> RuntimeError:
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_mistake_in_the_program_is_not_taken_for_broken_hardware(text: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(text)) as caught, faults.faults_named(10.0):
+    with pytest.raises(RuntimeError, match=re.escape(text)) as caught, faults.explain_faults(10.0):
         raise RuntimeError(text)
     assert not isinstance(caught.value, FaultError)
 
@@ -394,5 +394,5 @@ def test_a_mistake_in_the_program_is_not_taken_for_broken_hardware(text: str) ->
 def test_an_error_of_nccl_about_another_rank_is_a_fault_of_that_rank() -> None:
     text = "NCCL error in: NCCLUtils.cpp, ncclRemoteError: a network error or a remote process exiting prematurely"
     message = "another process died, or did not answer for 10 minutes"
-    with pytest.raises(FaultError, match=message), faults.faults_named(10.0):
+    with pytest.raises(FaultError, match=message), faults.explain_faults(10.0):
         raise dist.DistBackendError(text)

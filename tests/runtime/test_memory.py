@@ -9,7 +9,7 @@ from dino_sparo import __main__ as commands
 from dino_sparo.clip.options import get_args_parser as clip_parser
 from dino_sparo.dino.options import get_args_parser as dino_parser
 from dino_sparo.evaluation.options import knn_parser
-from dino_sparo.runtime.faults import FaultError, MemoryFullError, full_memory_named, is_memory_full
+from dino_sparo.runtime.faults import FaultError, MemoryFullError, explain_full_memory, is_memory_full
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_full_memory_is_answered_by_what_helps_trainings_or_evaluations(
     # Twice, as in a command and in its trainer.
     with (
         pytest.raises(MemoryFullError, match=message) as raised,
-        full_memory_named(options),
-        full_memory_named(options),
+        explain_full_memory(options),
+        explain_full_memory(options),
     ):
         raise RuntimeError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
     assert all(word in str(raised.value) for word in helps)
@@ -43,12 +43,12 @@ def test_full_memory_is_answered_by_what_helps_trainings_or_evaluations(
     [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), MemoryError()],
 )
 def test_the_hosts_memory_may_be_full_too(error: Exception) -> None:
-    with pytest.raises(MemoryFullError, match="smaller batches"), full_memory_named({}):
+    with pytest.raises(MemoryFullError, match="smaller batches"), explain_full_memory({}):
         raise error
 
 
 def test_a_loading_process_without_memory_is_a_fault_so_that_the_job_is_requeued() -> None:
-    with pytest.raises(FaultError, match="worker"), full_memory_named({"grad_accum_steps": 1}):
+    with pytest.raises(FaultError, match="worker"), explain_full_memory({"grad_accum_steps": 1}):
         raise FaultError("a worker died: can't allocate memory")
 
 

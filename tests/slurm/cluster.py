@@ -9,7 +9,7 @@ Root and ordinary users can do this alike: nothing outside the given folder is w
 changed, and no systemd, cgroup or database takes part. CPUs, GPUs and memory of the nodes are made up. Several clusters
 live side by side in folders and on ports of their own. A partition `main` is preempted by a partition `high`.
 
-What differs from a cluster in a data centre: a killed job is gone after seconds instead of half a minute, a requeued
+What differs from a cluster in a data center: a killed job is gone after seconds instead of half a minute, a requeued
 job starts after about ten seconds instead of two minutes, and `sacct`, which needs a database, is a stand-in that
 answers the one question submitit asks.
 """

@@ -117,7 +117,7 @@ def assert_same_state(first: object, second: object, where: str) -> None:
 
 
 def assert_same_run(first: Path, second: Path, command: str = "train") -> None:
-    """Two runs ended with the same weights, optimizer, centre and log, bit for bit."""
+    """Two runs ended with the same weights, optimizer, center and log, bit for bit."""
     states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
     for key in COMMANDS[command][1]:
         assert_same_state(states[0][key], states[1][key], key)

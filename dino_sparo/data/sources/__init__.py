@@ -104,8 +104,6 @@ def open_source(
     """
     start = time.perf_counter()
     source, how = _open(data_path, split, download, max_corrupt, default_split, columns, limits)
-    if isinstance(source, FileSource | TarSource | TorchvisionSource):
-        source.limits = limits
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
     _logger.info(
         "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
@@ -133,21 +131,22 @@ def _open(
     limits: ImageLimits,
 ) -> tuple[ImageSource, str]:
     """The source of a data path, and the log's words for how it was opened."""
-    opener, path = OPENERS.get(data_path.partition(":")[0]), os.path.expanduser(data_path)
-    if opener is None:
-        refuse_remote(data_path)
-    if opener is None and os.path.isdir(path):
+    opener = OPENERS.get(data_path.partition(":")[0])
+    if opener is not None:
+        columns.refuse_for(data_path)
+        return opener(data_path, split or default_split), "ready"
+    refuse_remote(data_path)
+    path = os.path.expanduser(data_path)
+    if os.path.isdir(path):
         split = split or split_of_folder(path, default_split)
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) > 1:
             columns.refuse_for(data_path)
             return open_shards(chosen, f"{split} shards in {path}", max_lost, limits)
         path, split = chosen[0], None
-    if opener is None and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        return open_table(path, split, default_split, columns)
+    if os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
+        return open_table(path, split, default_split, columns, limits)
     columns.refuse_for(data_path)
-    if opener is not None:
-        return opener(data_path, split or default_split), "ready"
     if os.path.isdir(path):
         return open_folder(path, max_lost, limits)
     if os.path.isfile(path):
@@ -155,7 +154,7 @@ def _open(
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
             raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
         if not path.lower().endswith(".tar"):
-            return open_list(path, split)
+            return open_list(path, split, limits)
     elif os.path.exists(path):
         raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
@@ -166,10 +165,12 @@ def _open(
             )
         shards = [path] if os.path.isfile(path) else expand_shards(path)
         return open_shards(shards, f"shards {data_path}", max_lost, limits)
-    return _open_named_set(data_path, split, default_split, download)
+    return _open_named_set(data_path, split, default_split, download, limits)
 
 
-def _open_named_set(data_path: str, split: str | None, default_split: str, download: bool) -> tuple[ImageSource, str]:
+def _open_named_set(
+    data_path: str, split: str | None, default_split: str, download: bool, limits: ImageLimits
+) -> tuple[ImageSource, str]:
     """A torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name not in TORCHVISION_SETS:
@@ -179,7 +180,7 @@ def _open_named_set(data_path: str, split: str | None, default_split: str, downl
         )
     if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
         split = default_split
-    return open_torchvision(name, folder or "data", None if split == ALL else split, download), "opened"
+    return open_torchvision(name, folder or "data", None if split == ALL else split, download, limits), "opened"
 
 
 def refuse_remote(data_path: str) -> None:

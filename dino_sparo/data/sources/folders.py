@@ -135,7 +135,7 @@ def open_folder(
     if classes is not None:
         number_of = {name: i for i, name in enumerate(classes)}
         labels = np.repeat([number_of[top] for top in tops], [len(images[folder]) for folder in folders])
-    return FileSource(f"folder {root}", root, paths, classes, labels), f"listed{note}"
+    return FileSource(f"folder {root}", root, paths, classes, labels, limits), f"listed{note}"
 
 
 def _folder_classes(names: list[str]) -> tuple[list[str] | None, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 from PIL import Image
 
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, read_image
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
 
 _MAX_CLASSES = 1 << 20
 
@@ -74,13 +74,19 @@ class PackedStrings:
 
 
 class FileSource:
-    """Images that are files, by paths that are absolute or relative to `root`; `open_source` sets their `limits`."""
+    """Images that are files, by paths that are absolute or relative to `root`."""
 
     def __init__(
-        self, name: str, root: str, paths: PackedStrings, classes: list[str] | None, labels: np.ndarray | None
+        self,
+        name: str,
+        root: str,
+        paths: PackedStrings,
+        classes: list[str] | None = None,
+        labels: np.ndarray | None = None,
+        limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
         self.name, self.root, self.paths, self.classes, self.labels = name, root, paths, classes, labels
-        self.limits = DEFAULT_LIMITS
+        self.limits = limits
 
     def __len__(self) -> int:
         """Number of images."""
@@ -124,7 +130,7 @@ class Subset:
         return self.source.read(int(self.indices[index]))
 
     def location(self, index: int) -> str:
-        """Where image `index` lies."""
+        """Path or position of image `index`, for logs and errors."""
         return self.source.location(int(self.indices[index]))
 
     def fingerprint(self) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dino_sparo.data.sources.decode import ARRAY_EXTENSION, IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, IMAGE_EXTENSIONS, ImageLimits
 from dino_sparo.data.sources.folders import ALL, SPLIT_NAMES
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings, encode_labels
 from dino_sparo.runtime.files import open_regular, parse_object
@@ -277,7 +277,7 @@ class TableColumns:
 USUAL_COLUMNS = TableColumns()
 
 
-def open_list(path: str, split: str | None) -> tuple[FileSource, str]:
+def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[FileSource, str]:
     """One path per line, a label after it if there is one; lines that begin with `#` are comments.
 
     The label follows a tab; or a comma, semicolon or blank after the last image ending, so that names may hold these
@@ -297,7 +297,7 @@ def open_list(path: str, split: str | None) -> tuple[FileSource, str]:
                 name, label = _name_and_label(line)
                 paths.append(name)
                 labels.append(label)
-    return _file_source("list", path, paths, labels), "read"
+    return _file_source("list", path, paths, labels, limits), "read"
 
 
 def _name_and_label(line: str) -> tuple[str, str]:
@@ -315,7 +315,11 @@ def _name_and_label(line: str) -> tuple[str, str]:
 
 
 def open_table(
-    path: str, split: str | None, default_split: str = "train", columns: TableColumns = USUAL_COLUMNS
+    path: str,
+    split: str | None,
+    default_split: str = "train",
+    columns: TableColumns = USUAL_COLUMNS,
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> tuple[FileSource, str]:
     """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`.
 
@@ -332,10 +336,10 @@ def open_table(
             rows.header,
             " or ".join(LABELS.names),
         )
-    return _file_source("table", path, [name for name, _ in used], [label for _, label in used]), "read"
+    return _file_source("table", path, [name for name, _ in used], [label for _, label in used], limits), "read"
 
 
-def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str]) -> FileSource:
+def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str], limits: ImageLimits) -> FileSource:
     """Files that a list or table names; the first of them must exist."""
     root = os.path.dirname(listing)
     if not paths:
@@ -343,7 +347,8 @@ def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str
     remedy = f"paths are absolute or relative to the {kind}'s folder"
     require_first_files(f"{kind} {listing!r}", root, paths, remedy)
     classes, numbers = encode_labels(labels)
-    return FileSource(f"{kind} {listing}", root, PackedStrings.pack([os.fsencode(p) for p in paths]), classes, numbers)
+    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
+    return FileSource(f"{kind} {listing}", root, packed, classes, numbers, limits)
 
 
 def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:

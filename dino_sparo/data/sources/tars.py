@@ -44,13 +44,12 @@ _MAX_LABEL_BYTES = 1 << 16
 # list of labels (0 for none). Names are read from the tar when they are asked for.
 IMAGE_RECORD = np.dtype([("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("label", "<u4")])
 
-ANYWHERE = -1  # the label of a key whose neighbours have none
 MAX_HASHED = 1 << 20  # images, spread over all, that a fingerprint looks at
 MAX_SHARDS = 1 << 20  # that braces may mean
 
 
 class TarSource:
-    """Images within tar shards, read at their offsets; nothing is extracted to disk. `open_source` sets the `limits`.
+    """Images within tar shards, read at their offsets; nothing is extracted to disk.
 
     Args:
         name: for the log.
@@ -58,6 +57,7 @@ class TarSource:
         classes: as in `ImageSource`, like `labels`.
         labels: of the images.
         num_left_out: estimated number of images in damaged shards.
+        limits: larger images, and those of another number of channels, count as unreadable.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class TarSource:
         classes: list[str] | None = None,
         labels: np.ndarray | None = None,
         num_left_out: int = 0,
+        limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
         self.name, self.index, self.classes, self.labels = name, index, classes, labels
-        self.num_left_out = num_left_out
-        self.limits = DEFAULT_LIMITS
+        self.num_left_out, self.limits = num_left_out, limits
 
     def __len__(self) -> int:
         """Number of images."""
@@ -129,7 +129,7 @@ def open_shards(
         raise ValueError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {limits.extensions}"
         )
-    return TarSource(name, index, *_labels(index, notes), num_lost), f"{len(shards)} shard(s) indexed"
+    return TarSource(name, index, *_labels(index, notes), num_lost, limits), f"{len(shards)} shard(s) indexed"
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
@@ -166,7 +166,8 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
 def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
     endings = tuple(map(str.encode, extensions))
-    keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
+    keys, positions = [], []
+    label_of_sample, label_of_key = dict[tuple[bytes, int], str](), dict[bytes, str]()
     with open_regular(shard) as file:
         for group, (key, members) in enumerate(shard_samples(shard)):  # a key may come again, with another label
             for ending, member in members.items():
@@ -175,8 +176,9 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
                     positions.append(blocks_of(member))
                 elif ending.endswith(b".cls"):
                     text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
-                    label_of[key, group] = label_of[key, ANYWHERE] = text.decode(errors="replace").strip()
-    labels = [label_of.get((key, group), label_of.get((key, ANYWHERE), "")) for key, group in keys]
+                    label_of_sample[key, group] = label_of_key[key] = text.decode(errors="replace").strip()
+    # The label within the sample, else that of any sample of the same key.
+    labels = [label_of_sample.get((key, group), label_of_key.get(key, "")) for key, group in keys]
     words = ["", *dict.fromkeys(filter(None, labels))]
     number_of = {word: number for number, word in enumerate(words)}
     rows = [(*position, number_of[label]) for position, label in zip(positions, labels, strict=True)]
@@ -184,7 +186,7 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
 
 
 def images_kind(limits: ImageLimits) -> Kind:
-    """How the images in shards are indexed for a model; arrays among them have an index of their own."""
+    """The index of the images in shards for a model; a model that also reads arrays has an index of its own."""
     name = "images" if limits.in_chans == DEFAULT_LIMITS.in_chans else "images and arrays"
     return Kind(name, IMAGE_RECORD, partial(_index_images, extensions=limits.extensions))
 

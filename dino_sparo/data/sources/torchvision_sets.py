@@ -8,11 +8,11 @@ import numpy as np
 from PIL import Image
 from torchvision import datasets
 
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, to_image
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, to_image
 
 
 class _TorchvisionSet(NamedTuple):
-    """How to build a set: its class, the arguments of each split, and the attribute that holds the labels."""
+    """The parts of a set: its class, the arguments of each split, and the attribute that holds the labels."""
 
     build: Callable[..., Any]
     train: dict[str, Any]
@@ -45,12 +45,12 @@ TORCHVISION_SETS: dict[str, _TorchvisionSet] = {
 
 
 class TorchvisionSource:
-    """A torchvision set: `dataset` yields (PIL image, label); `open_source` sets the `limits`."""
+    """A torchvision set: `dataset` yields (PIL image, label)."""
 
-    def __init__(self, name: str, dataset: Any, labels: np.ndarray) -> None:
+    def __init__(self, name: str, dataset: Any, labels: np.ndarray, limits: ImageLimits = DEFAULT_LIMITS) -> None:
         self.name, self.dataset, self._length = name, dataset, len(labels)
         self.labels: np.ndarray | None = labels
-        self.limits = DEFAULT_LIMITS
+        self.limits = limits
         classes = getattr(dataset, "classes", None) or range(int(labels.max()) + 1)
         self.classes: list[str] | None = [", ".join(c) if isinstance(c, tuple) else str(c) for c in classes]
 
@@ -70,7 +70,9 @@ class TorchvisionSource:
             raise CorruptImageError(self.location(index), repr(error)) from error
 
 
-def open_torchvision(name: str, folder: str, split: str | None, download: bool) -> TorchvisionSource:
+def open_torchvision(
+    name: str, folder: str, split: str | None, download: bool, limits: ImageLimits = DEFAULT_LIMITS
+) -> TorchvisionSource:
     """Build a set by name; ValueError if it is not on disk and not downloaded."""
     entry = TORCHVISION_SETS[name]
     by_split = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val, "test": entry.val}
@@ -86,4 +88,5 @@ def open_torchvision(name: str, folder: str, split: str | None, download: bool) 
     labels = getattr(dataset, entry.labels)
     if entry.labels == "_samples":
         labels = [label for _, label in labels]
-    return TorchvisionSource(f"{name} in {folder} ({split or 'training'})", dataset, np.asarray(labels, dtype=np.int64))
+    title = f"{name} in {folder} ({split or 'training'})"
+    return TorchvisionSource(title, dataset, np.asarray(labels, dtype=np.int64), limits)

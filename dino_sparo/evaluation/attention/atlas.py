@@ -65,7 +65,7 @@ def score_images(
     num_patches: int,
     slots: Float[np.ndarray, "images maps V"] | None = None,
 ) -> Float[np.ndarray, "images maps"]:
-    """How much each image lights up each slot.
+    """Score of each image for each slot: how much the image lights up the slot.
 
         score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
 
@@ -178,8 +178,8 @@ def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:
     """A section per slot, by peakedness, with the slot's images, those first that light it up most."""
     kind, slots = atlas["kind"], atlas["slots"]
     summary = (
-        f"Down the columns from the most peaked {kind} to the most spread; its images from left to right, those first "
-        f"that light it up most. {patches_in_words(atlas)}"
+        f"{kind.capitalize()}s run down the columns, from most to least peaked; the images of a {kind} run from left "
+        f"to right, from the one that lights it up most. {patches_in_words(atlas)}"
     )
     summary += f" A letter marks {kind}s that look alike." * any(slot["letter"] for slot in slots)
     explanation = (

@@ -31,7 +31,7 @@ from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.maps import attention_maps, mass_mask
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.task import EvaluationTask, Subject, compared_encoder
+from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.files import versions, write_json
 
@@ -100,7 +100,7 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
 
 
 def map_images(
-    subject: Subject, run: str, images: Images, image_size: list[int] | None, channels: Sequence[int] = ()
+    subject: EvaluatedEncoder, run: str, images: Images, image_size: list[int] | None, channels: Sequence[int] = ()
 ) -> MapSet:
     """Run an encoder over images, one by one: maps of large images take much memory.
 
@@ -118,7 +118,7 @@ def map_images(
     return MapSet(run, model, config.kind.shows, config.patch_size, maps, names, pictures)
 
 
-def reference_view(subject: Subject, image_size: list[int] | None, square: bool) -> PatchView:
+def reference_view(subject: EvaluatedEncoder, image_size: list[int] | None, square: bool) -> PatchView:
     """The pixels that the reference's script shows an encoder."""
     return subject.patch_view(image_size, square=square, resampling=Image.Resampling.BILINEAR)
 
@@ -162,7 +162,9 @@ def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -
     return folder
 
 
-def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, args: argparse.Namespace) -> list[Path]:
+def draw_atlas(
+    subject: EvaluatedEncoder, model: str, limits: ImageLimits, folder: Path, args: argparse.Namespace
+) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
     source = open_source(args.atlas, ALL, limits=limits)
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])

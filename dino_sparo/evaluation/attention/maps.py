@@ -19,7 +19,7 @@ NEAR_DUPLICATE = 0.95
 
 
 def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B maps h w"]:
-    """The maps of `maps_and_slots`."""
+    """The maps alone of `maps_and_slots`."""
     return maps_and_slots(encoder, images)[0]
 
 
@@ -27,7 +27,7 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 def maps_and_slots(
     encoder: Encoder, images: Float[Tensor, "B C H W"]
 ) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
-    """Where each slot or head looks, and the slots; with `cls` there are several maps but one slot, the class token.
+    """Attention maps of slots or heads, and the slots; with `cls` there are several maps but one slot, the class token.
 
         sparo  the slots' attention over the patch tokens                        maps = L
         cls    the class token's row of the last block's self-attention          maps = heads

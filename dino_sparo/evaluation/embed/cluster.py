@@ -2,8 +2,8 @@
 
     dino-sparo cluster embeddings --clusters 20
 
-    clusters.csv    row, path, cluster, distance to the centre; cluster 0 is the largest
-    clusters.html   the images nearest to each centre
+    clusters.csv    row, path, cluster, distance to the center; cluster 0 is the largest
+    clusters.html   the images nearest to each center
     clusters.png    a random sample of the images in two dimensions
     clusters.json   how it was made; size, label and examples of each cluster, silhouette, inertia
 
@@ -26,7 +26,7 @@ from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource,
 from dino_sparo.data.views import rgb_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.pixels import fitted
+from dino_sparo.draw.pixels import fit
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
@@ -68,8 +68,8 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         return embeddings.vectors(args.what, rows, args.slot)
 
     logger.info("k-means: %d clusters of %d images", args.clusters, num_images)
-    centres, method = fit_centres(vectors, num_images, args.clusters, args.seed)
-    clusters, distances = assign(vectors, num_images, centres)
+    centers, method = fit_centers(vectors, num_images, args.clusters, args.seed)
+    clusters, distances = assign(vectors, num_images, centers)
     # By cluster, then by distance: the first rows of a cluster are its examples.
     order = np.split(np.lexsort((distances, clusters)), np.cumsum(np.bincount(clusters))[:-1])
     examples = [rows[: args.examples].tolist() for rows in order]
@@ -98,10 +98,10 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def fit_centres(
+def fit_centers(
     vectors: Vectors, num_images: int, num_clusters: int, seed: int
 ) -> tuple[Float[np.ndarray, "clusters F"], str]:
-    """k-means' centres, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
+    """k-means' centers, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
 
     if num_images * vectors([0]).nbytes <= MAX_FIT_BYTES:
@@ -118,16 +118,16 @@ def fit_centres(
 
 
 def assign(
-    vectors: Vectors, num_images: int, centres: Float[np.ndarray, "clusters F"]
+    vectors: Vectors, num_images: int, centers: Float[np.ndarray, "clusters F"]
 ) -> tuple[Int[np.ndarray, " images"], Float[np.ndarray, " images"]]:
-    """The cluster of each image, numbered by size from the largest, and its distance to the centre."""
+    """The cluster of each image, numbered by size from the largest, and its distance to the center."""
     from sklearn.metrics import pairwise_distances_argmin_min
 
     parts = []
-    for start in progress(range(0, num_images, BLOCK_ROWS), desc="nearest centres"):
-        parts.append(pairwise_distances_argmin_min(vectors(slice(start, start + BLOCK_ROWS)), centres))
+    for start in progress(range(0, num_images, BLOCK_ROWS), desc="nearest centers"):
+        parts.append(pairwise_distances_argmin_min(vectors(slice(start, start + BLOCK_ROWS)), centers))
     nearest, distances = (np.concatenate(part) for part in zip(*parts, strict=True))
-    by_size = np.argsort(-np.bincount(nearest, minlength=len(centres)), kind="stable")
+    by_size = np.argsort(-np.bincount(nearest, minlength=len(centers)), kind="stable")
     return np.argsort(by_size)[nearest], distances.astype(np.float32)
 
 
@@ -147,7 +147,7 @@ def _sample(num_images: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
 
 
 def _agreement(labels: Sequence[str], clusters: Int[np.ndarray, " images"]) -> dict[str, float] | None:
-    """How well clusters and labels agree, where images have labels; 0 is chance, 1 is equality."""
+    """Agreement of clusters and labels, where images have labels; 0 is chance, 1 is equality."""
     from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
 
     rows = [row for row, label in enumerate(labels) if label]
@@ -205,7 +205,7 @@ def draw_page(
     data_path: str | None,
     channels: Sequence[int],
 ) -> None:
-    """The images nearest to each centre, where they can still be read."""
+    """The images nearest to each center, where they can still be read."""
     images = embeddings.record["images"]
     columns = TableColumns(*images.get("columns", ()))
     try:
@@ -228,7 +228,7 @@ def draw_page(
         f"{result['embeddings']['num_images']:,} images of {source.name}; features: {what}",
         sections,
         Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=max(map(len, examples))),
-        explanation="Each cluster with its images nearest to the centre, nearest first.",
+        explanation="Each cluster with its images nearest to the center, nearest first.",
         ends=None,
     )
     save_page(figure, path)
@@ -246,7 +246,7 @@ def _tile(
         location = source.location(place)
         if location == path or (has_moved and Path(location).name == Path(path).name):
             with contextlib.suppress(CorruptImageError):
-                picture = fitted(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
+                picture = fit(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
                 return Tile(picture, path, notes=(short_name(path), ""))
     return None
 

@@ -115,7 +115,7 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
 
 
 def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """How the embeddings are made; `settings` is what a resumed run must have in common with the first one."""
+    """Record of the embeddings; a resumed run must have the same `settings` as the first one."""
     args = task.args
     settings = {
         "weights": task.subject.record.get("sha256"),

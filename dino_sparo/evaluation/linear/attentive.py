@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.evaluation.linear.probe import INIT_STD, MOMENTUM, Probes
-from dino_sparo.evaluation.task import Subject
+from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
@@ -202,7 +202,7 @@ def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int)
 def save_readouts(
     probes: ReadoutProbes,
     rows: Sequence[Mapping[str, Any]],
-    subject: Subject,
+    subject: EvaluatedEncoder,
     configs: Mapping[str, EncoderConfig],
     path: Path,
 ) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
@@ -25,8 +24,8 @@ from dino_sparo.evaluation.objects.slots import describe_maps, match_held_out
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.task import (
     OTHER_SEED,
+    EvaluatedEncoder,
     EvaluationTask,
-    Subject,
     compared_encoder,
     untrained_encoder,
     write_result,
@@ -54,9 +53,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     subject = task.subject
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
-    source = open_objects(args.data_path, args.masks)
-    if isinstance(source.images, FileSource):
-        source.images.limits = task.limits
+    source = open_objects(args.data_path, args.masks, task.limits)
     view = subject.patch_view(args.img_size and [args.img_size])
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
     survey = survey_objects(
@@ -85,7 +82,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     return result
 
 
-def check_has_maps(subject: Subject, other: Subject | None) -> None:
+def check_has_maps(subject: EvaluatedEncoder, other: EvaluatedEncoder | None) -> None:
     """Refuse an encoder that averages all tokens, and encoders without slots that are to be matched."""
     config = subject.encoder.config
     if config.kind.shows == "average":
@@ -108,7 +105,7 @@ def choose_images(count: int, num_images: int) -> list[int]:
 
 
 def describe_run(
-    subject: Subject, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
+    subject: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Encoder, data and view of a result."""
     config = subject.encoder.config
@@ -140,7 +137,7 @@ def describe_run(
 
 
 def match_models(
-    survey: Survey, other: Subject, source: ObjectSource, args: argparse.Namespace, device: torch.device
+    survey: Survey, other: EvaluatedEncoder, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """The best matching of this encoder's slots and another one's, and what chance gives."""
     count = len(survey.indices)

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from PIL import Image
 
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
+from dino_sparo.data.sources import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View
 from dino_sparo.runtime.faults import require
@@ -84,8 +84,8 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
     return ObjectMasks(stack[seen], objects.classes[seen], void)
 
 
-def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
-    """Images with objects, in one of the layouts at the top of this file."""
+def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits = DEFAULT_LIMITS) -> ObjectSource:
+    """Images with objects, in one of the layouts at the top of this file; `limits` as in `open_source`."""
     root = Path(data_path).expanduser()
     is_voc = (root / "SegmentationObject").is_dir()
     if masks is not None and (is_voc or names_scenes(data_path)):
@@ -96,17 +96,17 @@ def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
     if not data_path or not root.is_dir():
         raise ValueError(f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give one with images")
     if is_voc:
-        return _open_voc(root)
+        return _open_voc(root, limits)
     if masks is None:
         if not ((root / "images").is_dir() and (root / "masks").is_dir()):
             raise ValueError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
-        return _open_pairs(root / "images", root / "masks")
+        return _open_pairs(root / "images", root / "masks", limits)
     path = Path(masks).expanduser()
     if path.suffix.lower() == ".json":
-        return _open_coco(root, path)
+        return _open_coco(root, path, limits)
     if not path.is_dir():
         raise ValueError(f"--masks {masks!r} is neither a folder nor a .json file; give masks of the images' stems")
-    return _open_pairs(root, path)
+    return _open_pairs(root, path, limits)
 
 
 def _scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
@@ -114,14 +114,14 @@ def _scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
     return ObjectMasks(masks, classes, np.zeros(masks.shape[1:], dtype=bool))
 
 
-def _image_files(name: str, folder: Path, names: Sequence[str]) -> FileSource:
-    return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in names]), None, None)
+def _image_files(name: str, folder: Path, names: Sequence[str], limits: ImageLimits) -> FileSource:
+    return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in names]), limits=limits)
 
 
 # Masks in files, whose pixels are numbers of objects.
 
 
-def _open_voc(root: Path) -> ObjectSource:
+def _open_voc(root: Path, limits: ImageLimits) -> ObjectSource:
     """The images that VOC lists in ImageSets/Segmentation/val.txt."""
     listing = root / "ImageSets" / "Segmentation" / "val.txt"
     if not listing.is_file():
@@ -134,14 +134,14 @@ def _open_voc(root: Path) -> ObjectSource:
         class_path = root / "SegmentationClass" / name if has_classes else None
         return _objects_in_files(root / "SegmentationObject" / name, class_path, VOC_VOID)
 
-    images = _image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems])
+    images = _image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits)
     return ObjectSource(images, list(VOC_CLASSES), objects)
 
 
-def _open_pairs(images: Path, masks: Path) -> ObjectSource:
+def _open_pairs(images: Path, masks: Path, limits: ImageLimits) -> ObjectSource:
     """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
     names = sorted(path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
-    files = _image_files(f"folder {images}", images, names)
+    files = _image_files(f"folder {images}", images, names, limits)
     return ObjectSource(files, [], lambda index: _objects_in_files(masks / f"{Path(names[index]).stem}.png"))
 
 
@@ -180,7 +180,7 @@ def _read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
 # COCO's annotations.
 
 
-def _open_coco(folder: Path, path: Path) -> ObjectSource:
+def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
     """The images of a folder that COCO's annotations describe: instances_val2017.json or alike."""
     require("pycocotools", "masks of COCO's annotations")
     with open_regular(path) as file:
@@ -191,7 +191,7 @@ def _open_coco(folder: Path, path: Path) -> ObjectSource:
         for annotation in content["annotations"]:
             annotations.setdefault(annotation["image_id"], []).append(annotation)
         entries = [(image["id"], image["height"], image["width"]) for image in content["images"]]
-        files = _image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]])
+        files = _image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits)
     except (KeyError, TypeError) as error:
         raise ValueError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
     class_numbers = {identity: number for number, identity in enumerate(sorted(names))}

@@ -26,13 +26,13 @@ class PatchObjects(NamedTuple):
         pixels: (objects, h, w), pixels of each object in each patch; every object has at least one.
         alone: (objects, h, w), those of them that no other object has.
         valid: (h, w), pixels of each patch that are not void.
-        centres: (objects, h, w), whether the object has the pixel in the middle of the patch.
+        centers: (objects, h, w), whether the object has the pixel in the middle of the patch.
     """
 
     pixels: Int[np.ndarray, "objects h w"]
     alone: Int[np.ndarray, "objects h w"]
     valid: Int[np.ndarray, "h w"]
-    centres: Bool[np.ndarray, "objects h w"]
+    centers: Bool[np.ndarray, "objects h w"]
 
 
 def count_patches(
@@ -129,7 +129,7 @@ def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share
     neural attention by excitation backprop", which has one map for each class and a tolerance of 15 pixels.
     """
     segments = assign_patches(maps)
-    hits = _flat(objects.centres)[:, _flat(maps).argmax(axis=1)]  # (objects, maps)
+    hits = _flat(objects.centers)[:, _flat(maps).argmax(axis=1)]  # (objects, maps)
     several = (objects.alone.sum(axis=(1, 2)) > 0).sum() > 1
     return {
         "jaccard": float(map_jaccards(maps, objects, share).max(axis=1).mean()),
@@ -178,8 +178,8 @@ def grid_bounds(objects: PatchObjects) -> dict[str, float]:
         "jaccard": best,
         "mbo": best,
         "fg_ari": float("nan"),
-        "pointing": float(objects.centres.any(axis=(1, 2)).mean()),
-        "pointing_one_map": float(objects.centres.mean(axis=0).max()),
+        "pointing": float(objects.centers.any(axis=(1, 2)).mean()),
+        "pointing_one_map": float(objects.centers.mean(axis=0).max()),
     }
 
 

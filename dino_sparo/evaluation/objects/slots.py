@@ -62,7 +62,7 @@ def describe_maps(
 def class_lift(
     jaccards: Float[np.ndarray, "objects maps"], classes: Int[np.ndarray, " objects"], num_classes: int
 ) -> Float[np.ndarray, "maps classes"]:
-    """How much better each map finds objects of a class than it finds other classes, as Jaccard points.
+    """Advantage of each map on objects of a class over its mean on all classes, in Jaccard points.
 
         r_om = J_om - mean_m J_om                 what map m adds on object o, whose size helps all maps
         t_mc = mean of r_om over objects of class c
@@ -126,7 +126,7 @@ def map_redundancy(maps: Float[np.ndarray, "B maps h w"]) -> float:
 
 
 def value_redundancy(slots: Float[np.ndarray, "B L V"]) -> float:
-    """Mean absolute cosine of every two different slots of an image, without centring; NaN for a single slot."""
+    """Mean absolute cosine of every two different slots of an image, without centering; NaN for a single slot."""
     norms = np.linalg.norm(slots, axis=-1, keepdims=True)
     unit = slots / np.where(norms > 0, norms, 1)
     return _mean_of_pairs(np.abs(np.einsum("blv,bmv->blm", unit, unit)).mean(axis=0))  # b image, l and m slots, v width
@@ -141,9 +141,9 @@ def _mean_of_pairs(table: Float[np.ndarray, "L L"]) -> float:
 def slot_similarity(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
 ) -> Float[np.ndarray, "L others"]:
-    """How far the values of two models' slots vary together over the same images: linear CKA.
+    """Similarity of two models' slots, by their values for the same images: linear CKA.
 
-        X (images, V), Y (images, V'), the values of two slots, centred over the images
+        X (images, V), Y (images, V'), the values of two slots, centered over the images
         s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
 
     It is the squared correlation where V = V' = 1. Rotating a slot's value does not change it; a correlation coordinate

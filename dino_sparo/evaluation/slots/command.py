@@ -48,12 +48,12 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import EvaluationTask, Subject, write_result
+from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
 
-MAX_CHOOSING_SHARE = 5  # at most one of so many training images chooses
+MAX_CHOOSING_SHARE = 5  # at most one of this many training images chooses
 PROBE_BATCH = 256
 Accuracies = Callable[[tuple[int, ...]], dict[str, float]]
 
@@ -80,10 +80,13 @@ class StudyImages:
 
 
 def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int) -> Bool[Tensor, " images"]:
-    """Which of this process' training images rank the slots: a random part, the same for any number of processes."""
+    """Mask of this process' training images that rank the slots: a random part, equal for any number of processes."""
     number = min(num_choosing, num_images // MAX_CHOOSING_SHARE)
     if number < 1:
-        raise ValueError(f"choosing_images={num_choosing} of {num_images} images: a fifth of them must rank the slots")
+        raise ValueError(
+            f"choosing_images={num_choosing} of {num_images} images: at least one must rank the slots, and at most a "
+            f"fifth of them may; give 1 or more, and at least {MAX_CHOOSING_SHARE} training images"
+        )
     chosen = np.random.default_rng(seed).permutation(num_images)[:number]
     return torch.isin(train.indices, torch.from_numpy(chosen).to(train.indices.device))
 
@@ -235,7 +238,7 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
 
 def describe(
     args: argparse.Namespace,
-    subject: Subject,
+    subject: EvaluatedEncoder,
     ranking: list[dict[str, Any]],
     curve: list[dict[str, Any]],
     probes: list[dict[str, Any]] | None,

@@ -19,7 +19,7 @@ import numpy as np
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, file_names, short_name
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.pixels import scaled
+from dino_sparo.draw.pixels import resize
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
 from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, named_source
@@ -115,7 +115,7 @@ def write_failures(
         sections = []
         for failure in errors.clearest:
             image = named_source(ROOT, [failure.name], [failure.image], limits).read(0)
-            picture, maps = scaled(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
+            picture, maps = resize(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
             if isinstance(scorer, ExplainableScorer):
                 explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
                 picture, maps = explanation.picture, list(explanation.captions)
