@@ -24,6 +24,7 @@ from dino_sparo.clip import options as clip_options
 from dino_sparo.dino import options as dino_options
 from dino_sparo.evaluation import options as evaluation_options
 from dino_sparo.image_text.evaluation import options as image_text_options
+from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_underscores
 from dino_sparo.runtime.demos import demo_parser
@@ -38,13 +39,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dino_sparo")
 
-# Entry of a checkpoint that says how its image-text model is built -> options that such a model has no use for, unset.
-UNUSED_OPTIONS: dict[str, dict[str, Any]] = {
-    "clip": {"graphs": None, "quick_gelu": False, "text_heads": None},
-    "oc_clip": {"slots": None, "quick_gelu": False, "text_heads": None},
+# Entry of a checkpoint that says how its image-text model is built -> options that such a model has no use for -> why.
+OF_CAPTIONS = {"graphs": "--graphs {value} with a CLIP, which reads captions as they are; leave it out"}
+OF_FOREIGN_WEIGHTS = dict.fromkeys(("text_heads", "quick_gelu"), FOREIGN_OPTION)
+UNUSED_OPTIONS: dict[str, dict[str, str]] = {
+    "clip": {**OF_CAPTIONS, **OF_FOREIGN_WEIGHTS},
+    "oc_clip": {
+        "slots": "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose from; leave "
+        "it out",
+        **OF_FOREIGN_WEIGHTS,
+    },
 }
-FOREIGN_UNUSED_OPTIONS = {"graphs": None}  # open_clip's weights have no such entry
-
 
 # Sections of the overview.
 TRAIN, EVALUATE, SLOTS = "train", "evaluate and use an encoder", "slots"
@@ -126,12 +131,15 @@ def open_model(
     require("open_clip", "captions")
     checkpoint = load_checkpoint(args.pretrained_weights) if args.pretrained_weights else {}
     kind = next((kind for kind in UNUSED_OPTIONS if kind in checkpoint), None)
-    if is_one_of_several:
-        unused = UNUSED_OPTIONS[kind] if kind else FOREIGN_UNUSED_OPTIONS
-        for name, unset in unused.items():
-            if getattr(args, name) != unset:
-                logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
-        args = argparse.Namespace(**{**vars(args), **unused})
+    unused = UNUSED_OPTIONS[kind] if kind else OF_CAPTIONS  # open_clip's weights have no such entry
+    for name, message in unused.items():
+        value, unset = getattr(args, name), image_text_options.MODEL[name].default
+        if value == unset:
+            continue
+        if not is_one_of_several:
+            raise ValueError(message.format(name=name, value=value, source=args.pretrained_weights))
+        logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
+        args = argparse.Namespace(**{**vars(args), name: unset})
     if kind == "oc_clip":
         from dino_sparo.oc_clip.load import open_oc_clip_model
 

@@ -13,7 +13,7 @@ import html
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -170,36 +170,66 @@ def _stacked(pairs: Sequence[PairAttention]) -> tuple[Float[np.ndarray, "pairs L
 def choose(pairs: Sequence[PairAttention], num_slots: int, num_pairs: int, criteria: Criteria) -> Choice:
     """The slots and pairs to show: slots with sharp attention to different words, whose cosines are high.
 
-    A greedy choice: the next slot is the one that meets the criteria in most of the pairs in which all slots before it
-    meet them, without attending to a word that a slot before it attends to; among equals the sharper one. The choice
-    ends when too few such pairs are left to fill the columns. Further slots are chosen by nearness to the criteria,
+    First `fitting_slots`; if these are too few, also `nearest_slots`, by nearness to the criteria in the pairs in which
+    all fitting slots meet them:
 
-        nearness = min(1, cosine / min_cosine) * min(1, sharpness / min_sharpness),
+        nearness = min(1, cosine / min_cosine) * min(1, sharpness / min_sharpness)
 
-    zero where words overlap, averaged over the pairs that are left. For the pairs see `choose_pairs`.
+    For the pairs see `choose_pairs`.
     """
     cosines, sharpness = _stacked(pairs)
-    meets, focus = fits(pairs, criteria), [pair.focus for pair in pairs]
+    focus = [pair.focus for pair in pairs]
+    num_slots = min(num_slots, cosines.shape[1])
+    fitting, common = fitting_slots(fits(pairs, criteria), sharpness, focus, num_slots, min(num_pairs, len(pairs)))
     nearness = np.clip(cosines / criteria.min_cosine, 0, 1) * np.minimum(1, sharpness / criteria.min_sharpness)
-    alive = np.ones(len(pairs), dtype=bool)
+    slots = nearest_slots(fitting, nearness[common], list(compress(focus, common)), num_slots)
+    chosen = choose_pairs(pairs, slots, num_pairs, common)
+    return Choice(slots, chosen, len(fitting), int(common.sum()) if fitting else 0)
+
+
+def fitting_slots(
+    meets: Bool[np.ndarray, "pairs L"],
+    sharpness: Float[np.ndarray, "pairs L"],
+    focus: Sequence[Bool[np.ndarray, "L _"]],
+    num_slots: int,
+    num_pairs: int,
+) -> tuple[list[int], Bool[np.ndarray, " pairs"]]:
+    """At most `num_slots` slots that meet the criteria in at least `num_pairs` pairs at once, by a greedy choice.
+
+    The next slot is the one that meets the criteria in most of the pairs in which all slots before it meet them,
+    without attending to a word that a slot before it attends to; among equals the sharper one.
+
+    Returns:
+        The slots, and whether all of them meet the criteria in a pair.
+    """
+    common = np.ones(len(meets), dtype=bool)
     slots: list[int] = []
-    num_fitting = 0
-    while len(slots) < min(num_slots, cosines.shape[1]):
-        apart = _apart(focus, slots)
-        good = meets & apart & alive[:, None]
+    while len(slots) < num_slots:
+        good = meets & _apart(focus, slots) & common[:, None]
         counts = good.sum(axis=0)
-        enough = counts >= min(num_pairs, len(pairs))
+        enough = counts >= num_pairs
         enough[slots] = False
-        if num_fitting == len(slots) and enough.any():
-            sharp = (sharpness * good).sum(axis=0) / np.maximum(counts, 1)
-            slots.append(max(np.flatnonzero(enough).tolist(), key=lambda slot: (counts[slot], sharp[slot], -slot)))
-            alive, num_fitting = good[:, slots[-1]], num_fitting + 1
-        else:
-            near = (nearness * apart)[alive].mean(axis=0)
-            near[slots] = -1.0
-            slots.append(int(near.argmax()))
-    chosen = choose_pairs(pairs, slots, num_pairs, alive)
-    return Choice(slots, chosen, num_fitting, int(alive.sum()) if num_fitting else 0)
+        if not enough.any():
+            break
+        sharp = (sharpness * good).sum(axis=0) / np.maximum(counts, 1)
+        slots.append(max(np.flatnonzero(enough).tolist(), key=lambda slot: (counts[slot], sharp[slot], -slot)))
+        common = good[:, slots[-1]]
+    return slots, common
+
+
+def nearest_slots(
+    slots: Sequence[int],
+    nearness: Float[np.ndarray, "pairs L"],
+    focus: Sequence[Bool[np.ndarray, "L _"]],
+    num_slots: int,
+) -> list[int]:
+    """Slots with further ones up to `num_slots`: by their mean nearness, zero where they attend to the same words."""
+    slots = [*slots]
+    while len(slots) < num_slots:
+        near = (nearness * _apart(focus, slots)).mean(axis=0)
+        near[slots] = -1.0
+        slots.append(int(near.argmax()))
+    return slots
 
 
 def choose_pairs(

@@ -124,8 +124,6 @@ def clip_scorer(
     Raises:
         ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
     """
-    if getattr(args, "graphs", None):
-        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
     if not args.pretrained_weights:
         raise ValueError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import SLOT_SIZES, CLIPConfig, infer_clip_config, towers_of
 from dino_sparo.clip.options import FREEZABLE
 from dino_sparo.data.views import ClipView
+from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.towers import LoadedModel, TextEncoder, refuse_foreign_options, tokenize, tower_configs
+from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
@@ -284,7 +285,9 @@ def load_clip(
             f"encoder of a DINO checkpoint use load_encoder"
         )
     if description is not None:
-        refuse_foreign_options(source, text_heads, quick_gelu)
+        for name, value in {"text_heads": text_heads, "quick_gelu": quick_gelu}.items():
+            if value:
+                raise ValueError(FOREIGN_OPTION.format(name=name, source=source))
         if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - description.keys():
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
         config = CLIPConfig.from_dict(description)

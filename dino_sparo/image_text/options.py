@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 # Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
 CROP_SCALE = (0.9, 1.0)
 AUTO = "auto"  # class names, or templates, of the set of images itself
+FOREIGN_OPTION = "--{name} is for open_clip's weights, but {source} says how its model is built; leave it out"
 
 # A recipe for models of the built-in scenes, trained from scratch on a few CPU cores: for trials, not for accuracy.
 # Demos and studies share it, so that the models they compare have the same towers and the same optimizer.

@@ -251,10 +251,14 @@ class DotProductScorer(ImageRows):
 
     Attributes:
         model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features
-            (B, M) of length one.
+            (B, M) of length one; on `device`, in eval mode.
         tokenize: captions -> `Tokens`.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images, or captions, per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
         record: description of the model in a result file.
-        (The others are those of `ImageRows`.)
     """
 
     measure: ClassVar[str] = "cosine"

@@ -295,15 +295,6 @@ class LoadedModel:
         return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
 
 
-def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool) -> None:
-    """Refuse `--text_heads` and `--quick_gelu` for a checkpoint of ours, which describes its own model."""
-    if text_heads is not None or quick_gelu:
-        option = "quick_gelu" if text_heads is None else "text_heads"
-        raise ValueError(
-            f"--{option} is for open_clip's weights, but {source} says how its model is built; leave it out"
-        )
-
-
 def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> set[str]:
     """Load weights of another model into both towers, in place; returns the names of the loaded weights.
 

@@ -24,7 +24,7 @@ from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
-from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
+from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up, tokenize_phrases
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
@@ -204,12 +204,6 @@ class GraphScorer(ImageRows):
         ]
         return torch.cat(blocks)[:, inverse.to(self.device)].mean(dim=-1)
 
-    def similarity(
-        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
-    ) -> Float[Tensor, "images captions"]:
-        """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
-        return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
-
     def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
         """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
         (view,) = self.views([image])
@@ -253,7 +247,8 @@ class LoadedOCCLIP(LoadedModel):
         if isinstance(captions, str):
             raise ValueError(f"captions={captions!r} is one caption; give a list of captions")
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
-        return scorer_of(self, parser, batch_size=batch_size).similarity(images, captions)
+        scorer = scorer_of(self, parser, batch_size=batch_size)
+        return scorer.score_block(scorer.rows_of(images), scorer.encode_texts(captions).payload)
 
 
 def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
@@ -279,11 +274,6 @@ def open_oc_clip_model(
     args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
 ) -> GraphScorer:
     """The scorer of a checkpoint by the options of an evaluation."""
-    if args.slots:
-        raise ValueError(
-            "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose from; leave it out"
-        )
-    refuse_foreign_options(args.pretrained_weights, args.text_heads, args.quick_gelu)
     loaded = load_oc_clip(args.pretrained_weights, checkpoint)
     size = loaded.model.config.image.img_size
     if args.img_size not in (None, size):

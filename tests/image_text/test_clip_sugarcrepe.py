@@ -145,9 +145,9 @@ def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(c
 def test_empty_captions_are_left_out_and_counted(crepe, caplog):
     write_split(crepe, "add_att", [("red", " ", "b"), ("red", "a", ""), ("red", "a", "b")])
     pairs = local(crepe, crepe / "images")
-    assert (pairs.with_empty_caption.total(), pairs.without_image.total()) == (2, 0)
+    assert (pairs.with_empty_caption.total(), pairs.with_missing_image.total()) == (2, 0)
     assert [pair.split for pair in pairs.questions].count("add_att") == 1
-    assert "left out 0 questions without image, 2 with an empty caption" in pairs.lacks
+    assert "left out 0 questions without image, 2 with an empty caption" in pairs.missing
     assert "has 3 of SugarCrepe's 7 files: replace_att, swap_obj, add_att" in caplog.text
 
 

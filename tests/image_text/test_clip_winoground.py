@@ -100,7 +100,7 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
     with pytest.raises(ValueError, match=r"1 of 5 files, such as 'gone', are missing"):
         local(tmp_path)
     found = local(tmp_path, 0.4)
-    assert (found.with_empty_caption.total(), found.without_image.total()) == (1, 1)
+    assert (found.with_empty_caption.total(), found.with_missing_image.total()) == (1, 1)
     answers, _ = answer_questions(colour_encoder(), found.questions)
     assert answers[1] is None
     assert scores_of(answers[:1]) == [[True] * 3]

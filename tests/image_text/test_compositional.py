@@ -325,7 +325,7 @@ def test_missing_images_are_counted_up_to_a_share_and_beyond_it_the_message_says
     ):
         find_benchmarks(["sugarcrepe"], ImageRules(data))
     (found,) = find_benchmarks(["sugarcrepe"], ImageRules(data, max_missing=0.4))
-    assert found.without_image == dict.fromkeys((question.split for question in found.questions), 1)
+    assert found.with_missing_image == dict.fromkeys((question.split for question in found.questions), 1)
     assert len(found.questions) == 14
     (data / "wino" / "images" / "red.png").unlink()
     (data / "wino" / "images" / "green.png").unlink()

@@ -35,7 +35,7 @@ from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import open_graphs
-from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pictures import choose_pairs, pairs_figure
 
@@ -91,8 +91,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
             shares, defaults = model.binding.attention(entities[0], keys[0])
             fits = model.scoring.relation_scores(relations, *batch.ends[0], slots)[0, 0]
             turned = model.scoring.relation_scores(relations, *batch.ends[0].flip(0), slots)[0, 0]
-            scorer = scorer_of(loaded, "templates", CPU)
-            score = scorer.similarity([source.read(viewed.index)], [viewed.caption])
+            score = loaded.similarity([source.read(viewed.index)], [viewed.caption], "templates")
         for entity, embedding, slot, share in zip(pair["entities"], entities[0], slots[0, 0], shares, strict=True):
             cosine = embedding @ slot / embedding.norm() / slot.norm()
             assert entity["cosine"] == pytest.approx(float(cosine), abs=1e-5)

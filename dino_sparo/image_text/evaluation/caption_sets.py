@@ -86,9 +86,9 @@ def open_caption_set(
     paths = find_images(folder, names, None if allow_outside else (folder,))
     missing = [name for name in names if name not in paths]
     if missing:
-        kind = f"images in {folder}, such as {missing[0]!r},"
-        require_few_missing(len(missing), len(names), kind)
-        logger.warning("%d of %d %s are missing", len(missing), len(names), kind)
+        problem = f"images in {folder}, such as {missing[0]!r}, are missing"
+        require_few_missing(len(missing), len(names), problem)
+        logger.warning("%d of %d %s", len(missing), len(names), problem)
     left_out = {f"captions {reason}": number for reason, number in unused.counts.items()}
     images = named_source(folder, list(paths), list(paths.values()), limits)
     chosen = _flat(images, [captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
@@ -191,7 +191,7 @@ def _together(pairs: PairSource) -> CaptionSet:
         if has_lines:
             texts = [line for text in texts for line in text.splitlines() if line.strip()]
         captions_of[location] += texts
-    require_few_missing(unreadable, len(pairs), f"captions of {pairs.name}")
+    require_few_missing(unreadable, len(pairs), f"captions of {pairs.name} are missing or cannot be read")
     images = pairs.images if len(first) == len(pairs) else Subset(pairs.images, np.array(list(first.values())))
     return _flat(images, captions_of.values(), {"samples that are no pairs": pairs.left_out.total})
 

@@ -110,17 +110,20 @@ def named_source(
     return files
 
 
-def require_few_missing(missing: int, total: int, kind: str, share: float | None = None) -> None:
-    """Refuse data of which more than a share is missing, by default `MAX_MISSING`; raises ValueError.
+def require_few_missing(
+    missing: int,
+    total: int,
+    problem: str,
+    share: float = MAX_MISSING,
+    data: str = "",
+    remedy: str = "Is this the right folder, and the whole of it?",
+) -> None:
+    """Refuse data of which more than a share is missing; raises ValueError.
 
-    `kind` says in words what is missing, and where.
+    `problem` says in words what is missing, and where; `data` opens the message.
     """
-    share = MAX_MISSING if share is None else share
     if missing > share * total:
-        raise ValueError(
-            f"{missing} of {total} {kind} are missing or cannot be read; at most {100 * share:g} % of them may be. Is "
-            "this the right folder, and the whole of it?"
-        )
+        raise ValueError(f"{data}{missing} of {total} {problem}; at most {100 * share:g} % of them may be. {remedy}")
 
 
 # By data path; and the result.

@@ -117,7 +117,8 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
     """Recall on a set of images with captions; every process gets the result."""
     scorer.expect_texts(merge_equal(data.captions)[0])
     images = scorer.encode_images(data.images)
-    require_few_missing(images.num_corrupt, len(data.images), f"images of {data.images.name}")
+    problem = f"images of {data.images.name} are missing or cannot be read"
+    require_few_missing(images.num_corrupt, len(data.images), problem)
     row = torch.full((len(data.images),), -1)
     row[images.indices.cpu()] = torch.arange(len(images.indices))
     image_of = row[torch.from_numpy(data.image_of)]

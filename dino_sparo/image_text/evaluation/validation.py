@@ -42,7 +42,7 @@ def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compare
         num_compared: pairs per group of the loss, as in a training step.
     """
     images = scorer.encode_images(pairs)
-    require_few_missing(images.num_corrupt, len(pairs), f"pairs of {pairs.name}")
+    require_few_missing(images.num_corrupt, len(pairs), f"pairs of {pairs.name} are missing or cannot be read")
     indices = progress(images.indices.tolist(), desc="validation captions")
     captions = [pairs.captions_of(index)[0] for index in indices]
     texts = scorer.encode_texts(captions, "validation captions")

@@ -19,13 +19,13 @@ class Outcome(NamedTuple):
     Attributes:
         graph: not normalised; None if the parser found none.
         problem: reason why there is no graph.
-        is_undone: whether there is no graph because there was no answer.
+        is_unanswered: whether there is no graph because there was no answer.
         dropped: relations left out because they are unary or "and".
     """
 
     graph: SceneGraph | None
     problem: str = ""
-    is_undone: bool = False
+    is_unanswered: bool = False
     dropped: int = 0
 
 

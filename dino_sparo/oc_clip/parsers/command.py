@@ -134,6 +134,7 @@ def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
     )
+    # In both files on disk the key of a caption whose request was not answered is `undone`.
     run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, lines_of_other_rows=0)
 
     def write_summary(**more: Any) -> dict[str, Any]:
@@ -237,6 +238,6 @@ def _parsed(
             run["parsed"] += 1
             yield row, outcome.graph
             continue
-        run["undone" if outcome.is_undone else "unreadable"] += 1
+        run["undone" if outcome.is_unanswered else "unreadable"] += 1
         with JsonLines(errors_path) as errors:
-            errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
+            errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_unanswered})

@@ -209,7 +209,7 @@ class LanguageModelParser(Parser):
                 text = self.complete([*prompt, *further])
                 graph, dropped = read_answer(text)
             except UnansweredError as error:
-                return Outcome(None, str(error), is_undone=True)
+                return Outcome(None, str(error), is_unanswered=True)
             except ValueError as error:
                 problem = str(error)
                 again = f"That cannot be read: {problem}. Write the JSON object again, between [ANS] and [/ANS]."

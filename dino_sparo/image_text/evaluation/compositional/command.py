@@ -10,7 +10,7 @@ import argparse
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
     LocalBenchmark,
     find_benchmarks,
-    open_benchmark,
+    open_folder,
 )
 from dino_sparo.image_text.evaluation.compositional.failures import Failures, clearest_failures, write_failures
 from dino_sparo.image_text.evaluation.compositional.questions import (
@@ -47,6 +47,8 @@ MAX_SHOWN = 8  # splits in the table; the result file has all
 RESULT = "compositional"
 
 Result = dict[str, Any]
+# The answer to each question of a benchmark, None where an image cannot be read.
+Answers = Sequence[Answer | None]
 
 
 def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
@@ -70,8 +72,8 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     results, written = {}, []
     for label, weights in zip(labels_of(args.pretrained_weights), args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
-        of_model = argparse.Namespace(**{**vars(args), "pretrained_weights": weights})
-        scorer, limits = open_model(of_model, process), limits_of(of_model)
+        model_args = argparse.Namespace(**{**vars(args), "pretrained_weights": weights})
+        scorer, limits = open_model(model_args, process), limits_of(model_args)
         result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, limits)
         results[label] = result
         if is_main():
@@ -92,7 +94,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
 def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Result]:
     """Write all captions, one per line, for `dino-sparo parse`; there are no results."""
     # Blanks within a caption stay: its graph is looked up by its text.
-    texts = captions_of([question for each in benchmarks for question in each.questions])
+    texts = captions_of([question for local in benchmarks for question in local.questions])
     captions = dict.fromkeys(" ".join(text.splitlines()) for text in texts)
     if is_main():
         path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
@@ -128,25 +130,26 @@ def evaluate(
 
     With `blind` the evaluation is repeated with the images of other questions.
     """
-    own = [each.questions for each in benchmarks]
-    for each in benchmarks if blind else ():
-        own.append(with_shuffled_images(each.questions, seed, each.benchmark.blind_group))
-    every, _ = answer_questions(scorer, list(chain(*own)), chunk_images, limits)
-    remaining = iter(every)
-    answers = [list(islice(remaining, len(questions))) for questions in own]
+    question_lists = [local.questions for local in benchmarks]
+    for local in benchmarks if blind else ():
+        question_lists.append(with_shuffled_images(local.questions, seed, local.benchmark.blind_group))
+    all_answers, _ = answer_questions(scorer, list(chain(*question_lists)), chunk_images, limits)
+    remaining = iter(all_answers)
+    answer_lists = [list(islice(remaining, len(questions))) for questions in question_lists]
     results, failures, left_out = {}, {}, {}
-    for number, each in enumerate(benchmarks):
-        if not any(answers[number]):
-            left_out[each.title] = f"left out: none of the images in {each.images} can be read"
-            logger.error("%s: %s", each.title, left_out[each.title])
+    for number, local in enumerate(benchmarks):
+        answers = answer_lists[number]
+        if not any(answers):
+            left_out[local.title] = f"left out: none of the images in {local.images} can be read"
+            logger.error("%s: %s", local.title, left_out[local.title])
             continue
-        result = describe(each, answers[number], seed)
+        result = describe(local, answers, seed)
         if blind:
-            add_blind(result, describe(each, answers[len(benchmarks) + number], seed))
+            add_blind(result, describe(local, answer_lists[len(benchmarks) + number], seed))
         if num_failures:
-            failures[each.title] = clearest_failures(each.questions, answers[number], num_failures)
-            result["failures"] = failures[each.title].to_json()
-        results[each.title] = result
+            failures[local.title] = clearest_failures(local.questions, answers, num_failures)
+            result["failures"] = failures[local.title].to_json()
+        results[local.title] = result
     if not results:
         raise ValueError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
     whole = {
@@ -162,14 +165,13 @@ def evaluate(
     return whole, failures
 
 
-def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -> Result:
-    """The result of one benchmark; `every` holds an answer, or None, for each of its questions."""
+def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> Result:
+    """The result of one benchmark."""
     benchmark = local.benchmark
-    pairs = [(question, answer) for question, answer in zip(local.questions, every, strict=True) if answer]
-    questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]
+    questions, answers = list(compress(local.questions, all_answers)), list(filter(None, all_answers))
     unreadable = Counter(each.split for each in local.questions) - Counter(each.split for each in questions)
     left_out = {
-        "num_without_image": local.without_image + unreadable,
+        "num_without_image": local.with_missing_image + unreadable,
         "num_with_empty_caption": local.with_empty_caption,
     }
     outcomes = benchmark.outcomes(questions, answers)
@@ -177,7 +179,7 @@ def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -
     result = summarize(benchmark, outcomes, seed)
     for split, entry in result["splits"].items():
         marks = [answers[outcome.question].marks for outcome in outcomes if outcome.split == split]
-        entry |= {f"num_{name}": sum(each[name] for each in marks) for name in marks[0]}
+        entry |= {f"num_{name}": sum(answer_marks[name] for answer_marks in marks) for name in marks[0]}
         entry |= {name: counts[split] if is_one_each else counts.total() for name, counts in left_out.items()}
     if is_one_each:
         ours, official = (
@@ -185,16 +187,18 @@ def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -
             for credit in (0.0, benchmark.tie_credit)
         )
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
-    lacks = local.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
-    lost = {split for counts in left_out.values() for split in counts} - {each.split for each in questions}
-    lacks += [f"nothing is left of {', '.join(sorted(lost))}"] * bool(lost)
+    missing = [*local.missing]
+    if unreadable:
+        missing.append(f"left out {unreadable.total()} questions whose images cannot be read")
+    if lost := {split for counts in left_out.values() for split in counts} - {each.split for each in questions}:
+        missing.append(f"nothing is left of {', '.join(sorted(lost))}")
     return {
         "benchmark": benchmark.name,
         **result,
         "num_questions": len(questions),
         **{name: counts.total() for name, counts in left_out.items()},
-        "complete": not lacks,
-        "lacks": lacks,
+        "complete": not missing,
+        "lacks": missing,
         "official_tie": benchmark.tie_credit,
         "images": str(local.images),
         "files": {name: file_record(local.folder / name) for name in benchmark.own_files(local.folder)},
@@ -218,8 +222,8 @@ def table(results: Mapping[str, Result]) -> str:
     lines = [row("accuracy, %", "questions", "chance", list(results))]
     result = next(iter(results.values()))
     for title, benchmark in result["benchmarks"].items():
-        every = [each["benchmarks"][title] for each in results.values()]
-        lines.append(title + " *" * (not all(each["complete"] for each in every)))
+        of_models = [model["benchmarks"][title] for model in results.values()]
+        lines.append(title + " *" * (not all(model["complete"] for model in of_models)))
         splits = benchmark["splits"] if len(benchmark["splits"]) <= MAX_SHOWN else {}
         for part, name in [("splits", name) for name in splits] + [("means", name) for name in benchmark["means"]]:
             entry = benchmark[part][name]
@@ -227,10 +231,10 @@ def table(results: Mapping[str, Result]) -> str:
             chance = f"{entry['chance']:.1f}" if "chance" in entry else ""
             for kind, words in (("accuracy", ""), (official, ", official ties"), ("blind", ", shuffled images")):
                 if kind in entry:
-                    cells = [f"{each[part][name][kind]:.2f}" for each in every]
+                    cells = [f"{model[part][name][kind]:.2f}" for model in of_models]
                     lines.append(row(f"  {name}{words}", entry.get("num_questions", ""), chance, cells).rstrip())
-    lacks = [(title, lack) for title, each in result["benchmarks"].items() for lack in each["lacks"]]
-    lines += [f"* {title}: {lack}" for title, lack in (*lacks, *result["left_out"].items())]
+    missing = [(title, sentence) for title, each in result["benchmarks"].items() for sentence in each["lacks"]]
+    lines += [f"* {title}: {sentence}" for title, sentence in (*missing, *result["left_out"].items())]
     return "\n".join(lines)
 
 
@@ -238,24 +242,13 @@ def table(results: Mapping[str, Result]) -> str:
 # table are those of `compositional`; the result files, sugarcrepe.json and winoground.json, have their own format.
 
 
-def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
-    """The benchmark of that name in `--data_root`; its images lie in `--images`, by default in `images` there."""
-    benchmark = BENCHMARKS[name]
-    if not args.data_root:
-        raise ValueError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
-    folder = Path(args.data_root)
-    local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
-    if not local.questions:
-        raise ValueError(f"{local.title}: {local.lacks[-1]}")
-    return local
-
-
 def require_readable(local: LocalBenchmark, num_readable: int, max_missing: float) -> None:
     """Refuse a benchmark if too many of its questions have a missing or unreadable image; raises ValueError."""
     if not num_readable:
         raise ValueError(f"{local.title}: none of the images in {local.images} can be read")
-    total = len(local.questions) + local.without_image.total()
-    require_few_missing(total - num_readable, total, f"questions' images in {local.images}", share=max_missing)
+    total = len(local.questions) + local.with_missing_image.total()
+    problem = f"questions' images in {local.images} are missing or cannot be read"
+    require_few_missing(total - num_readable, total, problem, max_missing)
 
 
 def encode_folder(
@@ -283,14 +276,11 @@ def evaluate_single(args: argparse.Namespace, open_model: OpenModel, name: str) 
     return report(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}), args, f"{name}.json")
 
 
-def _sugarcrepe(
-    entry: Result, local: LocalBenchmark, answers: Sequence[Answer | None], num_truncated: int, measure: str
-) -> Result:
+def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
     """The content of sugarcrepe.json."""
     means = {name: mean["accuracy"] for name, mean in entry["means"].items()}
     groups = {group: means[group] for group in GROUPS if group in means}
-    pairs = zip(local.questions, answers, strict=True)
-    num_images = len({image for question, answer in pairs if answer for image in question.images})
+    num_images = len({image for question in compress(local.questions, answers) for image in question.images})
     return {
         "evaluation": "SugarCrepe",
         "splits": {
@@ -314,23 +304,22 @@ def pairs_record(local: LocalBenchmark, num_pairs: int, num_truncated: int, **co
         "files": {split: file_record(local.folder / f"{split}.json") for split in splits},
         "num_pairs": num_pairs,
         **counts,
-        "num_without_image": local.without_image.total() + len(local.questions) - num_pairs,
+        "num_without_image": local.with_missing_image.total() + len(local.questions) - num_pairs,
         "num_with_empty_caption": local.with_empty_caption.total(),
         "num_truncated_captions": num_truncated,
     }
 
 
-def _winoground(
-    entry: Result, local: LocalBenchmark, answers: Sequence[Answer | None], num_truncated: int, measure: str
-) -> Result:
+def _winoground(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
     """The content of winoground.json."""
-    tags = [question.split for question, answer in zip(local.questions, answers, strict=True) if answer]
-    outcomes = local.benchmark.outcomes(local.questions, [answer for answer in answers if answer])
+    tags = [question.split for question in compress(local.questions, answers)]
+    outcomes = local.benchmark.outcomes(local.questions, list(filter(None, answers)))
 
     def scores(chosen: set[str]) -> dict[str, float]:
-        own = [outcome for outcome in outcomes if tags[outcome.question] in chosen]
-        splits = summarize(local.benchmark, own, 0)["splits"]
-        return {score: each["accuracy"] for score, each in splits.items()} | {"num_examples": len(own) // len(splits)}
+        chosen_outcomes = [outcome for outcome in outcomes if tags[outcome.question] in chosen]
+        splits = summarize(local.benchmark, chosen_outcomes, 0)["splits"]
+        accuracies = {score: each["accuracy"] for score, each in splits.items()}
+        return {**accuracies, "num_examples": len(chosen_outcomes) // len(splits)}
 
     return {
         "evaluation": "Winoground",

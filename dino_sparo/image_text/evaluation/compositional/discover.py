@@ -11,7 +11,13 @@ from pathlib import Path
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.protocol import MAX_MISSING, file_of, find_images, image_path
+from dino_sparo.image_text.evaluation.protocol import (
+    MAX_MISSING,
+    file_of,
+    find_images,
+    image_path,
+    require_few_missing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +39,9 @@ class LocalBenchmark:
         title: title of the benchmark, with the folder if several folders hold the benchmark.
         images: folder that names of images start from.
         questions: questions with captions and image files; an image is an absolute path or a crop of such a file.
-        without_image: number of questions without image file, per split.
+        with_missing_image: number of questions whose image file is missing, per split.
         with_empty_caption: number of questions with an empty caption, per split.
-        lacks: what is missing, a sentence each.
+        missing: what is missing, a sentence each.
     """
 
     benchmark: Benchmark
@@ -43,9 +49,9 @@ class LocalBenchmark:
     title: str
     images: Path
     questions: list[Question]
-    without_image: Counter[str]
+    with_missing_image: Counter[str]
     with_empty_caption: Counter[str]
-    lacks: list[str]
+    missing: list[str]
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,24 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     for benchmark, folder in candidates:
         suffix = f" ({folder.relative_to(root)})" * (times[benchmark.name] > 1)
         local.append(open_benchmark(benchmark, folder, rules, suffix))
-        for sentence in local[-1].lacks:
+        for sentence in local[-1].missing:
             logger.warning("%s: %s", local[-1].title, sentence)
     usable = [each for each in local if each.questions]
     if not usable:
-        raise ValueError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].lacks[-1]}")
+        raise ValueError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].missing[-1]}")
     return usable
+
+
+def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
+    """The benchmark of that name in `--data_root`; its images lie in `--images`, by default in `images` there."""
+    benchmark = BENCHMARKS[name]
+    if not args.data_root:
+        raise ValueError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
+    folder = Path(args.data_root)
+    local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
+    if not local.questions:
+        raise ValueError(f"{local.title}: {local.missing[-1]}")
+    return local
 
 
 def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix: str = "") -> LocalBenchmark:
@@ -120,41 +138,40 @@ def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix
         paths = find_images(images, names, roots)
     except ValueError as error:
         raise ValueError(f"{title} in {folder}: {error}") from error
-    lacks = _missing_annotations(benchmark, folder, questions)
-    parts: dict[str, set[str]] = defaultdict(set)  # part -> the files that it needs
+    missing = _missing_annotations(benchmark, folder, questions)
+    files_of_part: dict[str, set[str]] = defaultdict(set)
     for question in questions:
-        parts[benchmark.part_of(question)].update(map(file_of, question.images))
-    absent = set()
-    for part, needed in parts.items():
-        gone = sorted(needed - set(paths))
-        if len(gone) == len(needed):
-            absent.add(part)
-            lacks.append(
-                f"left out what needs {part}: none of {len(needed)} images, such as {gone[0]!r}, lies in {images}"
+        files_of_part[benchmark.part_of(question)].update(map(file_of, question.images))
+    missing_parts = set()
+    for part, files in files_of_part.items():
+        missing_files = sorted(files - set(paths))
+        if len(missing_files) == len(files):
+            missing_parts.add(part)
+            example = missing_files[0]
+            missing.append(
+                f"left out what needs {part}: none of {len(files)} images, such as {example!r}, lies in {images}"
                 + ("" if rules.images else f", or in {', '.join(benchmark.images)} beside the annotations, above them")
                 + f" or in --data_root; get them from {benchmark.source}"
             )
-        elif len(gone) > rules.max_missing * len(needed):
-            raise ValueError(
-                f"{title}: of {part} {len(gone)} of {len(needed)} files, such as {gone[0]!r}, are missing in {images}; "
-                f"at most {rules.max_missing:.3g} of them may be. Get them from {benchmark.source}, or raise "
-                "--max_missing"
-            )
-    local = LocalBenchmark(benchmark, folder, title, images, [], Counter(), Counter(), lacks)
+        elif missing_files:
+            problem = f"files, such as {missing_files[0]!r}, are missing in {images}"
+            data, remedy = f"{title}: of {part} ", f"Get them from {benchmark.source}, or raise --max_missing"
+            require_few_missing(len(missing_files), len(files), problem, rules.max_missing, data, remedy)
+    local = LocalBenchmark(benchmark, folder, title, images, [], Counter(), Counter(), missing)
     for question in questions:
-        if benchmark.part_of(question) in absent:
+        if benchmark.part_of(question) in missing_parts:
             continue
         if not all(text.strip() for text in question.captions):
             local.with_empty_caption[question.split] += 1
         elif not all(file_of(image) in paths for image in question.images):
-            local.without_image[question.split] += 1
+            local.with_missing_image[question.split] += 1
         else:
             local.questions.append(_located(question, images, paths))
-    without, empty = local.without_image.total(), local.with_empty_caption.total()
-    if empty or without:
-        lacks.append(f"left out {without} questions without image, {empty} with an empty caption")
-    if not local.questions and not absent:
-        lacks.append(f"none of {len(questions)} questions is left")
+    num_missing, num_empty = local.with_missing_image.total(), local.with_empty_caption.total()
+    if num_missing or num_empty:
+        missing.append(f"left out {num_missing} questions without image, {num_empty} with an empty caption")
+    if not local.questions and not missing_parts:
+        missing.append(f"none of {len(questions)} questions is left")
     return local
 
 
@@ -178,11 +195,12 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:
     """Missing and incomplete annotations, a sentence each."""
-    lacks = []
-    if missing := [name for name in benchmark.files if not (folder / name).is_file()]:
-        first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        lacks.append(
-            f"{folder} lacks {len(missing)} of {len(benchmark.files)} files: {first}; get them from {benchmark.source}"
+    missing = []
+    if missing_files := [name for name in benchmark.files if not (folder / name).is_file()]:
+        first = ", ".join(missing_files[:3]) + (", ..." if len(missing_files) > 3 else "")
+        missing.append(
+            f"{folder} lacks {len(missing_files)} of {len(benchmark.files)} files: {first}; get them from "
+            f"{benchmark.source}"
         )
     counts = Counter(question.split for question in questions)
     expected = {f"{split} has": (counts[split], number) for split, number in benchmark.counts.items() if counts[split]}
@@ -190,5 +208,5 @@ def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence
         expected["it has"] = (len(questions), benchmark.total)
     wrong = [f"{what} {here} questions, not {number}" for what, (here, number) in expected.items() if here != number]
     if wrong:
-        lacks.append("; ".join(wrong) + f"; compare with {benchmark.source}")
-    return lacks
+        missing.append("; ".join(wrong) + f"; compare with {benchmark.source}")
+    return missing
