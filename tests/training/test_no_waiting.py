@@ -55,7 +55,7 @@ def dino(tmp_path: Path, parts: int = 1, fp16: bool = False, **changes: object) 
     training.distort = Distortions((0.5,) * 3, (0.2,) * 3).to(DEVICE)
     views = [torch.zeros(2, 3, side, side, dtype=torch.uint8) for side in (32, 32, 16)]
     batch = Batch(views, torch.zeros(2).long(), torch.arange(2), [], torch.zeros(3, 2, NUM_PARAMETERS)).to(DEVICE)
-    return lambda: dino_step(training, [batch] * parts, 0, diagnose=True)
+    return lambda: dino_step(training, [batch] * parts, 0, is_last=True)
 
 
 def clip(tmp_path: Path, parts: int = 1, texts: int = 1, **changes: object) -> Step:
