@@ -340,7 +340,7 @@ def test_ranks_that_wait_for_rank_0_do_not_run_into_the_time_out_of_collectives(
         peer.join(timeout=60)
     assert found[0][:3] == found[1][:3] == [[0, 1], 0, [3]]
     assert "another process died, or did not answer for 0.12 minutes" in found[1][3]
-    assert "run the same command to resume" in found[1][3]
+    assert "Run the same command to resume" in found[1][3]
 
 
 CUDA_HINT = " CUDA kernel errors might be asynchronously reported at some other API call"
@@ -374,7 +374,7 @@ def test_an_error_of_the_gpu_ends_with_the_status_that_is_requeued(
     assert FAULT_STATUS in FAULT_STATUSES, "the batch script requeues it"
     (record,) = caplog.records
     assert record.message.startswith(f"the GPU of rank 0 on {socket.gethostname()} failed")
-    assert "run the same command to resume" in record.message
+    assert "Run the same command to resume" in record.message
 
 
 def _accelerator_error(text: str) -> RuntimeError:

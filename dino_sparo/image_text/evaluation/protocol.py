@@ -114,16 +114,17 @@ def require_few_missing(
     missing: int,
     total: int,
     problem: str,
-    share: float = MAX_MISSING,
+    share: float | None = None,
     data: str = "",
     remedy: str = "Is this the right folder, and the whole of it?",
 ) -> None:
-    """Refuse data of which more than a share is missing; raises ValueError.
+    """Refuse data of which more than a share is missing, by default `MAX_MISSING`; raises ValueError.
 
     `problem` says in words what is missing, and where; `data` opens the message.
     """
-    if missing > share * total:
-        raise ValueError(f"{data}{missing} of {total} {problem}; at most {100 * share:g} % of them may be. {remedy}")
+    allowed = MAX_MISSING if share is None else share
+    if missing > allowed * total:
+        raise ValueError(f"{data}{missing} of {total} {problem}; at most {100 * allowed:g} % of them may be. {remedy}")
 
 
 # By data path; and the result.
