@@ -313,7 +313,10 @@ def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: in
     """Refuse images of another number of channels, or smaller than a patch."""
     channels, height, width = images.shape[1:]
     if channels != in_chans:
-        raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={in_chans}")
+        raise ValueError(
+            f"images have {channels} channels; the backbone was built with in_chans={in_chans}; give images of "
+            f"{in_chans} channels, or build it with in_chans={channels}"
+        )
     if min(height, width) < patch_size:
         raise ValueError(f"images of {height}x{width} px are smaller than one patch of {patch_size} px")
 

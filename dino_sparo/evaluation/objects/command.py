@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.data.sources.image_source import FileSource
+from dino_sparo.data.sources import apply_limits
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
@@ -55,8 +55,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks)
-    if isinstance(source.images, FileSource):
-        source.images.limits = task.limits
+    apply_limits(source.images, task.limits)
     view = subject.patch_view(args.img_size and [args.img_size])
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
     survey = survey_objects(
