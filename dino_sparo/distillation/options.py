@@ -75,8 +75,8 @@ ENCODER: Group = {
         "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
         "package or of facebookresearch/dino has student, teacher, both heads and the center. A DINO or timm "
         "ViT, or the image tower of a CLIP (of this package, OpenCLIP or sparo-clip), has the encoder. For "
-        "timm/NAME, give weights of that model. Parts of other sizes start at random. A resumed run uses its "
-        "own weights.",
+        "timm/NAME, give weights of that model; a ViT's patch projection is resampled to --patch_size. Parts of "
+        "other sizes start at random. A resumed run uses its own weights.",
     ),
 }
 HEAD: Group = {

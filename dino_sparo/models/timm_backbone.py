@@ -82,6 +82,12 @@ class TimmBackbone(nn.Module):
         # Also leaves out what a classifier alone needs: pooling, and the norm after it.
         self.model.prune_intermediate_layers([self.depth - 1], prune_norm=not final_norm)
 
+    @property
+    def stems(self) -> list[str]:
+        """Timm's names of the weights that read the channels of an image, such as the patch projection's."""
+        stems = self.model.pretrained_cfg.get("first_conv") or ()
+        return [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]
+
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
         """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D)."""
         features = self.model.forward_features(self._whole_patches(images))
@@ -158,8 +164,7 @@ class TimmBackbone(nn.Module):
         plain = {name.removeprefix("model."): value for name, value in weights.items()}
         convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
         adapted = convert(plain, self.model) if convert else plain
-        stems = self.model.pretrained_cfg.get("first_conv") or ()
-        for name in [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]:
+        for name in self.stems:
             if name in adapted and adapted[name].shape[1] == 3 != self.in_chans:
                 adapted[name] = adapt_input_conv(self.in_chans, adapted[name])
         return {f"model.{name}": value for name, value in adapted.items()}

@@ -252,7 +252,12 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
     module.load_state_dict(dict(weights))
 
 
-def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_have_more: bool = False) -> str:
+def misfits(
+    wanted: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    may_have_more: bool = False,
+    num_shown: int = NUM_NAMES_SHOWN,
+) -> str:
     """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
     kinds = {
         "missing": sorted(wanted.keys() - weights.keys()),
@@ -263,10 +268,10 @@ def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_hav
             if weights[name].shape != wanted[name].shape
         ],
     }
-    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {shortened(names, num_shown)}" for kind, names in kinds.items() if names)
 
 
-def shortened(names: list[str]) -> str:
+def shortened(names: list[str], num_shown: int = NUM_NAMES_SHOWN) -> str:
     """The first names of a list and the number of the others, for messages."""
-    rest = len(names) - NUM_NAMES_SHOWN
-    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
+    rest = len(names) - num_shown
+    return ", ".join(names[:num_shown]) + (f", ... and {rest} more" if rest > 0 else "")

@@ -63,8 +63,49 @@ def test_foreign_weights_are_loaded_by_the_name_of_their_model(tmp_path: Path) -
 
 
 def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"timm/test_vit2; .* of another shape: .* \(96,\) instead of \(64,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"^\S*\.pth has width 96, timm/test_vit2 has 64; choose other weights, or "
+    ):
         initialize_encoder(create_encoder("timm/test_vit2"), saved("test_vit3", tmp_path)[1])
+
+
+def test_weights_of_another_model_are_refused_with_two_names_at_most(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not hold the weights of timm/test_resnet; ") as refusal:
+        initialize_encoder(create_encoder("timm/test_resnet"), saved("test_vit", tmp_path)[1])
+    assert str(refusal.value).count("backbone.model.") <= 2
+
+
+def test_weights_of_other_channels_are_refused_as_those_of_our_own_transformer(tmp_path: Path) -> None:
+    own = create_encoder("vit_micro", 8, "cls", img_size=32, in_chans=5)
+    torch.save(own.backbone.state_dict(), tmp_path / "own.pth")
+    _, path = saved("test_vit", tmp_path, in_chans=5)
+    for file, arch in ((tmp_path / "own.pth", "vit_micro"), (path, "timm/test_vit")):
+        encoder = create_encoder(arch, 8 if file != path else None, "cls", img_size=32, in_chans=1)
+        with pytest.raises(
+            CheckpointError, match=rf"{file.name} has 5 channels, the encoder 1; .* other weights, or --in_chans 5$"
+        ):
+            initialize_encoder(encoder, file)
+
+
+def test_the_report_says_how_the_patch_projection_was_adapted(tmp_path: Path) -> None:
+    _, path = saved("test_vit", tmp_path)
+    for settings, words in (
+        ({}, ""),
+        ({"in_chans": 5}, "; patch projection adapted from 3 to 5 channels"),
+        ({"patch_size": 8}, "; patch projection resampled from 16 to 8 px"),
+        (
+            {"in_chans": 1, "patch_size": 8},
+            "; patch projection adapted from 3 to 1 channels and resampled from 16 to 8 px",
+        ),
+    ):
+        encoder = create_encoder("timm/test_vit", readout="cls", img_size=32, **settings)
+        assert str(initialize_encoder(encoder, path)).endswith(f"new nothing{words}")
+    own = create_encoder("vit_micro", 8, "cls", img_size=32)
+    torch.save(own.backbone.state_dict(), tmp_path / "own.pth")
+    grey = create_encoder("vit_micro", 8, "cls", img_size=32, in_chans=1)
+    assert str(initialize_encoder(grey, tmp_path / "own.pth")).endswith(
+        "; patch projection adapted from 3 to 1 channels"
+    )
 
 
 def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
