@@ -6,6 +6,7 @@ stages (ResNet, ConvNeXt) gives its last feature map, whose positions are the to
 
 import difflib
 import inspect
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from timm.models import adapt_input_conv, get_arch_pretrained_cfgs, group_parame
 from torch import Tensor, nn
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
+NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
@@ -214,6 +216,11 @@ class TimmPlan:
     std: tuple[float, ...]
     parameters: frozenset[str]
 
+    @property
+    def has_stochastic_depth(self) -> bool:
+        """Whether the model has an option for it."""
+        return "drop_path_rate" in self.parameters
+
     def settings(self, name: str, patch_size: int, img_size: int, drop_path_rate: float) -> dict[str, Any]:
         """Arguments of `timm.create_model`, of those that the model has.
 
@@ -225,7 +232,7 @@ class TimmPlan:
                 f"--patch_size {patch_size} with timm/{name}, whose tokens are {self.stride} px apart; leave it out"
             )
         check_whole_patches(img_size, patch_size)
-        if drop_path_rate and "drop_path_rate" not in self.parameters:
+        if drop_path_rate and not self.has_stochastic_depth:
             raise ValueError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
         sizes: dict[str, Any] = {"img_size": img_size, **ANY_SIZE} if "img_size" in self.parameters else {}
         sizes |= {"patch_size": patch_size} if patch_size != self.stride else {}
@@ -244,12 +251,14 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
         ValueError: there are none, or they can neither be found nor downloaded.
     """
     plan_of(name)
+    logging.getLogger("huggingface_hub").handlers.clear()  # which print what the log has, too
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()
     except Exception as error:  # the hub's client raises errors of other libraries, too
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}"
+            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}; with "
+            "HF_HUB_OFFLINE=1 the cache is read without waiting for the network"
         ) from error
 
 
@@ -262,10 +271,8 @@ def plan_of(name: str) -> TimmPlan:
     """
     architecture = name.partition(".")[0]  # without the tag of its weights
     if not timm.is_model(architecture):
-        near = [f"timm/{known}" for known in difflib.get_close_matches(architecture, timm.list_models(), cutoff=0.4)]
-        raise ValueError(
-            f"unknown arch 'timm/{name}'; the nearest are {', '.join(near) or 'none'}, and timm.list_models() has all"
-        )
+        near = ", ".join(f"timm/{known}" for known in _nearest_models(architecture)) or "none"
+        raise ValueError(f"unknown arch 'timm/{name}'; the nearest are {near}, and timm.list_models() has all")
     tagged = [f"timm/{known}" for known in get_arch_pretrained_cfgs(architecture)]
     if name != architecture and f"timm/{name}" not in tagged:
         raise ValueError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
@@ -304,6 +311,15 @@ def plan_of(name: str) -> TimmPlan:
         std=model.pretrained_cfg["std"],
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
     )
+
+
+def _nearest_models(name: str) -> list[str]:
+    """Timm's models whose names resemble a name, and those that contain most of its words."""
+    known, words = timm.list_models(), name.split("_")
+    counts = {model: sum(word in model for word in words if not word.isdecimal()) for model in known}
+    similar = difflib.get_close_matches(name, known, cutoff=0.4)
+    sharing = sorted(filter(counts.get, known), key=lambda model: (-counts[model], len(model)))
+    return list(dict.fromkeys([*similar, *sharing[:NUM_NEAREST]]))
 
 
 def check_whole_patches(img_size: int, patch_size: int) -> None:
