@@ -70,8 +70,8 @@ ENCODER: Group = {
     "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
     "drop_path_rate": Option(
         DROP_PATH_RATE,
-        "Rate of stochastic depth in the student; 0 suits short runs. For a model of timm without stochastic depth, "
-        "the default becomes 0.",
+        "Rate of stochastic depth in the student; 0 suits short runs. It becomes 0 if it is not given and the model of "
+        "timm has no stochastic depth.",
     ),
     "pretrained": shared.PRETRAINED,
     "init_from": Option(
