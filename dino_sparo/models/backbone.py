@@ -329,7 +329,7 @@ def own_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
 
 def has_stochastic_depth(arch: str) -> bool:
     """Whether an architecture takes a drop path rate above 0."""
-    return not arch.startswith(TIMM) or plan_of(arch.removeprefix(TIMM)).has_stochastic_depth
+    return not arch.startswith(TIMM) or "drop_path_rate" in plan_of(arch.removeprefix(TIMM)).parameters
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

@@ -216,11 +216,6 @@ class TimmPlan:
     std: tuple[float, ...]
     parameters: frozenset[str]
 
-    @property
-    def has_stochastic_depth(self) -> bool:
-        """Whether the model has an option for it."""
-        return "drop_path_rate" in self.parameters
-
     def settings(self, name: str, patch_size: int, img_size: int, drop_path_rate: float) -> dict[str, Any]:
         """Arguments of `timm.create_model`, of those that the model has.
 
@@ -232,7 +227,7 @@ class TimmPlan:
                 f"--patch_size {patch_size} with timm/{name}, whose tokens are {self.stride} px apart; leave it out"
             )
         check_whole_patches(img_size, patch_size)
-        if drop_path_rate and not self.has_stochastic_depth:
+        if drop_path_rate and "drop_path_rate" not in self.parameters:
             raise ValueError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
         sizes: dict[str, Any] = {"img_size": img_size, **ANY_SIZE} if "img_size" in self.parameters else {}
         sizes |= {"patch_size": patch_size} if patch_size != self.stride else {}
@@ -317,9 +312,8 @@ def _nearest_models(name: str) -> list[str]:
     """Timm's models whose names resemble a name, and those that contain most of its words."""
     known, words = timm.list_models(), name.split("_")
     counts = {model: sum(word in model for word in words if not word.isdecimal()) for model in known}
-    similar = difflib.get_close_matches(name, known, cutoff=0.4)
     sharing = sorted(filter(counts.get, known), key=lambda model: (-counts[model], len(model)))
-    return list(dict.fromkeys([*similar, *sharing[:NUM_NEAREST]]))
+    return list(dict.fromkeys([*difflib.get_close_matches(name, known, cutoff=0.4), *sharing[:NUM_NEAREST]]))
 
 
 def check_whole_patches(img_size: int, patch_size: int) -> None:

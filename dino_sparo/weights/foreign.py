@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, TIMM
-from dino_sparo.weights.file import CheckpointError, misfits, shortened
+from dino_sparo.weights.file import CheckpointError, misfits, require_channels, shortened
 
 # Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
 NAMES = {
@@ -287,21 +287,12 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], source: 
         raise CheckpointError(f"{source} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    if problems := misfits(wanted, fitting, may_have_more=True, num_shown=1):
+    if problems := misfits(wanted, fitting, may_have_more=True, most=1):
         raise CheckpointError(
             f"{source} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
             "--arch that they were trained with"
         )
     return fitting
-
-
-def require_channels(found: int, in_chans: int, source: str) -> None:
-    """Refuse weights of `found` channels that cannot be adapted to an encoder of `in_chans`."""
-    if found not in (3, in_chans):
-        raise CheckpointError(
-            f"{source} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
-            f"other weights, or --in_chans {found}"
-        )
 
 
 def patch_sizes(weights: Mapping[str, Tensor], source: str = "the file") -> tuple[int, int, int, int]:

@@ -16,15 +16,8 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.weights.checkpoint import CheckpointError, activation_of, load_checkpoint, network_weights
-from dino_sparo.weights.file import shortened
-from dino_sparo.weights.foreign import (
-    block_of,
-    num_blocks,
-    patch_sizes,
-    require_channels,
-    timm_weights,
-    without_layer_scale,
-)
+from dino_sparo.weights.file import require_channels, shortened
+from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_weights, without_layer_scale
 
 
 @dataclass(frozen=True)
