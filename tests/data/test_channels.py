@@ -73,7 +73,8 @@ def test_the_first_tiff_of_several_pages_that_is_read_as_rgb_is_warned_of(caplog
         decode_image(data, "a.tif")
     warnings = [record.getMessage() for record in caplog.records if "pages" in record.getMessage()]
     assert warnings == [
-        "a TIFF has 5 pages, of which only the first is read, as RGB; if the pages are channels, give --in_chans 5"
+        "a TIFF has 5 pages, of which only the first is read, as RGB; if the pages are channels, give their number "
+        "as --in_chans"
     ]
 
 

@@ -166,11 +166,10 @@ def to_image(image: Image.Image | np.ndarray, in_chans: int, max_value: int = DE
     if in_chans == 3 and isinstance(image, Image.Image):
         if image.format == "TIFF" and getattr(image, "is_animated", False) and not _HAS_WARNED[1]:
             _HAS_WARNED[1] = 1
-            pages = getattr(image, "n_frames", 1)
             _logger.warning(
-                "a TIFF has %d pages, of which only the first is read, as RGB; if the pages are channels, give "
-                "--in_chans %d",
-                *(pages, pages),
+                "a TIFF has %d pages, of which only the first is read, as RGB; if the pages are channels, give their "
+                "number as --in_chans",
+                getattr(image, "n_frames", 1),
             )
         return to_rgb(image, max_value)
     if isinstance(image, Image.Image):

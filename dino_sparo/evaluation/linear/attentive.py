@@ -57,7 +57,7 @@ def part_of(width: int, parts: int, option: str) -> int:
         divisors = [number for number in range(1, width + 1) if width % number == 0]
         near = " and ".join(map(str, sorted(divisors, key=lambda number: abs(number - parts))[:2]))
         raise ValueError(
-            f"{option} is {parts}, which does not divide the tokens' width {width}; the nearest that do are {near}"
+            f"{option} is {parts}, which does not divide the tokens' width {width}; {near} are the nearest"
         )
     return width // parts
 
