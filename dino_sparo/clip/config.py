@@ -100,7 +100,10 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     slotted = {name: Towers(name, name) for name, kind in READOUTS.items() if kind.has_slots}
     towers = TOWERS | slotted
     if readout not in towers:
-        raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}")
+        hint = next(
+            (f"; for images, --readout {name} is {readout}" for name in TOWERS if TOWERS[name].image == readout), ""
+        )
+        raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}{hint}")
     return towers[readout]
 
 

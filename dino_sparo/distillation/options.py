@@ -16,8 +16,8 @@ from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, ch
 logger = logging.getLogger(__name__)
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
-# The reference's default, which does not fit every run; see `fill_in_defaults`.
-WARMUP_EPOCHS = 10
+# The reference's defaults, which do not fit every run; see `fill_in_defaults` and `check_options`.
+WARMUP_EPOCHS, DROP_PATH_RATE = 10, 0.1
 
 IMAGES: Group = {
     "data_path": Option(
@@ -68,15 +68,19 @@ ENCODER: Group = {
     **shared.SLOT_SIZES,
     "pre_norm": Option(False, "Use CLIP's vision transformer, as --init_from with a CLIP needs; not for timm/NAME."),
     "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
-    "drop_path_rate": Option(0.1, "Rate of stochastic depth in the student; 0 suits short runs."),
+    "drop_path_rate": Option(
+        DROP_PATH_RATE,
+        "Rate of stochastic depth in the student; 0 suits short runs. It becomes 0 if it is not given and the model of "
+        "timm has no stochastic depth.",
+    ),
     "pretrained": shared.PRETRAINED,
     "init_from": Option(
         None,
         "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
         "package or of facebookresearch/dino has student, teacher, both heads and the center. A DINO or timm "
         "ViT, or the image tower of a CLIP (of this package, OpenCLIP or sparo-clip), has the encoder. For "
-        "timm/NAME, give weights of that model. Parts of other sizes start at random. A resumed run uses its "
-        "own weights.",
+        "timm/NAME, give weights of that model; a ViT's patch projection is resampled to --patch_size. Parts of "
+        "other sizes start at random. A resumed run uses its own weights.",
     ),
 }
 HEAD: Group = {
@@ -158,15 +162,21 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would fit.
     """
-    from dino_sparo.models.backbone import own_patch_size  # not above: parsing needs no torch
+    from dino_sparo.models.backbone import has_stochastic_depth, own_patch_size  # not above: parsing needs no torch
 
     if args.patch_size is None:
         args.patch_size = own_patch_size(args.arch)
-    if args.init_optimizer and (not args.init_from or args.init_head):
+    for name in ("init_head", "init_optimizer"):
+        if (value := getattr(args, name)) and not args.init_from:
+            raise ValueError(f"--{name} {str(value).lower()} needs --init_from FILE; give it, or leave --{name} out")
+    if args.init_optimizer and args.init_head:
         raise ValueError(
-            f"--init_optimizer true with --init_from {args.init_from} and --init_head {args.init_head}: moments belong "
-            "to the weights of a checkpoint; give it with --init_from, without --init_head new"
+            f"--init_optimizer true with --init_head {args.init_head}: moments belong to the weights of a checkpoint; "
+            "leave one of the two out"
         )
+    if args.drop_path_rate == DROP_PATH_RATE and not has_stochastic_depth(args.arch):
+        args.drop_path_rate = 0.0
+        logger.warning("--drop_path_rate 0 instead of %s: %s has no stochastic depth", DROP_PATH_RATE, args.arch)
     for name in ("freeze_backbone_epochs", "warmup_epochs"):
         if (value := getattr(args, name) or 0) > args.epochs:
             raise ValueError(f"--{name} {value} is longer than the run of {args.epochs} epochs; shorten it")

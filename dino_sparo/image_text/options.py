@@ -120,7 +120,8 @@ IMAGE_ENCODER: Group = {
     "init_from": Option(
         None,
         "Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or "
-        "the image tower of a CLIP, with the same width and patch size. A read-out of the same sizes is loaded "
+        "the image tower of a CLIP, with the same width and patch size. For timm/NAME, give weights of that "
+        "model; a ViT's patch projection is resampled to --patch_size. A read-out of the same sizes is loaded "
         "too; all other parts start at random. A resumed run uses its own weights.",
     ),
     "init_clip": Option(

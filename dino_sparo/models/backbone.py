@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from timm.layers import QuickGELU, trunc_normal_
+from timm.models import is_model
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -314,7 +315,8 @@ def create_backbone(
     if arch.startswith(TIMM):
         return TimmBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
     if arch not in ARCHITECTURES:
-        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME")
+        hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""
+        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
     size = ARCHITECTURES[arch]
     depth = size.depth - remove_blocks
     return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
@@ -323,6 +325,11 @@ def create_backbone(
 def own_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
     """Side of a patch in pixels, or stride, of an architecture for which none is given; `ours`: of our own ViTs."""
     return plan_of(arch.removeprefix(TIMM)).stride if arch.startswith(TIMM) else ours
+
+
+def has_stochastic_depth(arch: str) -> bool:
+    """Whether an architecture takes a drop path rate above 0."""
+    return not arch.startswith(TIMM) or "drop_path_rate" in plan_of(arch.removeprefix(TIMM)).parameters
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

@@ -264,6 +264,8 @@ def encoder_from_config(
     kind = config.kind
     if kind.reads_captions_only:
         raise ValueError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")
+    if kind.needs_codes and not config.num_codes:
+        raise ValueError(f"readout {config.readout!r} needs codes, which only CLIP has (train-clip); choose another")
     if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(

@@ -6,6 +6,7 @@ stages (ResNet, ConvNeXt) gives its last feature map, whose positions are the to
 
 import difflib
 import inspect
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from timm.models import adapt_input_conv, get_arch_pretrained_cfgs, group_parame
 from torch import Tensor, nn
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
+NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
@@ -81,6 +83,12 @@ class TimmBackbone(nn.Module):
         self.norm_eps = getattr(getattr(self.model, "norm", None), "eps", DEFAULT_EPS)
         # Also leaves out what a classifier alone needs: pooling, and the norm after it.
         self.model.prune_intermediate_layers([self.depth - 1], prune_norm=not final_norm)
+
+    @property
+    def stems(self) -> list[str]:
+        """Timm's names of the weights that read the channels of an image, such as the patch projection's."""
+        stems = self.model.pretrained_cfg.get("first_conv") or ()
+        return [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]
 
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
         """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D)."""
@@ -158,8 +166,7 @@ class TimmBackbone(nn.Module):
         plain = {name.removeprefix("model."): value for name, value in weights.items()}
         convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
         adapted = convert(plain, self.model) if convert else plain
-        stems = self.model.pretrained_cfg.get("first_conv") or ()
-        for name in [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]:
+        for name in self.stems:
             if name in adapted and adapted[name].shape[1] == 3 != self.in_chans:
                 adapted[name] = adapt_input_conv(self.in_chans, adapted[name])
         return {f"model.{name}": value for name, value in adapted.items()}
@@ -239,12 +246,14 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
         ValueError: there are none, or they can neither be found nor downloaded.
     """
     plan_of(name)
+    logging.getLogger("huggingface_hub").handlers.clear()  # which print what the log has, too
     try:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()
     except Exception as error:  # the hub's client raises errors of other libraries, too
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}"
+            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}; with "
+            "HF_HUB_OFFLINE=1 the cache is read without waiting for the network"
         ) from error
 
 
@@ -257,10 +266,8 @@ def plan_of(name: str) -> TimmPlan:
     """
     architecture = name.partition(".")[0]  # without the tag of its weights
     if not timm.is_model(architecture):
-        near = [f"timm/{known}" for known in difflib.get_close_matches(architecture, timm.list_models(), cutoff=0.4)]
-        raise ValueError(
-            f"unknown arch 'timm/{name}'; the nearest are {', '.join(near) or 'none'}, and timm.list_models() has all"
-        )
+        near = ", ".join(f"timm/{known}" for known in _nearest_models(architecture)) or "none"
+        raise ValueError(f"unknown arch 'timm/{name}'; the nearest are {near}, and timm.list_models() has all")
     tagged = [f"timm/{known}" for known in get_arch_pretrained_cfgs(architecture)]
     if name != architecture and f"timm/{name}" not in tagged:
         raise ValueError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
@@ -301,6 +308,14 @@ def plan_of(name: str) -> TimmPlan:
     )
 
 
+def _nearest_models(name: str) -> list[str]:
+    """Timm's models whose names resemble a name, and those that contain most of its words."""
+    known, words = timm.list_models(), name.split("_")
+    counts = {model: sum(word in model for word in words if not word.isdecimal()) for model in known}
+    sharing = sorted(filter(counts.get, known), key=lambda model: (-counts[model], len(model)))
+    return list(dict.fromkeys([*difflib.get_close_matches(name, known, cutoff=0.4), *sharing[:NUM_NEAREST]]))
+
+
 def check_whole_patches(img_size: int, patch_size: int) -> None:
     """Refuse a side of images, in pixels, that is not cut into whole patches."""
     if img_size < patch_size or img_size % patch_size:
@@ -313,7 +328,10 @@ def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: in
     """Refuse images of another number of channels, or smaller than a patch."""
     channels, height, width = images.shape[1:]
     if channels != in_chans:
-        raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={in_chans}")
+        raise ValueError(
+            f"images have {channels} channels; the backbone was built with in_chans={in_chans}; give images of "
+            f"{in_chans} channels, or build it with in_chans={channels}"
+        )
     if min(height, width) < patch_size:
         raise ValueError(f"images of {height}x{width} px are smaller than one patch of {patch_size} px")
 

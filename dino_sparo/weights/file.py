@@ -252,7 +252,12 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str) -
     module.load_state_dict(dict(weights))
 
 
-def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_have_more: bool = False) -> str:
+def misfits(
+    wanted: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    may_have_more: bool = False,
+    most: int = NUM_NAMES_SHOWN,
+) -> str:
     """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
     kinds = {
         "missing": sorted(wanted.keys() - weights.keys()),
@@ -263,10 +268,19 @@ def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], may_hav
             if weights[name].shape != wanted[name].shape
         ],
     }
-    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {shortened(names, most)}" for kind, names in kinds.items() if names)
 
 
-def shortened(names: list[str]) -> str:
+def shortened(names: list[str], most: int = NUM_NAMES_SHOWN) -> str:
     """The first names of a list and the number of the others, for messages."""
-    rest = len(names) - NUM_NAMES_SHOWN
-    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f", ... and {rest} more" if rest > 0 else "")
+
+
+def require_channels(found: int, in_chans: int, source: str) -> None:
+    """Refuse weights of `found` channels that cannot be adapted to an encoder of `in_chans`."""
+    if found not in (3, in_chans):
+        raise CheckpointError(
+            f"{source} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
+            f"other weights, or --in_chans {found}"
+        )

@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, TIMM
-from dino_sparo.weights.file import CheckpointError, misfits, shortened
+from dino_sparo.weights.file import CheckpointError, misfits, require_channels, shortened
 
 # Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
 NAMES = {
@@ -268,16 +268,26 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: st
         path: their file, for messages.
 
     Raises:
-        CheckpointError: a weight is missing, or of another shape.
+        CheckpointError: the model has another width, a weight is missing, or of another shape.
     """
     plain = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
+    for stem in backbone.stems:
+        convolution = plain.get(stem, plain.get(f"model.{stem}"))
+        if convolution is None or convolution.ndim != 4:
+            continue
+        if backbone.has_blocks and len(convolution) != backbone.embed_dim:
+            raise CheckpointError(
+                f"{path} has width {len(convolution)}, timm/{backbone.name} has {backbone.embed_dim}; choose other "
+                "weights, or the --arch that they were trained with"
+            )
+        require_channels(convolution.shape[1], backbone.in_chans, path)
     try:
         adapted = backbone.adapt(plain)
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    if problems := misfits(wanted, fitting, may_have_more=True):
+    if problems := misfits(wanted, fitting, may_have_more=True, most=1):
         raise CheckpointError(
             f"{path} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
             "--arch that they were trained with"
@@ -285,13 +295,18 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: st
     return fitting
 
 
-def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+def patch_sizes(weights: Mapping[str, Tensor], source: str = "the file") -> tuple[int, int, int, int]:
     """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
     projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
-    if projection is None or positions is None or projection.ndim != 4:
+    if projection is None or projection.ndim != 4:
         raise CheckpointError(
-            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
+            f"{source}: these are not the weights of a vision transformer: patch_embed.proj.weight is missing among "
             + shortened(sorted(weights))
+        )
+    if positions is None:
+        raise CheckpointError(
+            f"{source} has no pos_embed, so its vision transformer is none of ours (rotary positions?); give --arch "
+            "timm/NAME, the model that it holds"
         )
     embed_dim, in_chans, _, kernel = projection.shape
     return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)

@@ -3,7 +3,6 @@
 `image_text/towers.py` initializes both towers of an image-text model.
 """
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,8 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.weights.checkpoint import CheckpointError, activation_of, load_checkpoint, network_weights
-from dino_sparo.weights.file import shortened
+from dino_sparo.weights.file import require_channels, shortened
 from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_weights, without_layer_scale
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,7 @@ class InitReport:
         dropped: weights of the file that have no place in the encoder.
         new: weights of the encoder that keep their random values.
         grids: sides in patches of the file's and of the encoder's position grid.
+        projection: how the patch projection was adapted; empty if it was not.
     """
 
     path: str
@@ -40,13 +38,14 @@ class InitReport:
     dropped: tuple[str, ...]
     new: tuple[str, ...]
     grids: tuple[int, int]
+    projection: str = ""
 
     def __str__(self) -> str:
         before, after = self.grids
         resampled = f"; position embedding resampled from {before}x{before} to {after}x{after} patches"
         return (
             f"weights of {self.path}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
-            f"{_parts(self.new)}{resampled if before != after else ''}"
+            f"{_parts(self.new)}{resampled if before != after else ''}{self.projection}"
         )
 
 
@@ -97,7 +96,7 @@ def initialize_pretrained(encoder: Encoder) -> InitReport:
 
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], path: str) -> InitReport:
     """`initialize_encoder` for weights under our names, which were read from `path`."""
-    own, grids = encoder.state_dict(), (0, 0)
+    own, grids, before = encoder.state_dict(), (0, 0), weights
     if isinstance(encoder.backbone, TimmBackbone):
         readout = {name: value for name, value in weights.items() if name.startswith("readout.")}
         weights, norm = {**timm_weights(encoder.backbone, weights, path), **readout}, "backbone.model.norm."
@@ -123,7 +122,20 @@ def initialize_from(encoder: Encoder, weights: dict[str, Tensor], path: str) -> 
         dropped=tuple(name for name in weights if name not in taken),
         new=tuple(name for name in own if name not in taken),
         grids=grids,
+        projection=_adapted_projection(before, weights),
     )
+
+
+def _adapted_projection(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
+    """How the first convolution (D, C, P, P) differs from the file's, for the log; empty if it does not."""
+    for name, value in after.items():
+        old = before.get(name, before.get(name.replace("backbone.model.", "backbone.")))
+        if name.endswith(".weight") and old is not None and value.ndim == old.ndim == 4 and value.shape != old.shape:
+            channels, sides = (f"{old.shape[axis]} to {value.shape[axis]}" for axis in (1, 3))
+            changes = [f"adapted from {channels} channels"] if old.shape[1] != value.shape[1] else []
+            changes += [f"resampled from {sides} px"] if old.shape[3] != value.shape[3] else []
+            return f"; patch projection {' and '.join(changes)}"
+    return ""
 
 
 def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict[str, Tensor]:
@@ -134,17 +146,10 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     Raises:
         CheckpointError: the weights are of neither 3 nor `in_chans` channels.
     """
-    found = patch_sizes(weights)[1]
-    if found == in_chans:
-        return weights
-    if found != 3:
-        raise CheckpointError(
-            f"{path} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
-            f"other weights, or --in_chans {found}"
-        )
+    found = patch_sizes(weights, path)[1]
+    require_channels(found, in_chans, path)
     name = "backbone.patch_embed.proj.weight"
-    logger.info("%s: the patch projection is adapted from 3 to %d channels", path, in_chans)
-    return {**weights, name: adapt_input_conv(in_chans, weights[name])}
+    return weights if found == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
 def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, path: str) -> None:

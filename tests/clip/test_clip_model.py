@@ -352,6 +352,10 @@ def test_key_width_and_groups_may_differ_between_the_towers() -> None:
 def test_an_unknown_read_out_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown readout 'eos'.*'attpool', 'cls', 'ep', 'fdt'"):
         create_clip(readout="eos")
+    with pytest.raises(
+        ValueError, match=r"unknown readout 'gap_then_norm'.*; for images, --readout gap is gap_then_norm$"
+    ):
+        create_clip(readout="gap_then_norm")
 
 
 # Captions -> ids.

@@ -13,7 +13,7 @@ from dino_sparo.data.augment import Distortions, distort_crop, pack_parameters
 from dino_sparo.data.channels import ChannelImage, levels_of, picture_of, planes_of_array
 from dino_sparo.data.crops import MultiCropAugmentation, cut_crop, cut_crop_fast, pixels_in_rows, pixels_of, sample_crop
 from dino_sparo.data.samplers import image_rng
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode_image, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, decode_image, open_source
 from dino_sparo.data.sources.decode import to_image
 from dino_sparo.data.views import EvalTransform, rgb_pixels
 
@@ -63,6 +63,28 @@ def test_the_pages_of_a_tiff_are_channels_and_three_channels_take_the_first_page
     data = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     np.testing.assert_allclose(pixels_of(decode_image(data, "a.tif", FIVE)), stack() * (255 / 10_000), rtol=1e-6)
     assert decode_image(data, "a.tif").mode == "RGB"
+
+
+def test_the_first_tiff_of_several_pages_that_is_read_as_rgb_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    decode._HAS_WARNED[1] = 0
+    pages = [Image.fromarray(plane) for plane in stack()]
+    several = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+    for data in (saved(pages[0], "TIFF"), several, several):
+        decode_image(data, "a.tif")
+    warnings = [record.getMessage() for record in caplog.records if "pages" in record.getMessage()]
+    assert warnings == [
+        "a TIFF has 5 pages, of which only the first is read, as RGB; if the pages are channels, give their number "
+        "as --in_chans"
+    ]
+
+
+def test_a_folder_of_arrays_alone_asks_for_in_chans(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"holds no images: .* it holds a$"):
+        open_source(str(tmp_path))
+    np.save(tmp_path / "a" / "stack.npy", stack())
+    with pytest.raises(ValueError, match=r"to read its \.npy files, give --in_chans N, their number of channels$"):
+        open_source(str(tmp_path))
 
 
 def test_16_bit_grey_keeps_its_depth_with_one_channel_and_is_8_bit_rgb_with_three() -> None:

@@ -127,12 +127,14 @@ def test_without_its_optimizer_the_loss_of_the_first_step_is_the_same_and_the_st
     assert not torch.equal(old.network.head.mlp[0].weight, new.network.head.mlp[0].weight)
 
 
-@pytest.mark.parametrize("words", [(), ("--global_crops_size", "24"), ("--out_dim", "35")])
+@pytest.mark.parametrize("words", [(), ("--global_crops_size", "40"), ("--out_dim", "35")])
 def test_knn_right_after_continuing_is_that_of_the_checkpoint(source: Path, words: tuple[str, ...]) -> None:
     new = started(source, *words)
     expected = load_encoder(source)
-    args = options("--batch_size_per_gpu", "5")
-    assert_same(dict(expected.state_dict()), dict(new.teacher.encoder.state_dict()))
+    args = options("--batch_size_per_gpu", "5", *words)
+    positions = expected.backbone.position_embedding(args.global_crops_size, args.global_crops_size)
+    weights = {**expected.state_dict(), "backbone.pos_embed": positions.detach()}
+    assert_same(weights, dict(new.teacher.encoder.state_dict()))
     accuracy = knn_probe(new.teacher.encoder, new.source, args, CPU)
     assert accuracy == knn_probe(expected, new.source, args, CPU)
 
@@ -365,13 +367,17 @@ def named_groups(dino: DINOObjective) -> list[tuple[dict[str, Any], str]]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), r"--init_optimizer true with --init_from None and --init_head None: .* give it with --init_from"),
-        (("--init_from", "x", "--init_head", "new"), r"--init_from x and --init_head new: .* without --init_head new"),
+        (("--init_optimizer", "true"), r"^--init_optimizer true needs --init_from FILE; give it, or leave --init_opt"),
+        (("--init_head", "new"), r"^--init_head new needs --init_from FILE; give it, or leave --init_head out$"),
+        (
+            ("--init_optimizer", "true", "--init_from", "x", "--init_head", "new"),
+            r"--init_optimizer true with --init_head new: .* leave one of the two out",
+        ),
     ],
 )
-def test_an_optimizer_without_its_weights_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_an_optimizer_or_a_head_without_its_weights_is_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        options("--init_optimizer", "true", *words)
+        options(*words)
 
 
 def test_checkpoints_without_a_fitting_optimizer_are_refused(tmp_path: Path, source: Path) -> None:

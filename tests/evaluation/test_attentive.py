@@ -235,8 +235,11 @@ def test_live_crops_train_and_a_stopped_training_resumes_as_if_it_had_not_been(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--probe", "ep", "--ep_queries", "7"), "--ep_queries x --ep_reduction is 7, which does not divide .* 128"),
-        (("--probe", "attention", "--attention_heads", "3"), "--attention_heads is 3, which does not divide"),
+        (
+            ("--probe", "ep", "--ep_queries", "7"),
+            "--ep_queries x --ep_reduction is 7, .* divide .* 128; 8 and 4 are the nearest",
+        ),
+        (("--probe", "attention", "--attention_heads", "3"), "--attention_heads is 3, .*; 2 and 4 are the nearest"),
         (("--probe", "ep", "--n_last_blocks", "1"), "--n_last_blocks and --avgpool_patchtokens do not apply"),
         (("--probe", "ep", "--avgpool_patchtokens", "true"), "do not apply to --probe"),
         (("--probe", "ep", "--epochs", "3", "--warmup_epochs", "3"), "--warmup_epochs 3 leaves nothing of --epochs 3"),

@@ -1,5 +1,6 @@
 """Five channels from files to encodings: statistics, training, evaluations, pictures, export."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ from PIL import Image
 
 import dino_sparo
 from dino_sparo.__main__ import main
-from dino_sparo.data.sources import ImageLimits, open_source
+from dino_sparo.data.sources import ImageLimits, apply_limits, open_source
 from dino_sparo.data.sources.image_source import FileSource
+from dino_sparo.data.sources.torchvision_sets import TorchvisionSource
 from dino_sparo.weights.export import export
 from dino_sparo.weights.initialize import initialize_encoder
 
@@ -155,3 +157,54 @@ def test_images_of_other_channels_are_refused_with_file_number_and_remedy(stacks
         dino_sparo.train(data_path=stacks, output_dir=tmp_path / "run", **TINY, **{**STACKS, **changes})
     with pytest.raises(ValueError, match="holds no images"):
         open_source(str(stacks), limits=ImageLimits())
+
+
+# The built-in scenes and torchvision's sets have three channels, which is said once, before anything is computed.
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("train", {**TINY, **STACKS, "output_dir": "run"}),
+        ("statistics", {"in_chans": 5, "num_workers": 0}),
+        ("knn", {"nb_knn": [3]}),
+        ("linear", {"epochs": 1}),
+        ("embed", {"output_dir": "embeddings"}),
+        ("slots score", {"num_images": 2}),
+        ("attention", {}),
+    ],
+)
+def test_scenes_are_refused_for_a_model_of_five_channels(
+    command: str, options: dict, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"output_dir": ".", **options, "data_path": "scenes:16:32"}
+    options["output_dir"] = tmp_path / options["output_dir"]
+    if command == "statistics":
+        del options["output_dir"]
+    elif command != "train":
+        options |= {"pretrained_weights": checkpoint, "device": "cpu", "num_workers": 0}
+    words = [
+        word
+        for name, value in options.items()
+        for word in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
+    ]
+    with pytest.raises(SystemExit):
+        main([*command.split(), *words])
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert re.search(
+        r"scenes \w+ \(32 px, seed 0\): an image has 3 channels, the model takes 5; give images of 5", errors[0]
+    )
+    assert "\n" not in errors[0]
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "L"), (3, "RGB"), (5, None)])
+def test_a_torchvision_set_is_opened_for_the_channels_it_has(channels: int, mode: str | None) -> None:
+    for other in ("L", "RGB"):
+        source = TorchvisionSource("digits", [(Image.new(other, (5, 7)), 0)], np.zeros(1, np.int64))
+        if channels == 3 or mode == other:
+            apply_limits(source, ImageLimits(in_chans=channels))
+            assert len(source.read(0).getbands()) == channels
+        else:
+            with pytest.raises(ValueError, match=f"digits: an image has . channels?, the model takes {channels}; give"):
+                apply_limits(source, ImageLimits(in_chans=channels))

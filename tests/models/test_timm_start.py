@@ -1,5 +1,6 @@
 """Weights that a backbone of timm starts from, and options that do not fit it."""
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 
 from dino_sparo import create_encoder, load_encoder
+from dino_sparo.dino import options as dino_options
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models import timm_backbone
+from dino_sparo.simdino import options as simdino_options
+from dino_sparo.simdino.train import SimDINOObjective
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
@@ -63,8 +68,49 @@ def test_foreign_weights_are_loaded_by_the_name_of_their_model(tmp_path: Path) -
 
 
 def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"timm/test_vit2; .* of another shape: .* \(96,\) instead of \(64,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"^\S*\.pth has width 96, timm/test_vit2 has 64; choose other weights, or "
+    ):
         initialize_encoder(create_encoder("timm/test_vit2"), saved("test_vit3", tmp_path)[1])
+
+
+def test_weights_of_another_model_are_refused_with_two_names_at_most(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not hold the weights of timm/test_resnet; ") as refusal:
+        initialize_encoder(create_encoder("timm/test_resnet"), saved("test_vit", tmp_path)[1])
+    assert str(refusal.value).count("backbone.model.") <= 2
+
+
+def test_weights_of_other_channels_are_refused_as_those_of_our_own_transformer(tmp_path: Path) -> None:
+    own = create_encoder("vit_micro", 8, "cls", img_size=32, in_chans=5)
+    torch.save(own.backbone.state_dict(), tmp_path / "own.pth")
+    _, path = saved("test_vit", tmp_path, in_chans=5)
+    for file, arch in ((tmp_path / "own.pth", "vit_micro"), (path, "timm/test_vit")):
+        encoder = create_encoder(arch, 8 if file != path else None, "cls", img_size=32, in_chans=1)
+        with pytest.raises(
+            CheckpointError, match=rf"{file.name} has 5 channels, the encoder 1; .* other weights, or --in_chans 5$"
+        ):
+            initialize_encoder(encoder, file)
+
+
+def test_the_report_says_how_the_patch_projection_was_adapted(tmp_path: Path) -> None:
+    _, path = saved("test_vit", tmp_path)
+    for settings, words in (
+        ({}, ""),
+        ({"in_chans": 5}, "; patch projection adapted from 3 to 5 channels"),
+        ({"patch_size": 8}, "; patch projection resampled from 16 to 8 px"),
+        (
+            {"in_chans": 1, "patch_size": 8},
+            "; patch projection adapted from 3 to 1 channels and resampled from 16 to 8 px",
+        ),
+    ):
+        encoder = create_encoder("timm/test_vit", readout="cls", img_size=32, **settings)
+        assert str(initialize_encoder(encoder, path)).endswith(f"new nothing{words}")
+    own = create_encoder("vit_micro", 8, "cls", img_size=32)
+    torch.save(own.backbone.state_dict(), tmp_path / "own.pth")
+    grey = create_encoder("vit_micro", 8, "cls", img_size=32, in_chans=1)
+    assert str(initialize_encoder(grey, tmp_path / "own.pth")).endswith(
+        "; patch projection adapted from 3 to 1 channels"
+    )
 
 
 def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +122,23 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
         return create(name, **settings)
 
     monkeypatch.setattr(timm_backbone.timm, "create_model", offline)
-    with pytest.raises(ValueError, match=r"no weights of timm/test_vit \(no network\).*--init_from FILE"):
+    with pytest.raises(
+        ValueError, match=r"no weights of timm/test_vit \(no network\).*--init_from FILE; .*HF_HUB_OFFLINE=1"
+    ):
         initialize_pretrained(encoder)
+    assert not logging.getLogger("huggingface_hub").handlers  # the log has its lines, once
 
 
 @pytest.mark.parametrize(
     ("arch", "settings", "message"),
     [
         ("timm/test_vitt", {}, r"unknown arch 'timm/test_vitt'; the nearest are .*timm/test_vit"),
+        (
+            "timm/dinov3_small",
+            {},
+            r"unknown arch 'timm/dinov3_small'; the nearest are .*timm/vit_small_patch16_dinov3,",
+        ),
+        ("resnet18", {}, r"unknown arch 'resnet18'; choose one of .*, or timm/NAME; did you mean timm/resnet18\?"),
         ("timm/crossvit_9_240", {}, "gives list for an image of 240x240 px, neither tokens nor a map"),
         ("timm/test_resnet", {"patch_size": 16}, "--patch_size 16 .* 32 px apart"),
         ("timm/test_vit", {"img_size": 100}, "img_size=100 px .* patch_size=16 px; .* fits is 96"),
@@ -94,6 +149,28 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
 def test_a_model_or_size_that_does_not_fit_is_refused(arch: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_encoder(arch, **settings)
+
+
+def test_a_default_drop_path_rate_is_0_without_stochastic_depth_and_another_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = ["--arch", "timm/vgg11", "--readout", "gap"]
+    args = dino_options.get_args_parser().parse_args(words)
+    DINOObjective.check_options(args)
+    assert args.drop_path_rate == 0
+    assert "--drop_path_rate 0 instead of 0.1: timm/vgg11 has no stochastic depth" in caplog.text
+    with pytest.raises(ValueError, match=r"--drop_path_rate 0\.2: timm/vgg11 has no stochastic depth; give 0"):
+        DINOObjective.check_options(dino_options.get_args_parser().parse_args([*words, "--drop_path_rate", "0.2"]))
+
+
+@pytest.mark.parametrize("method", [dino_options, simdino_options], ids=["dino", "simdino"])
+def test_codes_are_refused_without_a_clip(method: Any) -> None:
+    args = method.get_args_parser().parse_args(["--arch", "timm/test_vit", "--readout", "fdt"])
+    kind = DINOObjective if method is dino_options else SimDINOObjective
+    with pytest.raises(
+        ValueError, match=r"readout 'fdt' needs codes, which only CLIP has \(train-clip\); choose anoth"
+    ):
+        kind.check_options(args)
 
 
 def test_attention_of_the_last_block_has_the_rows_of_a_softmax_and_stages_have_none() -> None:

@@ -182,6 +182,14 @@ def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
         initialize_encoder(encoder, tmp_path / "resnet.pth")
 
 
+def test_a_transformer_without_positions_is_refused_with_its_file_and_the_remedy(tmp_path: Path) -> None:
+    weights = build(readout="cls").backbone.state_dict()
+    del weights["pos_embed"]
+    torch.save(weights, tmp_path / "dinov3.pth")
+    with pytest.raises(CheckpointError, match=r"dinov3\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"):
+        initialize_encoder(build(**SPARO), tmp_path / "dinov3.pth")
+
+
 @pytest.mark.parametrize("is_clips", [True, False])
 def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_path: Path, is_clips: bool) -> None:
     path = raw(tmp_path, build(readout="cls", pre_norm=is_clips))

@@ -38,6 +38,7 @@ from dino_sparo.data.sources.decode import (
     CorruptImageError,
     ImageLimits,
     decode_image,
+    to_image,
 )
 from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolve_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
@@ -104,11 +105,22 @@ def open_source(
     """
     start = time.perf_counter()
     source, how = _open(data_path, split, download, max_corrupt, default_split, columns, limits)
+    require_channels(source, limits)
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
     _logger.info(
         "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
     )
     return source
+
+
+def require_channels(source: ImageSource, limits: ImageLimits) -> None:
+    """Refuse images that are not files, of other channels than the model takes. Files are checked one by one."""
+    if isinstance(source, FileSource | TarSource) or limits.in_chans == DEFAULT_LIMITS.in_chans:
+        return  # to three channels every image is converted
+    try:
+        to_image(source.dataset[0][0] if isinstance(source, TorchvisionSource) else source.read(0), limits.in_chans)
+    except ValueError as error:
+        raise ValueError(f"{source.name}: an image {error}") from error
 
 
 def _open_scenes(data_path: str, split: str) -> ImageSource:

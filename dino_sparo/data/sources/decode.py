@@ -33,8 +33,8 @@ ARRAY_EXTENSION = ".npy"  # in folders and shards an image only for a model of o
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _logger = logging.getLogger(__name__)
-# 1 after the warning about dark images. Forked workers share the memory, so a run warns once.
-_HAS_WARNED = mmap.mmap(-1, 1)
+# 1 after the warning about dark images, and about pages. Forked workers share the memory, so a run warns once.
+_HAS_WARNED = mmap.mmap(-1, 2)
 DARK_SHARE = 0.25  # of white; the brightest pixel of a 14-bit image, taken for 16 bits
 
 
@@ -164,6 +164,13 @@ def to_image(image: Image.Image | np.ndarray, in_chans: int, max_value: int = DE
     if isinstance(image, ChannelImage):
         return image
     if in_chans == 3 and isinstance(image, Image.Image):
+        if image.format == "TIFF" and getattr(image, "is_animated", False) and not _HAS_WARNED[1]:
+            _HAS_WARNED[1] = 1
+            _logger.warning(
+                "a TIFF has %d pages, of which only the first is read, as RGB; if the pages are channels, give their "
+                "number as --in_chans",
+                getattr(image, "n_frames", 1),
+            )
         return to_rgb(image, max_value)
     if isinstance(image, Image.Image):
         planes = planes_of_image(image, in_chans)

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 
@@ -117,9 +117,11 @@ def open_folder(
     if not number and shards:
         return open_shards(shards, f"shards in {root}", max_lost, limits)
     if not number:
+        has_arrays = any(_images_by_folder(os.fsencode(root), (ARRAY_EXTENSION,)).values())
         raise ValueError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(limits.extensions)} in it and "
             f"its subfolders, and for *.tar in it; it holds {content_of(root)}"
+            f"{'; to read its .npy files, give --in_chans N, their number of channels' * has_arrays}"
         )
     if shards:
         _logger.warning(

@@ -54,7 +54,11 @@ SIZES: dict[str, Callable[[argparse.Namespace, int], dict[str, int]]] = {
 def part_of(width: int, parts: int, option: str) -> int:
     """The width of one of `parts` equal parts of a token."""
     if width % parts:
-        raise ValueError(f"{option} is {parts}, which does not divide the tokens' width {width}")
+        divisors = [number for number in range(1, width + 1) if width % number == 0]
+        near = " and ".join(map(str, sorted(divisors, key=lambda number: abs(number - parts))[:2]))
+        raise ValueError(
+            f"{option} is {parts}, which does not divide the tokens' width {width}; {near} are the nearest"
+        )
     return width // parts
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dino_sparo.data.sources import require_channels
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
@@ -54,6 +55,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks, task.limits)
+    require_channels(source.images, task.limits)
     view = subject.patch_view(args.img_size and [args.img_size])
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
     survey = survey_objects(
