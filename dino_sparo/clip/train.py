@@ -12,7 +12,7 @@ Options are those of `options.py`. A step is `image_text/step.py`, what all imag
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     """
 
     command = "train-clip"
-
+    make_parser = options.get_args_parser
     model_name, model_key = "CLIP", "clip"
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
 
@@ -45,11 +45,6 @@ class CLIPObjective(PairObjective[PairBatch]):
     def check_options(cls, args: argparse.Namespace) -> None:
         """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
         check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
-
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Those of `options.py`."""
-        return vars(options.get_args_parser().parse_args([]))
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         require_products(args.logits, process.device)

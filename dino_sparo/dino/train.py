@@ -6,7 +6,6 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step i
 import argparse
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead
@@ -26,6 +25,7 @@ class DINOObjective(DistillationObjective):
         freeze_last_layer: epochs during which the head's last layer is not trained.
     """
 
+    make_parser = options.get_args_parser
     loss_key = "dino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "norm_last_layer", "out_dim")
     loss: DINOLoss
@@ -42,11 +42,6 @@ class DINOObjective(DistillationObjective):
         """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
         options.check_options(args)
         super().check_options(args)
-
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Those of `options.py`."""
-        return vars(options.get_args_parser().parse_args([]))
 
     @classmethod
     def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, int]:

@@ -52,7 +52,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image."""
 
     command = "train-oc-clip"
-
+    make_parser = options.get_args_parser
     model_name, model_key = "OC-CLIP", "oc_clip"
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,
@@ -67,11 +67,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     def check_options(cls, args: argparse.Namespace) -> None:
         """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
         check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
-
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Those of `options.py`."""
-        return vars(options.get_args_parser().parse_args([]))
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}

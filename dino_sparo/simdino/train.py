@@ -5,7 +5,6 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`.
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -49,6 +48,7 @@ class SimDINOObjective(DistillationObjective):
     """SimDINO: the student's features agree with the teacher's of other crops, and span many directions."""
 
     command = "train-simdino"
+    make_parser = options.get_args_parser
     loss_key = "simdino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
@@ -58,11 +58,6 @@ class SimDINOObjective(DistillationObjective):
         """Refuse options that do not fit, and sizes of which no networks can be built."""
         options.check_options(args)
         super().check_options(args)
-
-    @classmethod
-    def default_options(cls) -> dict[str, Any]:
-        """Those of `options.py`."""
-        return vars(options.get_args_parser().parse_args([]))
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:

@@ -7,7 +7,7 @@ loss or objective, docs/extending.md has an example.
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources.image_source import fingerprint_of
+from dino_sparo.runtime.cli import Parser
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training.updater import Updater
@@ -75,6 +76,7 @@ class Objective(ABC, Generic[AnyBatch]):
     Attributes:
         noun: an item of the data, "image" or "pair"; for messages and the checkpoint's keys.
         command: the command of `dino-sparo` that trains it, for config.yaml.
+        make_parser: makes the parser of its options, whose defaults the log leaves out.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
@@ -89,6 +91,7 @@ class Objective(ABC, Generic[AnyBatch]):
 
     noun: ClassVar[str] = "image"
     command: ClassVar[str] = "train"
+    make_parser: ClassVar[Callable[[], Parser]]
     score_name: ClassVar[str] = "best_knn"
     metric: ClassVar[str] = "knn_20"
     counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_images"}
@@ -109,11 +112,6 @@ class Objective(ABC, Generic[AnyBatch]):
     @abstractmethod
     def check_options(cls, args: argparse.Namespace) -> None:
         """Refuse options that do not fit each other, with a ValueError, before anything is opened or queued."""
-
-    @classmethod
-    @abstractmethod
-    def default_options(cls) -> dict[str, Any]:
-        """All options by name with their defaults, for the log and for config.yaml."""
 
     @classmethod
     def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, Any]:

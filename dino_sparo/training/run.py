@@ -62,7 +62,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
     ):
         run = build(args, objective_class, signals, lock)
         log_step = resume(run)
-        names = objective_class.default_options().keys() - {"local_rank"}
+        names = vars(objective_class.make_parser().parse_args([])).keys() - {"local_rank"}
         config = config_text({name: given[name] for name in given if name in names}, objective_class.command)
         on_rank_0(lambda: write_text(config, Path(args.output_dir) / "config.yaml"), "writing config.yaml")
         begin, sampler = time.monotonic(), run.objective.sampler
@@ -106,7 +106,7 @@ def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signa
         setup_logging(output_dir)
     set_tf32(args.precision == "tf32")
     filled_in = objective_class.fill_in_defaults(args)
-    log_options(vars(args), {**objective_class.default_options(), **filled_in})
+    log_options(vars(args), {**vars(objective_class.make_parser().parse_args([])), **filled_in})
     objective = objective_class(args, process)
     if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
         compile_networks(objective)
