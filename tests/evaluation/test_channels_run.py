@@ -10,7 +10,7 @@ from PIL import Image
 
 import dino_sparo
 from dino_sparo.__main__ import main
-from dino_sparo.data.sources import ImageLimits, apply_limits, open_source
+from dino_sparo.data.sources import ImageLimits, open_source, require_channels
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.torchvision_sets import TorchvisionSource
 from dino_sparo.weights.export import export
@@ -200,11 +200,12 @@ def test_scenes_are_refused_for_a_model_of_five_channels(
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "L"), (3, "RGB"), (5, None)])
 def test_a_torchvision_set_is_opened_for_the_channels_it_has(channels: int, mode: str | None) -> None:
+    limits = ImageLimits(in_chans=channels)
     for other in ("L", "RGB"):
-        source = TorchvisionSource("digits", [(Image.new(other, (5, 7)), 0)], np.zeros(1, np.int64))
+        source = TorchvisionSource("digits", [(Image.new(other, (5, 7)), 0)], np.zeros(1, np.int64), limits)
         if channels == 3 or mode == other:
-            apply_limits(source, ImageLimits(in_chans=channels))
+            require_channels(source, limits)
             assert len(source.read(0).getbands()) == channels
         else:
             with pytest.raises(ValueError, match=f"digits: an image has . channels?, the model takes {channels}; give"):
-                apply_limits(source, ImageLimits(in_chans=channels))
+                require_channels(source, limits)
