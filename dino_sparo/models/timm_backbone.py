@@ -252,8 +252,8 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
     except Exception as error:  # the hub's client raises errors of other libraries, too
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"no weights of timm/{name} ({reason}); download them where there is network and give {options}; with "
-            "HF_HUB_OFFLINE=1 the cache is read without waiting for the network"
+            f"no weights of timm/{name} ({reason}); with HF_HUB_OFFLINE=1 the cache is read without waiting for the "
+            f"network; without a cache, download the weights where there is network and give {options}"
         ) from error
 
 

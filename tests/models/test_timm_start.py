@@ -123,7 +123,7 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
 
     monkeypatch.setattr(timm_backbone.timm, "create_model", offline)
     with pytest.raises(
-        ValueError, match=r"no weights of timm/test_vit \(no network\).*--init_from FILE; .*HF_HUB_OFFLINE=1"
+        ValueError, match=r"no weights of timm/test_vit \(no network\); with HF_HUB_OFFLINE=1 .*--init_from FILE"
     ):
         initialize_pretrained(encoder)
     assert not logging.getLogger("huggingface_hub").handlers  # the log has its lines, once

@@ -115,7 +115,7 @@ def _no_compiler_on_rank_1(rank: int) -> None:
 def test_where_one_rank_cannot_compile_the_run_ends_with_the_reason_and_the_remedy(
     tmp_path: Path, command: str
 ) -> None:
-    words = options(tmp_path, command, compile="on", dist_timeout_min=1)
+    words = options(tmp_path, command, compile="on", dist_timeout_min=3)
     with Ranks(tmp_path, words, spoil=_no_compiler_on_rank_1, command=command) as ranks:
         assert ranks.wait(3 * PATIENCE) == [FAULT, 1], ranks.log(0) + ranks.log(1)
         logs = ranks.log(0), ranks.log(1)
