@@ -1,6 +1,6 @@
 """Before and after the optimizer's step: the student's gradients, and the teacher, its moving average.
 
-`dino/step.py` and `simdino/train.py` call both functions.
+A step calls `clip_student` before the optimizer's step and `move_teacher` after it, as in `dino/step.py`.
 """
 
 from collections.abc import Sequence

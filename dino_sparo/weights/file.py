@@ -277,10 +277,10 @@ def shortened(names: list[str], most: int = NUM_NAMES_SHOWN) -> str:
     return ", ".join(names[:most]) + (f", ... and {rest} more" if rest > 0 else "")
 
 
-def require_channels(found: int, in_chans: int, source: str) -> None:
+def require_channels(found: int, in_chans: int, path: str) -> None:
     """Refuse weights of `found` channels that cannot be adapted to an encoder of `in_chans`."""
     if found not in (3, in_chans):
         raise CheckpointError(
-            f"{source} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
+            f"{path} has {found} channels, the encoder {in_chans}; only weights of 3 channels can be adapted: choose "
             f"other weights, or --in_chans {found}"
         )

@@ -295,17 +295,17 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: st
     return fitting
 
 
-def patch_sizes(weights: Mapping[str, Tensor], source: str = "the file") -> tuple[int, int, int, int]:
+def patch_sizes(weights: Mapping[str, Tensor], path: str = "the file") -> tuple[int, int, int, int]:
     """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
     projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
     if projection is None or projection.ndim != 4:
         raise CheckpointError(
-            f"{source}: these are not the weights of a vision transformer: patch_embed.proj.weight is missing among "
+            f"{path}: these are not the weights of a vision transformer: patch_embed.proj.weight is missing among "
             + shortened(sorted(weights))
         )
     if positions is None:
         raise CheckpointError(
-            f"{source} has no pos_embed, so its vision transformer is none of ours (rotary positions?); give --arch "
+            f"{path} has no pos_embed, so its vision transformer is none of ours (rotary positions?); give --arch "
             "timm/NAME, the model that it holds"
         )
     embed_dim, in_chans, _, kernel = projection.shape
