@@ -53,7 +53,7 @@ def test_a_full_memory_ends_the_run_with_what_helps_and_is_not_tried_again(tmp_p
     with Ranks(tmp_path, options(tmp_path, CLIP), spoil=_no_memory_on_rank_1, command=CLIP) as ranks:
         ranks.wait_for_save(tmp_path)
         assert_ended(ranks, [FAULT, 1], time.monotonic(), "another process died", PATIENCE)
-    assert "memory is full. What helps: a smaller batch" in ranks.log(1)
+    assert "memory is full. What helps: halve the batch size" in ranks.log(1)
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in ranks.log(1)
     assert 0 < assert_whole_checkpoints(tmp_path) <= 22
 
