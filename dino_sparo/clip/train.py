@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dino_sparo.clip import options
 from dino_sparo.clip.loss import clip_loss, require_products
 from dino_sparo.clip.model import CLIP, PATCH_SIZE, create_clip, is_frozen
-from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
-from dino_sparo.image_text.options import shorten_warmups
+from dino_sparo.image_text.objective import PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import batch_accuracy
@@ -39,12 +38,8 @@ class CLIPObjective(PairObjective[PairBatch]):
     command = "train-clip"
     make_parser = options.get_args_parser
     model_name, model_key = "CLIP", "clip"
+    own_checks, patch_size = options.check_options, PATCH_SIZE
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
-
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-        check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         require_products(args.logits, process.device)
@@ -52,13 +47,15 @@ class CLIPObjective(PairObjective[PairBatch]):
         self.contrast: Callable[..., Tensor] = partial(clip_loss, products=args.logits, texts_per_image=texts_per_image)
         super().__init__(args, process, partial(collate_pairs, context_length=args.context_length))
 
-    def build_model(self) -> tuple[CLIP, list[ModelPart]]:
-        """Both towers, of which `--freeze` holds parts; all weights have one learning rate."""
-        args = self.args
-        model = build_model(args)
+    @staticmethod
+    def build_model(args: argparse.Namespace) -> CLIP:
+        """Both towers from the options, with random weights; `--freeze` holds parts of them."""
+        slots = {"num_slots": args.sparo_slots, "slot_dim": args.sparo_slot_dim, "key_dim": args.sparo_key_dim}
+        names = "readout", "embed_dim", "replace_block", "bottleneck_dim", "num_codes", "norm_first"
+        sizes = {**tower_options(args), **{name: getattr(args, name) for name in names}}
+        model = create_clip(**sizes, **slots, group_size=args.sparo_group_size)
         model.freeze(args.freeze or ())
-        shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
-        return model, [(("",), args.lr, args.warmup_steps)]
+        return model
 
     def initialize(self) -> None:
         """Start the image encoder, or both towers, from other weights; ValueError if frozen weights would be random."""
@@ -104,11 +101,3 @@ def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable
             f"from a file (--init_clip, --init_from), or freeze image_backbone or text_backbone, which leaves read-out "
             f"and projection free"
         )
-
-
-def build_model(args: argparse.Namespace) -> CLIP:
-    """The model from the options, with random weights."""
-    slots = {"num_slots": args.sparo_slots, "slot_dim": args.sparo_slot_dim, "key_dim": args.sparo_key_dim}
-    names = "readout", "embed_dim", "replace_block", "bottleneck_dim", "num_codes", "norm_first"
-    sizes = {**tower_options(args), **{name: getattr(args, name) for name in names}}
-    return create_clip(**sizes, **slots, group_size=args.sparo_group_size)

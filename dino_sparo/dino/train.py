@@ -26,6 +26,7 @@ class DINOObjective(DistillationObjective):
     """
 
     make_parser = options.get_args_parser
+    fill_in_defaults = options.fill_in_defaults
     loss_key = "dino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "norm_last_layer", "out_dim")
     loss: DINOLoss
@@ -36,17 +37,6 @@ class DINOObjective(DistillationObjective):
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
-
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
-        options.check_options(args)
-        super().check_options(args)
-
-    @classmethod
-    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, int]:
-        """`options.fill_in_defaults`."""
-        return options.fill_in_defaults(args)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:

@@ -7,7 +7,7 @@ import argparse
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +41,7 @@ class DistillationObjective(Objective[Batch]):
 
     Attributes:
         loss_key: the checkpoint's key of the loss's state.
+        own_checks: refuses options that do not fit each other.
         student: the trained `DINONetwork`, inside DDP where there are several processes.
         network: the student without DDP.
         teacher: a `DINONetwork` without gradients, the student's moving average.
@@ -53,6 +54,8 @@ class DistillationObjective(Objective[Batch]):
     """
 
     loss_key: ClassVar[str]
+    own_checks: ClassVar[Callable[[argparse.Namespace], None]] = options.check_options
+    fill_in_defaults: ClassVar[Callable[[argparse.Namespace], dict[str, Any]]] = options.fill_in_defaults
     fixed_options: ClassVar[Sequence[str]] = ("optimizer", "layer_decay", "use_bn_in_head", "head_hidden_dim")
     harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer")
     source: ImageSource
@@ -105,15 +108,11 @@ class DistillationObjective(Objective[Batch]):
 
     @classmethod
     def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse sizes of which no networks or loss can be built."""
+        """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
+        cls.own_checks(args)
         with torch.device("meta"):  # takes no memory
             cls.build_network(args, args.drop_path_rate)
             cls.build_loss(args)
-
-    @classmethod
-    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, int]:
-        """`distillation.options.fill_in_defaults`."""
-        return options.fill_in_defaults(args, {})
 
     @staticmethod
     @abstractmethod

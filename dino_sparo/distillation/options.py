@@ -203,7 +203,7 @@ def check_normalization(args: argparse.Namespace) -> None:
         raise ValueError(f"--norm_std {' '.join(map(str, args.norm_std))}: give positive numbers")
 
 
-def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]] = {}) -> dict[str, int]:
     """Give options whose default depends on the run's length their values: the reference's, where they fit.
 
     Else one epoch is enough, and none in a run of one epoch. The log names what differs from the reference.

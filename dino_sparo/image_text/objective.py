@@ -22,6 +22,7 @@ from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import hold_out, open_zero_shot_probe, validate, validation_pairs
+from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import PairPath
 from dino_sparo.image_text.pairs.streams import PairStream
@@ -29,6 +30,7 @@ from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE, train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
@@ -53,6 +55,8 @@ class PairObjective(Objective[AnyBatch]):
     Attributes:
         model_name: for messages.
         model_key: the checkpoint's entry that says how the model is built.
+        own_checks: refuses options that do not fit each other.
+        patch_size: of our own vision transformers by default, pixels.
         model: the model, inside DDP where there are several processes.
         network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
             `logit_scale`, the logarithm of its inverse temperature, or None.
@@ -68,6 +72,8 @@ class PairObjective(Objective[AnyBatch]):
 
     model_name: ClassVar[str]
     model_key: ClassVar[str]
+    own_checks: ClassVar[Callable[[argparse.Namespace], None]]
+    patch_size: ClassVar[int] = PATCH_SIZE
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
@@ -92,7 +98,7 @@ class PairObjective(Objective[AnyBatch]):
 
         # Model.
         torch.manual_seed(args.seed)
-        self.network, parts = self.build_model()
+        self.network = self.build_model(args)
         device, dtype = process.device, choose_precision(args.precision, None, process.device)
         self.network.to(device)
         for tower in (self.network.image.backbone, self.network.text):
@@ -103,6 +109,8 @@ class PairObjective(Objective[AnyBatch]):
         )
 
         # Optimizer and schedules.
+        shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
+        parts = self.learning_rates
         self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
         self.clip_grad = args.clip_grad
         self.model = wrap_ddp(self.network, device)
@@ -117,9 +125,25 @@ class PairObjective(Objective[AnyBatch]):
         if args.zero_shot_freq:
             self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download, _image_limits(args))
 
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Fill in the patch size; refuse a missing package, options that do not fit, and sizes of no model."""
+        require("open_clip", "captions")
+        if args.patch_size is None:
+            args.patch_size = own_patch_size(args.arch, cls.patch_size)
+        cls.own_checks(args)
+        with torch.device("meta"):  # takes no memory
+            cls.build_model(args)
+
+    @staticmethod
     @abstractmethod
-    def build_model(self) -> tuple[Any, list[ModelPart]]:
-        """The model with random weights, and its parts with their learning rates."""
+    def build_model(args: argparse.Namespace) -> Any:
+        """The model from the options, with random weights."""
+
+    @property
+    def learning_rates(self) -> list[ModelPart]:
+        """Learning rate and warm-up of each part of the model; by default all weights have one."""
+        return [(("",), self.args.lr, self.args.warmup_steps)]
 
     @abstractmethod
     def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
@@ -319,24 +343,6 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
 
 
 # Model and optimizer.
-
-
-def check_pair_training(
-    args: argparse.Namespace,
-    check_options: Callable[[argparse.Namespace], None],
-    build_model: Callable[[argparse.Namespace], nn.Module],
-    patch_size: int,
-) -> None:
-    """Refuse a missing package, options that do not fit, and sizes of which no model can be built.
-
-    Fills in the patch size: the timm model's own, or `patch_size`.
-    """
-    require("open_clip", "captions")
-    if args.patch_size is None:
-        args.patch_size = own_patch_size(args.arch, patch_size)
-    check_options(args)
-    with torch.device("meta"):  # takes no memory
-        build_model(args)
 
 
 def tower_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dino_sparo.image_text.objective import ModelPart, PairObjective, check_pair_training, tower_options
-from dino_sparo.image_text.options import shorten_warmups
+from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairDataset
 from dino_sparo.image_text.step import batch_accuracy, contrastive_loss
 from dino_sparo.oc_clip import options
@@ -39,7 +38,6 @@ from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.loss import graphs_of_all_ranks, local_loss
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.scoring import score_all_pairs
-from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 
@@ -54,6 +52,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     command = "train-oc-clip"
     make_parser = options.get_args_parser
     model_name, model_key = "OC-CLIP", "oc_clip"
+    own_checks = options.check_options
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,
         "num_missing_graphs": "missing_graphs",
@@ -62,11 +61,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         "num_dropped_relations": "dropped_relations",
     }
     harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
-
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
-        check_pair_training(args, options.check_options, build_model, PATCH_SIZE)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
@@ -88,16 +82,24 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Pairs -> pairs with the graphs of their captions."""
         return GraphPairDataset(pairs, self.graphs, self.args.graph_key, self.args.rel_negatives, self.symmetric)
 
-    def build_model(self) -> tuple[OCCLIP, list[ModelPart]]:
-        """Both towers and the binding module, each with its learning rate and warm-up."""
-        args = self.args
-        model = build_model(args)
+    @staticmethod
+    def build_model(args: argparse.Namespace) -> OCCLIP:
+        """Both towers and the binding module from the options, with random weights."""
+        options_of = {"dim": "bind_dim", "num_layers": "bind_layers", "num_heads": "bind_heads"}
+        sizes = {one.name: getattr(args, options_of.get(one.name, one.name)) for one in fields(BindingConfig)}
+        binding = BindingConfig(**{**sizes, "logit_scale": args.logit_scale == "learned"})
+        model = create_oc_clip(**tower_options(args), binding=binding)
         model.binding.chunk_mb = args.score_chunk_mb
-        shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
+        return model
+
+    @property
+    def learning_rates(self) -> list[ModelPart]:
+        """Those of both towers and of the binding module, whose warm-up is by default the towers' too."""
+        args = self.args
         for name in ("warmup_image", "warmup_text"):
             if getattr(args, name) is None:
                 setattr(args, name, args.warmup_steps)
-        return model, [
+        return [
             (("image.",), args.lr_image, args.warmup_image),
             (("text.",), args.lr_text, args.warmup_text),
             (("",), args.lr, args.warmup_steps),
@@ -198,11 +200,3 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Stop where more captions have no graph than `--max_corrupt` allows."""
         super().watch_counts(counts, num_seen)
         self.graphs.check(LookupCounts(captions=num_seen, missing=counts["num_missing_graphs"]))
-
-
-def build_model(args: argparse.Namespace) -> OCCLIP:
-    """The model from the options, with random weights."""
-    options_of = {"dim": "bind_dim", "num_layers": "bind_layers", "num_heads": "bind_heads"}
-    sizes = {one.name: getattr(args, options_of.get(one.name, one.name)) for one in fields(BindingConfig)}
-    binding = BindingConfig(**{**sizes, "logit_scale": args.logit_scale == "learned"})
-    return create_oc_clip(**tower_options(args), binding=binding)

@@ -49,15 +49,10 @@ class SimDINOObjective(DistillationObjective):
 
     command = "train-simdino"
     make_parser = options.get_args_parser
+    own_checks = options.check_options
     loss_key = "simdino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
-
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse options that do not fit, and sizes of which no networks can be built."""
-        options.check_options(args)
-        super().check_options(args)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:

@@ -77,6 +77,7 @@ class Objective(ABC, Generic[AnyBatch]):
         noun: an item of the data, "image" or "pair"; for messages and the checkpoint's keys.
         command: the command of `dino-sparo` that trains it, for config.yaml.
         make_parser: makes the parser of its options, whose defaults the log leaves out.
+        fill_in_defaults: sets options that are None because their default depends on others; returns them by name.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
@@ -92,6 +93,7 @@ class Objective(ABC, Generic[AnyBatch]):
     noun: ClassVar[str] = "image"
     command: ClassVar[str] = "train"
     make_parser: ClassVar[Callable[[], Parser]]
+    fill_in_defaults: ClassVar[Callable[[argparse.Namespace], dict[str, Any]]] = lambda args: {}
     score_name: ClassVar[str] = "best_knn"
     metric: ClassVar[str] = "knn_20"
     counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_images"}
@@ -112,11 +114,6 @@ class Objective(ABC, Generic[AnyBatch]):
     @abstractmethod
     def check_options(cls, args: argparse.Namespace) -> None:
         """Refuse options that do not fit each other, with a ValueError, before anything is opened or queued."""
-
-    @classmethod
-    def fill_in_defaults(cls, args: argparse.Namespace) -> dict[str, Any]:
-        """Set options that are None because their default depends on others; returns the values, by name."""
-        return {}
 
     @property
     @abstractmethod
