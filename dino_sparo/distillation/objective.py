@@ -111,7 +111,7 @@ class DistillationObjective(Objective[Batch]):
         """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
         cls.own_checks(args)
         with torch.device("meta"):  # takes no memory
-            cls.build_network(args, args.drop_path_rate)
+            prepare_for_crops(cls.build_network(args, args.drop_path_rate), args)
             cls.build_loss(args)
 
     @staticmethod
@@ -147,10 +147,8 @@ class DistillationObjective(Objective[Batch]):
     @property
     def compiled_modules(self) -> list[nn.Module]:
         """All networks and the distortions; positions are resampled before, once for each size of crop."""
-        args = self.args
         for network in (self.network, self.teacher):
-            for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
-                network.backbone.prepare(side)
+            prepare_for_crops(network, self.args)
         return [*self.networks.values(), *([self.distort] if self.distort else [])]
 
     @property
@@ -221,6 +219,12 @@ class DistillationObjective(Objective[Batch]):
         if collapse is not None:
             logger.warning("%s", collapse)
         return {"feature_rank": feature_rank, **values}
+
+
+def prepare_for_crops(network: DINONetwork, args: argparse.Namespace) -> None:
+    """Resample positions for both sizes of crops; ValueError if the backbone cannot read one of them."""
+    for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
+        network.backbone.prepare(side)
 
 
 def synchronize_batch_norm(

@@ -172,7 +172,8 @@ class TimmBackbone(nn.Module):
         return {f"model.{name}": value for name, value in adapted.items()}
 
     def prepare(self, side: int) -> None:
-        """Nothing: timm resamples positions in every forward pass."""
+        """Refuse images of `side` pixels that the model cannot read; timm resamples positions in every forward pass."""
+        self._check_size(side, side)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute activations of the blocks again for the backward pass."""
@@ -180,15 +181,17 @@ class TimmBackbone(nn.Module):
 
     def _whole_patches(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """The images without pixels beyond the last whole patch; ValueError if the model cannot read the images."""
-        height, width = images.shape[2:]
         check_images(images, self.in_chans, self.patch_size)
+        self._check_size(*images.shape[2:])
+        rows, columns = self.grid(images)
+        return images[..., : rows * self.patch_size, : columns * self.patch_size]
+
+    def _check_size(self, height: int, width: int) -> None:
         if not self._reads_any_size and not height == width == self.img_size:
             raise ValueError(
                 f"timm/{self.name} reads images of {self.img_size}x{self.img_size} px alone, not of {height}x{width} "
                 "px; give one size (--local_crops_number 0), or a model that resamples its positions"
             )
-        rows, columns = self.grid(images)
-        return images[..., : rows * self.patch_size, : columns * self.patch_size]
 
 
 @dataclass(frozen=True)

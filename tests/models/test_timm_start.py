@@ -163,6 +163,13 @@ def test_a_default_drop_path_rate_is_0_without_stochastic_depth_and_another_is_r
         DINOObjective.check_options(dino_options.get_args_parser().parse_args([*words, "--drop_path_rate", "0.2"]))
 
 
+def test_a_model_of_one_image_size_is_refused_before_anything_is_opened_if_local_crops_have_another() -> None:
+    words = ["--arch", "timm/mixer_s32_224", "--readout", "gap"]
+    with pytest.raises(ValueError, match=r"timm/mixer_s32_224 reads images of 224x224 px alone, not of 96x96 px; give"):
+        DINOObjective.check_options(dino_options.get_args_parser().parse_args(words))
+    DINOObjective.check_options(dino_options.get_args_parser().parse_args([*words, "--local_crops_number", "0"]))
+
+
 @pytest.mark.parametrize("method", [dino_options, simdino_options], ids=["dino", "simdino"])
 def test_codes_are_refused_without_a_clip(method: Any) -> None:
     args = method.get_args_parser().parse_args(["--arch", "timm/test_vit", "--readout", "fdt"])
