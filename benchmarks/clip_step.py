@@ -89,7 +89,7 @@ def our_training(sizes: Sizes, readout: str, precision: str, args: argparse.Name
     }  # fmt: skip
     parsed = training_parser().parse_args([word for name, value in words.items() for word in (f"--{name}", str(value))])
     check_options(parsed)
-    return CLIPObjective(parsed, Distributed(0, 1, 0, torch.device(args.device)))
+    return CLIPObjective(parsed, Distributed(0, 1, torch.device(args.device)))
 
 
 class ListedClip(nn.Module):

@@ -117,7 +117,7 @@ def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_p
     }  # fmt: skip
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     args = main_dino.get_args_parser().parse_args(argv)
-    process = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
+    process = Distributed(rank=0, world_size=1, device=torch.device(device))
     training = DINOObjective(args, process)
     training.distort = Distortions(IMAGENET_MEAN, IMAGENET_STD).to(device)
     return training

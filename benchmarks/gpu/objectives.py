@@ -88,7 +88,7 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective_class.check_options(args)
     objective_class.fill_in_defaults(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    objective = objective_class(args, Distributed(0, 1, 0, torch_device))
+    objective = objective_class(args, Distributed(0, 1, torch_device))
     if compiles:
         compile_networks(objective)
     for network in objective.networks.values():

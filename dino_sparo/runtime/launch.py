@@ -38,11 +38,10 @@ NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insuffici
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process among its peers; `local_rank` counts the processes of this machine."""
+    """This process among its peers."""
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
 
     def __str__(self) -> str:
@@ -102,7 +101,7 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
         if launcher == "slurm" and dist_url == "env://":
             _set_slurm_rendezvous()
         _join(dist_url, rank, size, torch_device, timedelta(minutes=timeout_min))
-    return Distributed(rank, size, local_rank, torch_device)
+    return Distributed(rank, size, torch_device)
 
 
 def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:

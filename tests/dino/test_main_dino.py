@@ -747,7 +747,7 @@ def test_a_table_with_splits_trains_on_its_train_rows(
     options = ["--data_path", str(tmp_path / "set.csv"), "--max_image_mpix", "5e-5", *words.split()]
     args = main_dino.get_args_parser().parse_args([*options, "--batch_size_per_gpu", "1"])
     monkeypatch.setattr(images, "draw_examples", lambda *_: None)
-    source, *_ = images.open_crops(args, Distributed(0, 1, 0, torch.device("cpu")))
+    source, *_ = images.open_crops(args, Distributed(0, 1, torch.device("cpu")))
     assert [int(Path(source.location(i)).stem) for i in range(len(source))] == expected
     with pytest.raises(CorruptImageError, match="8 x 8 pixels; at most 5e-05 million"):
         source.read(0)

@@ -44,7 +44,7 @@ def options(*words: object) -> argparse.Namespace:
 
 
 def build(*words: object) -> DINOObjective:
-    return DINOObjective(options(*words), Distributed(0, 1, 0, CPU))
+    return DINOObjective(options(*words), Distributed(0, 1, CPU))
 
 
 def started(path: Path, *words: object) -> DINOObjective:
@@ -295,7 +295,7 @@ def test_statistics_of_batch_norm_stay_in_frozen_epochs_and_move_afterwards(meth
     objective_class = DINOObjective if is_dino else SimDINOObjective
     objective_class.fill_in_defaults(args)
     objective_class.check_options(args)
-    dino = objective_class(args, Distributed(0, 1, 0, CPU))
+    dino = objective_class(args, Distributed(0, 1, CPU))
     dino.initialize()
     backbones = dino.network.backbone, dino.teacher.backbone
     before = [copy.deepcopy(dict(backbone.named_buffers())) for backbone in backbones]

@@ -597,7 +597,7 @@ def open_numbered_pairs(data_path: str) -> int:
     """Number of the pairs in the table of this rank."""
     options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]
     args = get_args_parser().parse_args(options)
-    process = Distributed(launch.rank(), 2, 0, torch.device("cpu"))
+    process = Distributed(launch.rank(), 2, torch.device("cpu"))
     return len(number_pairs(args, process, 1, partial(collate_pairs, context_length=8))[1])
 
 

@@ -152,7 +152,7 @@ def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason:
     """The bug: the options had no effect."""
     words = f"--shards streamed --epoch_pairs 6 --num_workers 0 {option} 0.00001"
     args = get_args_parser().parse_args(["--data_path", str(write_shard(tmp_path / "0.tar", 5)), *words.split()])
-    data = stream_pairs(args, Distributed(0, 1, 0, torch.device("cpu")), 3)
+    data = stream_pairs(args, Distributed(0, 1, torch.device("cpu")), 3)
     with pytest.raises(ValueError, match=rf"in a row of .* are no pairs, .*{reason}"):
         next(iter(data[2]))
 

@@ -52,7 +52,7 @@ def test_a_score_is_explained_by_slots_only_if_it_is_the_mean_of_their_cosines(r
     """The bug: attpool, whose encoding is normalised as a whole, was explained too."""
     weights = small_checkpoint(tmp_path / "checkpoint.pth", readout)
     args = parser_of("zero-shot").parse_args(["--pretrained_weights", str(weights)])
-    scorer = clip_scorer(args, Distributed(0, 1, 0, torch.device("cpu")))
+    scorer = clip_scorer(args, Distributed(0, 1, torch.device("cpu")))
     assert isinstance(scorer, ExplainableScorer) == is_explained
 
 

@@ -40,7 +40,7 @@ def _open_pairs(tables: list[str]) -> int:
     words = options(Path("unused"), "train-clip", data_path=tables[rank()])
     args = get_args_parser().parse_args(words)
     check_options(args)
-    process = Distributed(rank(), world_size(), rank(), torch.device("cpu"))
+    process = Distributed(rank(), world_size(), torch.device("cpu"))
     return len(number_pairs(args, process, 1, collate_pairs)[0])
 
 

@@ -49,8 +49,8 @@ from dino_sparo.training.objective import StepReport
 def test_the_log_names_a_process_in_plain_words() -> None:
     """The bug: the line that begins a run ended with the repr of a dataclass."""
     gpu = torch.device("cuda", 0)
-    assert str(Distributed(0, 1, 0, torch.device("cpu"))) == "cpu"
-    assert str(Distributed(3, 8, 1, gpu)) == "cuda:0, rank 3 of 8"
+    assert str(Distributed(0, 1, torch.device("cpu"))) == "cpu"
+    assert str(Distributed(3, 8, gpu)) == "cuda:0, rank 3 of 8"
 
 
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}

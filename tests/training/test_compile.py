@@ -32,7 +32,7 @@ def small_training(folder: Path, **changes: object) -> tuple[DINOObjective, Batc
     words = options(folder, batch_size_per_gpu=2, distort_on="device", **changes)
     args = dino_options.get_args_parser().parse_args(words)
     dino_options.fill_in_defaults(args)
-    training = DINOObjective(args, Distributed(0, 1, 0, CPU))
+    training = DINOObjective(args, Distributed(0, 1, CPU))
     for network in training.networks.values():
         network.train()
     views = [torch.randint(256, (2, 3, side, side), dtype=torch.uint8) for side in (32, 32, 16)]

@@ -59,7 +59,7 @@ def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[D
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there
     monkeypatch.setattr("dino_sparo.distillation.objective.open_crops", lambda *_: no_data(10, 64))
     with GPU:
-        training = DINOObjective(args, Distributed(0, 1, 0, GPU))
+        training = DINOObjective(args, Distributed(0, 1, GPU))
     sides = [args.global_crops_size] * 2 + [args.local_crops_size] * args.local_crops_number
     views = [torch.zeros(64, 3, side, side, device=GPU) for side in sides]
     for network in (training.network, training.teacher):

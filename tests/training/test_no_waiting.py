@@ -28,7 +28,7 @@ from dino_sparo.oc_clip import train as oc_train
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.objective import StepReport
 
-PROCESS = Distributed(0, 1, 0, DEVICE)
+PROCESS = Distributed(0, 1, DEVICE)
 Step = Callable[[], StepReport]
 
 
