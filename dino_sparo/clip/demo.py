@@ -14,8 +14,14 @@ from typing import Any
 
 from dino_sparo.clip.config import towers_of
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
-from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.demos import (
+    CLIP_READOUTS,
+    IMAGE_SIZE,
+    OPTIMISATION,
+    SCENE_TOWERS,
+    DemoModel,
+    compare_models,
+)
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 

@@ -5,6 +5,7 @@ a caption no class token.
 """
 
 import argparse
+from pathlib import Path
 from typing import NamedTuple
 
 from dino_sparo.image_text.evaluation.options import (
@@ -90,23 +91,9 @@ class Criteria(NamedTuple):
     min_sharpness: float = 0.5
 
 
-_CONCEPTUAL = {"patch_size": 16, "batch_size": 4096, "warmup_steps": 3600, "weight_decay": 0.5, "precision": "bf16"}
 # SPARO, table 0.C.3 for the optimisation, tables 1 to 3 for the vision transformer (CLIP16 or CLIP32), section 4 for
 # the slots; the rest is OpenCLIP's default, as appendix 0.C.1 says.
-PRESETS = {
-    "cc3m": {**_CONCEPTUAL, "epochs": 32},
-    "cc12m": {**_CONCEPTUAL, "epochs": 25},
-    "cc15m": {**_CONCEPTUAL, "epochs": 25},
-    "laion400m": {
-        "patch_size": 32,
-        "sparo_slots": 128,
-        "epochs": 32,
-        "batch_size": 32768,
-        "warmup_steps": 2000,
-        "weight_decay": 0.2,
-        "precision": "bf16",
-    },
-}
+PRESETS = Path(__file__).parent / "presets"
 
 NEGATIVE_KEY = Option(
     None,

@@ -7,6 +7,7 @@ on one machine.
 import argparse
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -20,21 +21,6 @@ logger = logging.getLogger(__name__)
 CROP_SCALE = (0.9, 1.0)
 AUTO = "auto"  # class names, or templates, of the set of images itself
 FOREIGN_OPTION = "--{name} is for open_clip's weights, but {source} says how its model is built; leave it out"
-
-# A recipe for models of the built-in scenes, trained from scratch on a few CPU cores: for trials, not for accuracy.
-# Demos and studies share it, so that the models they compare have the same towers and the same optimizer.
-SCENE_TOWERS: dict[str, Any] = {
-    "arch": "vit_micro",
-    "patch_size": 8,
-    "img_size": 48,
-    "text_width": 64,
-    "text_heads": 2,
-    "text_layers": 3,
-    "context_length": 20,
-}
-# Encodings of one width, with slots and without.
-CLIP_READOUTS = {"sparo_slots": "16", "sparo_slot_dim": "16", "sparo_key_dim": "32", "embed_dim": "256"}
-OPTIMISATION = {"batch_size": "256", "lr": "0.0015", "weight_decay": "0.1", "clip_grad": "1"}
 
 PAIR_KEYS: Group = {
     "image_key": Option(None, "Column of the images' paths in a table, if its name is not recognised."),
@@ -177,7 +163,7 @@ PAIR_DEFAULTS = {"saveckp_freq": 0, "norm_mean": OPENAI_CLIP_MEAN, "norm_std": O
 
 
 def training_parser(
-    presets: Mapping[str, Mapping[str, Any]],
+    presets: Path,
     model: Mapping[str, Group],
     optimization: Group,
     pairs: Group | None = None,
@@ -188,7 +174,7 @@ def training_parser(
     """The options of a training, in data-flow order.
 
     Args:
-        presets: name -> option -> value, the papers' recipes.
+        presets: folder of recipes, one configuration file each.
         model: groups of the model behind both encoders.
         optimization: options of an objective beside `OPTIMIZATION`.
         pairs: beside `PAIRS`.
@@ -196,10 +182,11 @@ def training_parser(
         image: beside `IMAGE_ENCODER`.
         defaults: other defaults than those of the tables.
     """
+    files = {path.stem: path for path in presets.glob("*.yaml")}
     recipe = "A paper's recipe: values of the options below, which options on the command line override."
     return Parser(
         {
-            "recipe": {"preset": Option(None, recipe, choices=tuple(presets))},
+            "recipe": {"preset": Option(None, recipe, choices=sorted(files))},
             "pairs of images and captions": PAIRS | (pairs or {}),
             **(captions or {}),
             **PAIR_FILES,
@@ -210,7 +197,7 @@ def training_parser(
             "run": PAIR_RUN,
             "device and processes": DEVICE,
         },
-        presets=presets,
+        presets=files,
         defaults={**PAIR_DEFAULTS, **(defaults or {})},
     )
 

@@ -16,8 +16,14 @@ from typing import Any
 
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
-from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.demos import (
+    CLIP_READOUTS,
+    IMAGE_SIZE,
+    OPTIMISATION,
+    SCENE_TOWERS,
+    DemoModel,
+    compare_models,
+)
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 

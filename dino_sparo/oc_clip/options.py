@@ -1,9 +1,10 @@
 """The options of OC-CLIP: of its training, with presets and checks; of `parse`; of its pictures."""
 
 import argparse
+from pathlib import Path
 
 from dino_sparo.image_text.evaluation.options import GRAPHS, picture_parser
-from dino_sparo.image_text.options import SCENE_TOWERS, check_pair_options, training_parser
+from dino_sparo.image_text.options import check_pair_options, training_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, whole_number
 
 COMPETITIONS = ("queries", "keys")  # axis of the softmax of the binding
@@ -23,42 +24,7 @@ DEFAULTS = {
     "epochs": 20,
     "weight_decay": 0.5,
 }
-PRESETS = {
-    # OC-CLIP, appendix A.8 and table 11: both towers start from OpenCLIP's ViT-B/16 (--init_clip); warm-up of the new
-    # modules is not stated, so there is none.
-    "oc-coco": {
-        "patch_size": 16,
-        "text_width": 512,
-        "text_heads": 8,
-        "text_layers": 12,
-        "context_length": 77,
-        "epochs": 100,
-        "batch_size": 128,
-        "lr": 2e-4,
-        "lr_image": 1e-6,
-        "lr_text": 2e-5,
-        "warmup_steps": 0,
-        "warmup_image": 5000,
-        "warmup_text": 1000,
-        "weight_decay": 0.2,
-        "beta2": 0.95,
-        "precision": "bf16",
-    },
-    # OC-CLIP, appendix A.8, from scratch; the size of the images is not stated.
-    "oc-cc12m": {"patch_size": 16, "batch_size": 4096, "warmup_steps": 1000, "precision": "bf16"},
-    # Ours, for the built-in scenes on a CPU.
-    "oc-scenes": {
-        **SCENE_TOWERS,
-        "bind_dim": 64,
-        "rel_dim": 32,
-        "epochs": 8,
-        "batch_size": 128,
-        "lr": 1.5e-3,
-        "warmup_steps": 200,
-        "weight_decay": 0.1,
-        "precision": "fp32",
-    },
-}
+PRESETS = Path(__file__).parent / "presets"
 
 GRAPH_SIZES: Group = {
     "max_nodes": Option(

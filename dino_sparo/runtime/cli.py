@@ -174,7 +174,7 @@ class Parser(argparse.ArgumentParser):
         groups: title -> name -> option.
         prog: name of the command.
         description: input and output of the command.
-        presets: name -> option -> value, for a command with `--preset`.
+        presets: name -> configuration file, for a command with `--preset`.
         defaults: option -> default, where the table has another.
     """
 
@@ -183,7 +183,7 @@ class Parser(argparse.ArgumentParser):
         groups: Mapping[str, Group] | None = None,
         prog: str | None = None,
         description: str | None = None,
-        presets: Mapping[str, Mapping[str, Any]] | None = None,
+        presets: Mapping[str, Path] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
@@ -241,7 +241,7 @@ class Parser(argparse.ArgumentParser):
             self.source = f" --config {path}"
             words = self._words_of_config(Path(path)) + given
         if self.presets and (preset := last_value(words, "--preset")) in self.presets:
-            words = self.words(self.presets[str(preset)]) + words
+            words = self._words_of_config(self.presets[str(preset)]) + words
         parsed, rest = super().parse_known_args(words, namespace)
         parsed.__dict__.pop("config", None)
         if parsed.__dict__.pop("print_config", False) and not rest:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
-from dino_sparo.image_text.options import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.demos import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.files import versions, write_json
