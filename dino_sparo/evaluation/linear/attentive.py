@@ -122,6 +122,7 @@ class ReadoutProbes(Probes):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.configs = configs
         self.kinds = [kind for kind in configs for _ in range(num_rates)]
         self.num_probes, self.token_shape = len(self.kinds), tuple(token_shape)
         self.readouts, self.norms, self.classifiers = (nn.ModuleList() for _ in range(3))
@@ -204,18 +205,14 @@ def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int)
 
 
 def save_readouts(
-    probes: ReadoutProbes,
-    rows: Sequence[Mapping[str, Any]],
-    subject: EvaluatedEncoder,
-    configs: Mapping[str, EncoderConfig],
-    path: Path,
+    probes: ReadoutProbes, rows: Sequence[Mapping[str, Any]], subject: EvaluatedEncoder, path: Path
 ) -> None:
     """Write the frozen backbone with the best read-out of each kind as an encoder, which every command takes."""
     for kind, row in best_of_each(rows).items():
         if kind == OWN or not is_main():
             continue
-        encoder = Encoder(subject.encoder.backbone, probes.readouts[rows.index(row)], configs[kind])
-        description = encoder_description(configs[kind], subject.mean, subject.std)
+        encoder = Encoder(subject.encoder.backbone, probes.readouts[rows.index(row)], probes.configs[kind])
+        description = encoder_description(encoder.config, subject.mean, subject.std)
         teacher = {name: value.cpu() for name, value in encoder.state_dict().items()}
         save_checkpoint(
             {"teacher": teacher, "encoder": description, "recipe": {"max_value": subject.max_value}},

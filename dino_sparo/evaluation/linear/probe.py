@@ -24,10 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import epoch_order
-from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.files import differences, plain
@@ -187,28 +184,15 @@ def cached_batches(
 
 
 def live_batches(
-    encoder: nn.Module,
-    encode: Callable[[Tensor], Tensor],
-    source: ImageSource,
-    augmentation: Callable,
-    device: torch.device,
-    *,
-    batch_size: int,
-    num_workers: int = 0,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    encoder: nn.Module, encode: Callable[[Tensor], Tensor], loader: Any, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int], Batches]:
     """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
 
-    The crops of an image depend on seed, epoch and image alone. An unreadable image is replaced by its neighbour, as in
-    pretraining. Arguments as for `extract_split`.
+    `loader` has a `ProbeSampler`; the other arguments are those of `extract_split`.
     """
-    sampler = ProbeSampler(len(source), batch_size, seed)
-    dataset = ImageDataset(source, augmentation, seed=seed)
-    loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler.epoch = epoch
+        loader.batch_sampler.epoch = epoch
         for batch in progress(loader, total=len(loader), desc=f"probe epoch {epoch + 1}"):
             with inference(encoder, device, dtype):
                 features = encode(batch.views[0].to(device, non_blocking=True)).float()
