@@ -32,7 +32,7 @@ from dino_sparo.evaluation.slots.command import (
     spread,
     table,
 )
-from dino_sparo.evaluation.task import encoder_of_options
+from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description

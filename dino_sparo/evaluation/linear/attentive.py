@@ -25,8 +25,7 @@ from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
-from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.launch import is_main, world_size
+from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
@@ -181,17 +180,15 @@ class ProbeLARS:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
+        """Move the weights; `factor` scales all learning rates."""
         for name, rate in self.rates.items():
             parameter = self.probe.get_parameter(name)
             gradient: Any = parameter.grad
-            all_reduce_sum(gradient).div_(world_size())
             if parameter.ndim > 1:
                 weight_norm, norm = parameter.norm(), gradient.norm()
                 ratio = TRUST_COEFFICIENT * weight_norm / norm
                 gradient *= torch.where((weight_norm > 0) & (norm > 0), ratio, torch.ones_like(ratio))
             parameter.sub_(self.momenta[name].mul_(MOMENTUM).add_(gradient), alpha=factor * rate)
-            parameter.grad = None
 
 
 def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int) -> Iterator[float]:

@@ -108,12 +108,10 @@ class ProbeSGD:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
+        """Move the weights; `factor` scales all learning rates."""
         for name, parameter in self.probe.named_parameters():
-            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             momentum = self.momenta[name].mul_(MOMENTUM).add_(parameter.grad)  # type: ignore[arg-type]
             parameter.sub_(_per_probe(factor * self.learning_rates, parameter) * momentum)
-            parameter.grad = None
 
 
 class ProbeAdamW:
@@ -131,13 +129,11 @@ class ProbeAdamW:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales the learning rate."""
+        """Move the weights; `factor` scales the learning rate."""
         for parameter in self.probe.parameters():
-            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             parameter.mul_(_per_probe(1 - factor * self.lr * self.decays, parameter))
         self.adam.param_groups[0]["lr"] = factor * self.lr
         self.adam.step()
-        self.adam.zero_grad()
 
 
 def _per_probe(numbers: Float[Tensor, " probes"], parameter: Tensor) -> Tensor:
@@ -239,7 +235,10 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
             continue
         per_probe = _cross_entropy(probe(features), labels).mean(dim=1)
         per_probe.sum().backward()
+        for gradient in (parameter.grad for parameter in probe.parameters() if parameter.grad is not None):
+            all_reduce_sum(gradient).div_(world_size())
         optimizer.step(factor)
+        probe.zero_grad()
         losses += per_probe.detach()
         steps += 1
     if steps == 0:
