@@ -216,7 +216,7 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
 
         loss = sum over probes r of the mean cross-entropy of probe r
 
-    The probes share no weight, so the gradient of the sum is each probe's own.
+    The probes share no weight, so the gradient of the sum is each probe's own. Gradients are averaged over processes.
 
     Args:
         probe: the probes.
