@@ -176,9 +176,9 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], p
         )
     depth = min(num_blocks(weights), num_blocks(own))
 
-    def common_part(of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = (name for name in of if name.startswith("backbone.") and block_of(name) < depth)
-        return {name: of[name] for name in names if name != "backbone.pos_embed"}
+    def common_part(network: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = (name for name in network if name.startswith("backbone.") and block_of(name) < depth)
+        return {name: network[name] for name in names if name != "backbone.pos_embed"}
 
     if problems := misfits(common_part(own), common_part(weights)):
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
