@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.dino.demo import TRAINING
+from dino_sparo.evaluation.linear.attentive import best_of_each
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.files import git_hash, write_json
@@ -56,10 +57,8 @@ def measure(weights: Path | str, folder: Path, seed: int, data: str, command: Ru
     def best(weights: Path | str, part: str, *probes: str) -> dict[str, dict[str, Any]]:
         place = option_words({"pretrained_weights": weights, "output_dir": folder / part})
         rows = command("linear", [*shared, *place, "--probe", *probes])["results"]
-        own = {probe: [row for row in rows if row["probe"] == probe] for probe in probes}
         names = ("lr", "top1", "parameters", "readout_parameters")
-        found = {probe: max(own[probe], key=lambda row: row["top1"]) for probe in probes}
-        return {probe: {name: row[name] for name in names} for probe, row in found.items()}
+        return {probe: {name: row[name] for name in names} for probe, row in best_of_each(rows).items()}
 
     return {**best(weights, "probes", *PROBES), RANDOM: best(random, "random_slots", "linear")["linear"]}
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dino_sparo.draw.plots import FAINT, colour_of, panels
 from dino_sparo.runtime.demos import spread
@@ -17,7 +17,6 @@ SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
 Column = tuple[str, str]  # state of the weights, score
 BySeed = Mapping[int, float]
-C = TypeVar("C")
 
 
 def finished(name: str, results: Path) -> Results:
@@ -97,7 +96,7 @@ def report(name: str, results: Path) -> str:
             for row, own in scores.items()
         }
 
-        def between(values: Mapping[str, Mapping[C, BySeed]]) -> dict[str, list[dict[int, float]]]:
+        def between(values: Mapping[str, Mapping[Any, BySeed]]) -> dict[str, list[dict[int, float]]]:
             return {
                 f"{one} - {other}": [differences(value, values[other][key]) for key, value in values[one].items()]
                 for one, other in pairs

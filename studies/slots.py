@@ -131,12 +131,11 @@ def objects_differences(found: Found) -> str:
         for variant, by_seed in found.items()
         for row in COMPARED
     }
-    for other, row, name in (
-        ("cls", "model", "trained"),
-        (EQUAL_RATE, "model", "trained"),
-        ("cls", *["untrained"] * 2),
-    ):
-        pairs[f"sparo - {other}, {name}"] = (found["sparo"], row), (found[other], row)
+    pairs |= {
+        "sparo - cls, trained": ((found["sparo"], "model"), (found["cls"], "model")),
+        f"sparo - {EQUAL_RATE}, trained": ((found["sparo"], "model"), (found[EQUAL_RATE], "model")),
+        "sparo - cls, untrained": ((found["sparo"], "untrained"), (found["cls"], "untrained")),
+    }
     rows = {
         name: [differences(_objects(*one, measure), _objects(*other, measure)) for measure in MEASURES]
         for name, (one, other) in pairs.items()

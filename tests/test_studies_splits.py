@@ -13,7 +13,7 @@ from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES
 from dino_sparo.oc_clip.graph import SceneGraph, normalize
 from studies.oc_splits import data as split_data
 from studies.oc_splits.data import other_pictures, scene_of, training_pictures, write_split
-from studies.oc_splits.design import PAIRS, Picture, Question, Split, draw_pairs, stream
+from studies.oc_splits.design import PAIRS, Picture, Question, Split, stream
 
 KINDS = ("attribute", "spatial")
 CELLS = [(kind, seen, hard) for kind in KINDS for seen, hard in ((20, 0), (50, 25), (80, 50))]
@@ -59,7 +59,7 @@ def test_the_shares_are_9_22_and_36_of_45_pairs_and_partition_them(kind):
     numbers = {20: (9, {0: 0, 25: 2, 50: 4}), 50: (22, {0: 0, 25: 5, 50: 11}), 80: (36, {0: 0, 25: 9, 50: 18})}
     for seen, (num_seen, num_hard) in numbers.items():
         for share in num_hard:
-            once, hard, unseen = draw_pairs(kind, seed=1, seen=seen, hard=share)
+            once, hard, unseen = Split(kind, seed=1, seen=seen, hard=share).pairs
             assert (len(PAIRS), len(once) + len(hard), len(hard)) == (45, num_seen, num_hard[share])
             assert sorted([*once, *hard, *unseen]) == sorted(PAIRS)
 

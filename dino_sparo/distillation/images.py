@@ -21,8 +21,8 @@ from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import of_different_classes, spread_out
 from dino_sparo.data.views import EvalTransform, PatchView
-from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.evaluation.features import disjoint_subsets, extract_split
+from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.launch import Distributed, is_main
 from dino_sparo.runtime.precision import choose_precision
@@ -32,6 +32,7 @@ from dino_sparo.training.updater import GroupSchedule, Updater
 LOOK_IMAGES = 64  # whose encodings are measured after every epoch
 SHOWN_IMAGES = 4  # with the maps of all slots, in TensorBoard
 PROBE_NEIGHBOURS = 20
+PROBE_TEMPERATURE = 0.07
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
 
@@ -137,14 +138,13 @@ def create_updater(
 
 def knn_probe(encoder: Encoder, source: ImageSource, args: argparse.Namespace, device: torch.device) -> float:
     """20-NN accuracy, percent, on disjoint labelled subsets of the training images."""
-    voters, judged = disjoint_subsets(source, PROBE_IMAGES)
-    accuracies = evaluate_knn(
-        encoder,
-        voters,
-        judged,
-        EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std)),
-        device=device,
-        batch_size=args.batch_size_per_gpu,
-        num_workers=min(args.num_workers, 2),
+    transform = EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std))
+    workers = min(args.num_workers, 2)
+    voters, judged = (
+        extract_split(
+            encoder, subset, transform, device, batch_size=args.batch_size_per_gpu, num_workers=workers, gather=False
+        ).normalize_()
+        for subset in disjoint_subsets(source, PROBE_IMAGES)
     )
+    accuracies = classify_shards(voters, judged, [PROBE_NEIGHBOURS], PROBE_TEMPERATURE, device)
     return accuracies[PROBE_NEIGHBOURS].top1

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from dino_sparo.draw.pixels import Picture, overlay_levels
+from dino_sparo.draw.pixels import Picture, overlay
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.runtime.cli import printable
 
@@ -161,7 +161,7 @@ class Figure:
 
 def map_painter(levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Callable[[Picture], Picture]:
     """A painter of a map on its image; levels are on the scale of colours: 0 no colour, 1 the strongest."""
-    return partial(overlay_levels, levels=levels, smooth=smooth)
+    return partial(overlay, levels=levels, smooth=smooth)
 
 
 def plain_words(text: str) -> list[Word]:
@@ -173,10 +173,9 @@ def merge_words(words: Sequence[Word]) -> list[Word]:
     """Neighbouring words of one colour as one, so that one panel lies behind them; a word with a note starts anew."""
     merged: list[Word] = []
     for word in words:
-        previous = merged[-1] if merged else None
-        is_same = previous is not None and (previous.level, previous.colour) == (word.level, word.colour)
-        if previous is not None and is_same and word.has_space and not word.note:
-            merged[-1] = previous._replace(text=f"{previous.text} {word.text}")
+        is_same = bool(merged) and (merged[-1].level, merged[-1].colour) == (word.level, word.colour)
+        if is_same and word.has_space and not word.note:
+            merged[-1] = merged[-1]._replace(text=f"{merged[-1].text} {word.text}")
         else:
             merged.append(word)
     return merged

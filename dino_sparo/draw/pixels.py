@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
-from PIL import Image, ImageColor, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch import Tensor
 from torchvision.utils import make_grid
 
@@ -53,13 +53,11 @@ def ramp(values: Float[np.ndarray, "*size"]) -> Float[np.ndarray, "*size 3"]:
     return np.stack([np.interp(values, RAMP_POSITIONS, channel) for channel in channels], axis=-1)
 
 
-def overlay(picture: Picture, heatmap: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
-    """Lay the raw attention over the patches of a view over its picture: dimmed and grey, glowing where much is."""
-    return overlay_levels(picture, heat(heatmap), smooth)
+def overlay(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
+    """Lay a map in [0, 1] over its picture: dimmed and grey, glowing where the map is high.
 
-
-def overlay_levels(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
-    """Lay a map in [0, 1] over its picture, bicubic between patches; `smooth` False shows each patch as it is."""
+    Between patches the map is bicubic; `smooth` False shows each patch as it is.
+    """
     level = enlarge(levels, picture.shape[0], picture.shape[1], smooth)
     # The colour takes some light and dark from the image, whose contents can so be seen through it.
     glow = ramp(level) * (0.6 + 0.4 * lightness(picture) / 255)
@@ -103,10 +101,9 @@ def resize(
 
 def add_frame(picture: Picture, colour: str) -> Picture:
     """Draw a frame inside the edges of a picture, `FRAME` pixels wide; a copy."""
-    shown = np.empty_like(picture)
-    shown[:] = ImageColor.getrgb(colour)
-    shown[FRAME:-FRAME, FRAME:-FRAME] = picture[FRAME:-FRAME, FRAME:-FRAME]
-    return shown
+    framed = Image.fromarray(picture)
+    ImageDraw.Draw(framed).rectangle((0, 0, framed.width - 1, framed.height - 1), outline=colour, width=FRAME)
+    return np.asarray(framed)
 
 
 def to_pixels(
@@ -140,7 +137,7 @@ def maps_grid(
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
         shown = resize(picture, height, Image.Resampling.BICUBIC)
-        tiles = [_numbered(overlay(shown, heatmap), str(number)) for number, heatmap in enumerate(image_maps)]
+        tiles = [_numbered(overlay(shown, heat(heatmap)), str(number)) for number, heatmap in enumerate(image_maps)]
         tiles.insert(0, _numbered(shown, ""))
         rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]
     return _stacked(rows)

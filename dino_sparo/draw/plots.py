@@ -33,12 +33,10 @@ def panels(
 ) -> Iterator[Any]:
     """Axes of plots, an array (rows, columns); saved to `path` at the end. `size` is in inches."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     size = size or (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
     figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)

@@ -89,15 +89,12 @@ class Drawing:
         self.items.append((x, y, size, style))
 
     def render(self, width: int, height: int) -> Any:
-        """The drawing as a figure of matplotlib; raises ImportError if matplotlib is not installed."""
-        require_matplotlib()
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        """The drawing as a figure of matplotlib."""
         from matplotlib.figure import Figure
         from matplotlib.patches import FancyBboxPatch
         from matplotlib.transforms import Affine2D
 
         figure: Any = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor=PAPER)
-        FigureCanvasAgg(figure)
         # A pixel stays a hundredth of an inch in formats that have no pixels.
         pixels = Affine2D().scale(1 / DPI) + figure.dpi_scale_trans
         for x, y, item, style in self.items:
@@ -112,7 +109,7 @@ class Drawing:
 
 
 def save_sheet(figure: Figure, path: Path) -> None:
-    """Draw a figure; the ending of `path` says in which format. Raises ImportError if matplotlib is not installed."""
+    """Draw a figure; the ending of `path` says in which format. Commands `require_matplotlib` before they compute."""
     layout = figure.layout
     blocks = [[draw_tiles(band.tiles, layout) for band in section.bands] for section in figure.sections]
     tiles_width = max((block.width for own in blocks for block in own), default=0)
@@ -310,8 +307,9 @@ def text_width(words: str, size: float = TEXT_SIZE, weight: str = "normal") -> f
 
 @lru_cache(maxsize=1)
 def _renderer() -> Any:
-    # The renderer that draws knows the installed font.
-    return Drawing().render(1, 1).canvas.get_renderer()
+    from matplotlib.backends.backend_agg import RendererAgg
+
+    return RendererAgg(1, 1, DPI)  # the renderer that draws knows the installed font
 
 
 def drawable(words: str) -> str:

@@ -234,8 +234,7 @@ def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -
     if min(counts) < 1:
         raise ValueError(f"{source.name} has {len(source)} images, too few to split them {':'.join(map(str, sizes))}")
     order = np.random.default_rng(seed).permutation(len(source))
-    ends = np.cumsum(counts)
-    return [Subset(source, np.sort(order[end - count : end])) for count, end in zip(counts, ends, strict=True)]
+    return [Subset(source, np.sort(part)) for part in np.split(order, np.cumsum(counts))[:-1]]
 
 
 def effective_rank(encodings: Float[Tensor, "B F"]) -> float:

@@ -24,7 +24,7 @@ size; the place of an image within a product has changed no similarity so far (d
 import argparse
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +34,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import align_classes, require_labels
-from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import (
     Features,
     check_same_weights,
-    extract_split,
     gather_features,
     load_features,
     save_features,
@@ -47,7 +44,6 @@ from dino_sparo.evaluation.features import (
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EvaluationTask, write_result
-from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
@@ -67,31 +63,6 @@ class KNNResult(NamedTuple):
 
     top1: float
     top5: float
-
-
-def evaluate_knn(
-    encoder: Encoder,
-    train_source: ImageSource,
-    val_source: ImageSource,
-    transform: Callable,
-    device: torch.device,
-    *,
-    k: Sequence[int] = (20,),
-    temperature: float = 0.07,
-    **options: Any,
-) -> dict[int, KNNResult]:
-    """Images -> accuracy: the evaluation during a training run. Every process takes part and gets the result.
-
-    The images of `train_source` vote on those of `val_source`, whose labels become the training images' numbers.
-    `options` and the other arguments are those of `extract_split` and `classify_shards`.
-    """
-    require_labels(train_source)
-    val_source = align_classes(val_source, train_source.classes or [])
-    train, val = (
-        extract_split(encoder, source, transform, device, gather=False, **options).normalize_()
-        for source in (train_source, val_source)
-    )
-    return classify_shards(train, val, k, temperature, device)
 
 
 def classify_shards(

@@ -215,7 +215,7 @@ def cluster_parser() -> Parser:
 
 
 MEASURED_IMAGES: Group = {
-    "data_path": Option(None, "The images: any data that training takes."),
+    "data_path": Option("", "The images: any data that training takes."),
     "split": Option(None, "Name of the split to measure, or all; by default the split that training uses."),
     "download": shared.DOWNLOAD,
     "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),

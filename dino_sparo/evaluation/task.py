@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_sparo.data.dataset import align_classes, require_labels, require_same_source
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source
+from dino_sparo.data.dataset import align_classes, open_images, require_labels
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.slots.choice import keep_encoder_slots
@@ -26,7 +26,7 @@ from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.collectives import rank_0_first, require_same_options
+from dino_sparo.runtime.collectives import require_same_options
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.lock import create_output_dir
@@ -190,14 +190,11 @@ class EvaluationTask:
         if not args.data_path:
             raise ValueError("--data_path is empty; give a folder with train/ and val/, cifar10:DIR, or scenes")
         columns = TableColumns(args.path_column, args.label_column, args.split_column)
-        with rank_0_first():
-            train, val = (
-                open_source(args.data_path, split, args.download, columns=columns, limits=self.limits)
-                for split in ("train", "val")
-            )
+        train, val = (
+            open_images(args.data_path, split, args.download, columns=columns, limits=self.limits)
+            for split in ("train", "val")
+        )
         require_labels(train)
-        for source in (train, val):
-            require_same_source(source)
         return train, align_classes(val, train.classes or [])
 
     @property

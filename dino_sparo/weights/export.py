@@ -51,11 +51,7 @@ MLP_RATIO = 4
 ONNX_OPSET = 18
 
 # Architectures that timm builds by name; the sizes in these names are overridden by the model's arguments.
-TIMM_NAMES = {
-    "vit_tiny": "vit_tiny_patch16_224",
-    "vit_small": "vit_small_patch16_224",
-    "vit_base": "vit_base_patch16_224",
-}
+TIMM_NAMES = {arch: f"{arch}_patch16_224" for arch in ("vit_tiny", "vit_small", "vit_base")}
 # With `pre_norm`; its sizes are overridden.
 TIMM_CLIP_NAME = "vit_base_patch16_clip_224"
 

@@ -252,16 +252,11 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str) -
     module.load_state_dict(dict(weights))
 
 
-def misfits(
-    wanted: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    may_have_more: bool = False,
-    most: int = NUM_NAMES_SHOWN,
-) -> str:
-    """The first names that are missing, unexpected (unless the weights may have more) or of another shape."""
+def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], most: int = NUM_NAMES_SHOWN) -> str:
+    """The first names that are missing, unexpected or of another shape; empty if all fit."""
     kinds = {
         "missing": sorted(wanted.keys() - weights.keys()),
-        "unexpected": [] if may_have_more else sorted(weights.keys() - wanted.keys()),
+        "unexpected": sorted(weights.keys() - wanted.keys()),
         "of another shape": [
             f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
             for name in sorted(wanted.keys() & weights.keys())

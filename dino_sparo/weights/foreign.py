@@ -287,7 +287,8 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: st
         raise CheckpointError(f"{path} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    if problems := misfits(wanted, fitting, may_have_more=True, most=1):
+    known = {name: value for name, value in fitting.items() if name in wanted}
+    if problems := misfits(wanted, known, most=1):
         raise CheckpointError(
             f"{path} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
             "--arch that they were trained with"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 
@@ -33,7 +33,7 @@ class SparoEncoderConfig(PretrainedConfig):
 
 
 @dataclass
-class SparoEncoderOutput(ModelOutput):
+class SparoEncoderOutput(BaseModelOutputWithPooling):
     """Output of an exported encoder.
 
     Attributes:
@@ -43,8 +43,6 @@ class SparoEncoderOutput(ModelOutput):
         slot_attentions: (B, L, N), the weight of each token in each slot.
     """
 
-    last_hidden_state: Tensor | None = None
-    pooler_output: Tensor | None = None
     slots: Tensor | None = None
     slot_attentions: Tensor | None = None
 
@@ -79,5 +77,6 @@ class SparoEncoderModel(PreTrainedModel):
         """Encode normalised images (B, C, H, W); see `SparoEncoderOutput`."""
         tokens = self.encoder.backbone(pixel_values)
         output = self.encoder.readout(tokens)
-        result = SparoEncoderOutput(tokens, output.slots.flatten(1), output.slots, output.attention)
+        encoding = output.slots.flatten(1)
+        result = SparoEncoderOutput(tokens, encoding, slots=output.slots, slot_attentions=output.attention)
         return result if return_dict else result.to_tuple()

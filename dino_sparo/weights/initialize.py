@@ -16,7 +16,7 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.weights.checkpoint import CheckpointError, activation_of, load_checkpoint, network_weights
-from dino_sparo.weights.file import require_channels, shortened
+from dino_sparo.weights.file import misfits, require_channels
 from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_weights, without_layer_scale
 
 
@@ -175,17 +175,12 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], p
             f"{path} has positions {positions}; a square grid and one class token are what an encoder starts from"
         )
     depth = min(num_blocks(weights), num_blocks(own))
-    their_names, own_names = (
-        {name for name in names if name.startswith("backbone.") and block_of(name) < depth} for names in (weights, own)
-    )
-    misshapen = {
-        name for name in (their_names & own_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
-    }
-    strange = sorted(misshapen | (their_names ^ own_names))
-    if strange:
+
+    def common_part(network: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = (name for name in network if name.startswith("backbone.") and block_of(name) < depth)
+        return {name: network[name] for name in names if name != "backbone.pos_embed"}
+
+    if problems := misfits(common_part(own), common_part(weights)):
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
         hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
-        raise CheckpointError(
-            f"{path} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
-            f"shape, {shortened(strange)}{hint}"
-        )
+        raise CheckpointError(f"{path} holds a ViT of another make; {problems}{hint}")

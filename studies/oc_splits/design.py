@@ -26,7 +26,7 @@ Source: OC-CLIP, section 4.1 and appendix A.5, where animals with textures take 
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
@@ -136,14 +136,6 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
     return first, choose(rng, [colour for colour in COLOURS if colour != first])
 
 
-def draw_pairs(kind: str, seed: int, seen: int, hard: int) -> SeenPairs:
-    """Draw the pairs to train on; shares are rounded down: 20, 50, 80 % of the 45 pairs are 9, 22, 36 pairs."""
-    num_seen = seen * len(PAIRS) // 100
-    num_hard = hard * num_seen // 100
-    order = shuffled(stream(seed, kind, "pairs"), PAIRS)
-    return SeenPairs(tuple(order[num_hard:num_seen]), tuple(order[:num_hard]), tuple(order[num_seen:]))
-
-
 @dataclass(frozen=True)
 class Split:
     """One split; see the top of this module.
@@ -153,22 +145,28 @@ class Split:
         seed: random seed of everything drawn.
         seen: percent of the pairs that are trained on.
         hard: percent of these that are trained on in both forms.
-        pairs: the pairs, drawn.
-        forms: seen pair -> the forms it is always shown in: one picture for `attribute`; one per axis for `spatial`,
-            without colours.
     """
 
     kind: str
     seed: int
     seen: int
     hard: int
-    pairs: SeenPairs = field(init=False)
-    forms: dict[tuple[str, str], tuple[Picture, ...]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        pairs = draw_pairs(self.kind, self.seed, self.seen, self.hard)
-        object.__setattr__(self, "pairs", pairs)
-        object.__setattr__(self, "forms", {pair: self._forms_of(pair) for pair in (*pairs.once, *pairs.hard)})
+    @cached_property
+    def pairs(self) -> SeenPairs:
+        """The pairs, drawn; shares are rounded down: 20, 50, 80 % of the 45 pairs are 9, 22, 36 pairs."""
+        num_seen = self.seen * len(PAIRS) // 100
+        num_hard = self.hard * num_seen // 100
+        order = shuffled(stream(self.seed, self.kind, "pairs"), PAIRS)
+        return SeenPairs(tuple(order[num_hard:num_seen]), tuple(order[:num_hard]), tuple(order[num_seen:]))
+
+    @cached_property
+    def forms(self) -> dict[tuple[str, str], tuple[Picture, ...]]:
+        """Seen pair -> the forms it is always shown in: one picture for `attribute`; for `spatial` one per axis.
+
+        The forms of `spatial` have no colours.
+        """
+        return {pair: self._forms_of(pair) for pair in (*self.pairs.once, *self.pairs.hard)}
 
     def _forms_of(self, pair: tuple[str, str]) -> tuple[Picture, ...]:
         rng = stream(self.seed, self.kind, "form", *pair)

@@ -25,7 +25,7 @@ from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.slots.choice import SlotSelection, parse_slots
-from dino_sparo.evaluation.slots.curve import best_number
+from dino_sparo.evaluation.slots.curve import describe_selection
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES
@@ -99,7 +99,8 @@ def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores)
 
 def test_the_best_number_is_the_smallest_at_the_top():
     found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], [0.0] * 4, 10, 10, 0, 3, 0)
-    assert best_number(found.rows()) == 2
+    ranking = [{"slot": slot} for slot in found.ranking]
+    assert describe_selection(ranking, found.rows(), None, None)["slots"] == [0, 1]
 
 
 @pytest.mark.parametrize("num_slots", [3, 10, 12])

@@ -237,7 +237,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
-    take, evaluate, save = DINOObjective.step, images.evaluate_knn, Run.save
+    take, evaluate, save = DINOObjective.step, images.classify_shards, Run.save
     steps, evaluations, saves = 0, 0, 0
 
     def be_stopped(it_is_time: bool) -> None:
@@ -268,7 +268,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     run(tmp_path / "whole", **changes)
     monkeypatch.setattr(DINOObjective, "step", take_and_be_stopped)
     monkeypatch.setattr(Run, "save", save_and_be_stopped)
-    monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
+    monkeypatch.setattr(images, "classify_shards", evaluate_or_die)
     with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
         run(tmp_path / "parts", **changes)
     saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")

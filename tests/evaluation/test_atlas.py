@@ -82,7 +82,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(photos: Path) -> Built:
     view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
-    return build_atlas(colour_encoder(), open_source(str(photos)), view, model="a <model>", images_per_slot=2)
+    found, tiles = build_atlas(colour_encoder(), source := open_source(str(photos)), view, images_per_slot=2)
+    return {**found, "model": "a <model>", "source": source.name}, tiles
 
 
 @pytest.fixture(scope="module")

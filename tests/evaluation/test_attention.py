@@ -155,16 +155,17 @@ def test_maps_that_differ_on_one_image_are_no_duplicates() -> None:
     assert group_near_duplicates(maps).tolist() == [0, 0, 1]
 
 
-def test_a_chain_of_small_steps_is_not_one_group() -> None:
+def test_a_chain_of_small_steps_is_not_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dino_sparo.evaluation.attention.maps.NEAR_DUPLICATE", 0.9)
     maps = bumps([2, 2.5, 3, 3.5, 4], [1.0, 1.001, 1.002, 1.003, 1.004])
-    groups = group_near_duplicates(maps, threshold=0.9)
+    groups = group_near_duplicates(maps)
     assert groups[0] == groups[1] != groups[4]
 
 
-def test_a_map_and_its_copy_are_together_at_threshold_one() -> None:
+def test_a_map_and_its_copy_are_together() -> None:
     maps = np.random.default_rng(0).random((2, 3, 3, 5)).astype(np.float32)
     maps = np.concatenate([maps, maps[:, 1:2]], axis=1)
-    groups = group_near_duplicates(maps, threshold=1.0)
+    groups = group_near_duplicates(maps)
     assert groups[3] == groups[1]
     assert len(set(groups.tolist())) == 3
 
@@ -209,11 +210,11 @@ def test_overlays_glow_where_attention_is_and_dim_the_rest() -> None:
     image = np.full((24, 30, 3), 120, dtype=np.uint8)
     heatmap = np.zeros((4, 5), dtype=np.float32)
     heatmap[1, 3] = 1
-    shown = overlay(image, heatmap, smooth=False).astype(int)
+    shown = overlay(image, heat(heatmap), smooth=False).astype(int)
     assert shown.shape == (24, 30, 3)
     assert (shown[6:12, 18:24, 0] > 150).all()
     assert (shown[:6] < 120).all()
-    smooth = overlay(image, heatmap).astype(int)
+    smooth = overlay(image, heat(heatmap)).astype(int)
     assert smooth[9, 21, 0] > smooth[9, 17, 0] > smooth[9, 3, 0]
 
 
@@ -250,7 +251,7 @@ def test_a_grid_of_slots_shows_the_image_and_all_maps_under_their_numbers() -> N
     lines = set()
     for number in range(7):
         left = 4 + (1 + number) * step_x
-        assert np.array_equal(second_row[12 : 12 + 128, left : left + 128], overlay(shown, maps[1, number]))
+        assert np.array_equal(second_row[12 : 12 + 128, left : left + 128], overlay(shown, heat(maps[1, number])))
         lines.add(second_row[:12, left : left + 128].tobytes())
     assert len(lines) == 7  # numbers, all different
 

@@ -1,4 +1,3 @@
-import inspect
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ import torch
 from PIL import Image
 
 import eval_knn
+from dino_sparo.distillation import images
 from dino_sparo.evaluation import features, knn
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult
@@ -212,9 +212,8 @@ def test_neighbours_of_features_with_a_graph_have_none():
     assert not similarities.requires_grad
 
 
-def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
-    parameters = inspect.signature(knn.evaluate_knn).parameters
-    assert [parameters[name].default for name in ("k", "temperature")] == [(20,), 0.07]
+def test_twenty_neighbours_vote_at_a_temperature_of_007_during_training():
+    assert (images.PROBE_NEIGHBOURS, images.PROBE_TEMPERATURE) == (20, 0.07)
 
 
 def test_no_temperature_overflows():

@@ -10,12 +10,15 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 import eval_knn
 import eval_linear
 from dino_sparo.data.crops import sample_box
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import Features
@@ -213,6 +216,11 @@ def test_bad_input_is_refused(action, message):
 # --- batches
 
 
+def augmented_batches(source: Scenes, augmentation: Callable, seed: int) -> DataLoader:
+    dataset = ImageDataset(source, augmentation, seed=seed)
+    return create_loader(dataset, ProbeSampler(len(source), 4, seed), num_workers=0)
+
+
 def test_live_and_cached_batches_take_the_images_in_the_same_order():
     """Without augmentation they are therefore the same training."""
     source = Scenes(13, image_size=24)
@@ -222,7 +230,7 @@ def test_live_and_cached_batches_take_the_images_in_the_same_order():
     with torch.no_grad():
         views = torch.stack([transform(source.read(i))[0] for i in range(13)])
         features = Features(encoder.eval()(views), torch.tensor(source.labels), torch.arange(13))
-    live = live_batches(encoder, encoder, source, transform, CPU, batch_size=4, seed=3)
+    live = live_batches(encoder, encoder, augmented_batches(source, transform, seed=3), CPU, torch.float32)
     cached = cached_batches(features, CPU, batch_size=4, seed=3)
     for epoch in (0, 1):
         pairs = list(zip(live(epoch), cached(epoch), strict=True))
@@ -249,15 +257,9 @@ def test_a_probes_view_is_a_random_box_resized_flipped_and_normalised():
 
 def test_the_seed_changes_the_crops_and_not_only_their_order():
     def draws(seed: int) -> list[float]:
-        live = live_batches(
-            torch.nn.Identity(),
-            lambda views: views,
-            Scenes(12, image_size=24),
-            lambda image, rng: [torch.full((1, 1, 1), rng.random())],
-            CPU,
-            batch_size=4,
-            seed=seed,
-        )
+        source = Scenes(12, image_size=24)
+        loader = augmented_batches(source, lambda image, rng: [torch.full((1, 1, 1), rng.random())], seed)
+        live = live_batches(torch.nn.Identity(), lambda views: views, loader, CPU, torch.float32)
         return sorted(float(draw) for views, _ in live(0) for draw in views)
 
     assert len(draws(3)) == 12
@@ -321,9 +323,10 @@ def test_training_sees_the_encoders_colours_and_the_precision_and_seed_asked_for
     asked = mock.Mock(wraps=live_batches)
     monkeypatch.setattr(linear_command, "live_batches", asked)
     probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--precision", "bf16", "--seed", 3)
-    augmentation, given = asked.call_args.args[3], asked.call_args.kwargs
+    loader, _, dtype = asked.call_args.args[2:]
+    augmentation, sampler = loader.dataset.transform, loader.batch_sampler
     assert (augmentation.img_size, augmentation.mean, augmentation.std) == (16, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    assert (given["dtype"], given["seed"], given["batch_size"]) == (torch.bfloat16, 3, 8)
+    assert (dtype, loader.dataset.seed, sampler.seed, sampler.batch_size) == (torch.bfloat16, 3, 3, 8)
 
 
 def test_the_same_command_gives_the_same_file_afresh_and_when_finished(checkpoint, tmp_path):

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import NamedTuple
 from unittest import mock
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -44,7 +45,7 @@ def drawn_words() -> Iterator[list[list[Words]]]:
 
     def save(figure: Figure, *args: object, **options: object) -> None:
         words.clear()
-        figure.canvas.draw()
+        FigureCanvasAgg(figure).draw()
         figures.append(list(words.values()))
 
     with mock.patch.object(Text, "draw", record), mock.patch.object(Figure, "savefig", save):

@@ -87,8 +87,6 @@ def build_atlas(
     source: ImageSource,
     view: PatchView,
     *,
-    model: str = "",
-    name: str | None = None,
     images_per_slot: int = 8,
     channels: Sequence[int] = (),
     num_workers: int = 0,
@@ -99,8 +97,6 @@ def build_atlas(
         encoder: in eval mode, on its device; any but one that averages all tokens.
         source: the images.
         view: the part of an image that the encoder sees.
-        model: a line about the encoder.
-        name: of the images; None: the source's name.
         images_per_slot: number of images to choose.
         channels: that pictures show, as in `view_pixels`.
         num_workers: processes that load images.
@@ -145,8 +141,8 @@ def build_atlas(
         }
         for rank, number in enumerate(ranking)
     ]
-    atlas = {"model": model, "kind": kind, "source": name or source.name, "num_images": len(indices)}
-    atlas |= {"grid": [rows, columns], "slots": slots, "score": SCORE_WORDS}
+    grid = [rows, columns]
+    atlas = {"kind": kind, "num_images": len(indices), "grid": grid, "slots": slots, "score": SCORE_WORDS}
     return atlas, [[tiles[number, place] for place in best[:, number].tolist()] for number in ranking]
 
 
@@ -175,7 +171,10 @@ def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers:
 
 
 def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:
-    """A section per slot, by peakedness, with the slot's images, those first that light it up most."""
+    """A section per slot, by peakedness, with the slot's images, those first that light it up most.
+
+    The atlas also has `model`, a line about the encoder, and `source`, the name of all images.
+    """
     kind, slots = atlas["kind"], atlas["slots"]
     summary = (
         f"{kind.capitalize()}s run down the columns, from most to least peaked; the images of a {kind} run from left "

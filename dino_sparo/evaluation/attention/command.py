@@ -172,12 +172,11 @@ def draw_atlas(
         subject.encoder,
         searched,
         reference_view(subject, args.img_size, square=True),
-        model=model,
-        name=source.name,
         images_per_slot=args.atlas_images,
         channels=args.show_channels,
         num_workers=args.num_workers,
     )
+    atlas = {"model": model, "source": source.name, **atlas}
     paths = [folder / f"atlas.{ending}" for ending in (args.figure_format, "html", "json")]
     figure = atlas_figure(atlas, tiles)
     save_sheet(figure, paths[0])

@@ -79,10 +79,6 @@ class MapSet:
             "maps": described,
         }
 
-    def letters(self, order: Int[np.ndarray, " _"]) -> list[str]:
-        """Letter of each shown map's group; empty where no near-duplicate is shown."""
-        return letters_of_groups(self.groups[order])
-
     def about(self, order: Int[np.ndarray, " _"]) -> str:
         """Run, model and number of maps, one line."""
         number = self.maps.shape[1]
@@ -102,7 +98,7 @@ class MapSet:
     def tiles(self, order: Int[np.ndarray, " _"], image: int, threshold: float | None) -> list[Tile]:
         """Maps of one image, each with its number, the patches it looks at and the class token's share."""
         maps = self.maps[image]
-        patches, prefix, letters = effective_patches(maps), class_token_share(maps), self.letters(order)
+        patches, prefix = effective_patches(maps), class_token_share(maps)
         return [
             Tile(
                 self.pictures[image],
@@ -112,7 +108,7 @@ class MapSet:
                 f"{patches[number]:.0f} · {100 * prefix[number]:.0f}%{f' · {letter}' if letter else ''}",
                 group=int(self.groups[number]) if letter else None,
             )
-            for number, letter in zip(order, letters, strict=True)
+            for number, letter in zip(order, letters_of_groups(self.groups[order]), strict=True)
         ]
 
 

@@ -87,26 +87,22 @@ def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "
     return np.clip(np.einsum("bmn,bkn->mk", unit, unit) / len(maps), 0, 1)  # b image, m and k maps, n patch
 
 
-def group_near_duplicates(
-    maps: Float[np.ndarray, "B maps h w"], threshold: float = NEAR_DUPLICATE
-) -> Int[np.ndarray, " maps"]:
+def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
     """Group maps that look the same on all images.
 
     Maps are taken in the order of `rank_by_peakedness`. A map joins the group whose first member is most similar to it,
-    if their cosine similarity, averaged over the images, is at least `threshold`; otherwise the map opens a new group.
-    So no group grows by a chain of small differences.
+    if their cosine similarity, averaged over the images, is at least `NEAR_DUPLICATE`; otherwise the map opens a new
+    group. So no group grows by a chain of small differences.
 
     Returns:
         (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
     """
-    check_share("threshold", threshold)
     similarity = map_similarity(maps)
     groups = np.full(maps.shape[1], -1)
     firsts: list[int] = []
     for index in rank_by_peakedness(maps):
         resemblance = similarity[index, firsts]
-        # The tolerance keeps a map with its own copy at threshold 1, whatever the rounding.
-        if firsts and resemblance.max() >= threshold - 1e-9:
+        if firsts and resemblance.max() >= NEAR_DUPLICATE:
             groups[index] = resemblance.argmax()
         else:
             groups[index] = len(firsts)

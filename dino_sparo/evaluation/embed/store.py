@@ -144,16 +144,14 @@ class EmbeddingWriter:
 
     def batches(self, chunk: int) -> list[range]:
         """The batches of a chunk, as ranges of indices of images: lists of ten million numbers would take memory."""
-        end = min((chunk + 1) * self.chunk_images, self.num_images)
-        starts = range(chunk * self.chunk_images, end, self.batch_size)
-        return [range(start, min(start + self.batch_size, end)) for start in starts]
+        images = range(self.num_images)[chunk * self.chunk_images : (chunk + 1) * self.chunk_images]
+        return [images[start : start + self.batch_size] for start in range(0, len(images), self.batch_size)]
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
         """Write rows of one kind, the first of them that of image `start`."""
+        header_bytes = np.load(self._path(name), mmap_mode="r").offset
         with open(self._path(name), "r+b") as file:
-            np.lib.format.read_magic(file)
-            np.lib.format.read_array_header_1_0(file)
-            file.seek(file.tell() + start * rows[0].nbytes)
+            file.seek(header_bytes + start * rows[0].nbytes)
             file.write(rows.tobytes())
 
     def finish_chunk(self, chunk: int, unreadable: list[tuple[int, str, str]]) -> None:
@@ -215,9 +213,7 @@ def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: 
         return
     for name in columns.keys() - {"row"}:  # file names as valid UTF-8
         columns[name] = [text.encode("utf-8", "backslashreplace").decode() for text in columns[name]]
-    parquet.write_table(
-        pa.table({name: pa.array(values) for name, values in columns.items()}), folder / "index.parquet"
-    )
+    parquet.write_table(pa.table(columns), folder / "index.parquet")
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
@@ -230,8 +226,7 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
     if (folder / "index.parquet").is_file():
         from pyarrow import parquet
 
-        table = parquet.read_table(folder / "index.parquet")
-        return {name: table.column(name).to_pylist() for name in table.column_names if name != "row"}
+        return dict(parquet.read_table(folder / "index.parquet").drop(["row"]).to_pydict())
     with open(folder / "index.csv", newline="", encoding="utf-8") as file:
         names, *rows = csv.reader(file)
     return {name: [row[column] for row in rows] for column, name in enumerate(names) if name != "row"}

@@ -25,8 +25,7 @@ from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
-from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.launch import is_main, world_size
+from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
@@ -122,6 +121,7 @@ class ReadoutProbes(Probes):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self.configs = configs
         self.kinds = [kind for kind in configs for _ in range(num_rates)]
         self.num_probes, self.token_shape = len(self.kinds), tuple(token_shape)
         self.readouts, self.norms, self.classifiers = (nn.ModuleList() for _ in range(3))
@@ -180,17 +180,15 @@ class ProbeLARS:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
+        """Move the weights; `factor` scales all learning rates."""
         for name, rate in self.rates.items():
             parameter = self.probe.get_parameter(name)
             gradient: Any = parameter.grad
-            all_reduce_sum(gradient).div_(world_size())
             if parameter.ndim > 1:
                 weight_norm, norm = parameter.norm(), gradient.norm()
                 ratio = TRUST_COEFFICIENT * weight_norm / norm
                 gradient *= torch.where((weight_norm > 0) & (norm > 0), ratio, torch.ones_like(ratio))
             parameter.sub_(self.momenta[name].mul_(MOMENTUM).add_(gradient), alpha=factor * rate)
-            parameter.grad = None
 
 
 def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int) -> Iterator[float]:
@@ -204,18 +202,14 @@ def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int)
 
 
 def save_readouts(
-    probes: ReadoutProbes,
-    rows: Sequence[Mapping[str, Any]],
-    subject: EvaluatedEncoder,
-    configs: Mapping[str, EncoderConfig],
-    path: Path,
+    probes: ReadoutProbes, rows: Sequence[Mapping[str, Any]], subject: EvaluatedEncoder, path: Path
 ) -> None:
     """Write the frozen backbone with the best read-out of each kind as an encoder, which every command takes."""
     for kind, row in best_of_each(rows).items():
         if kind == OWN or not is_main():
             continue
-        encoder = Encoder(subject.encoder.backbone, probes.readouts[rows.index(row)], configs[kind])
-        description = encoder_description(configs[kind], subject.mean, subject.std)
+        encoder = Encoder(subject.encoder.backbone, probes.readouts[rows.index(row)], probes.configs[kind])
+        description = encoder_description(encoder.config, subject.mean, subject.std)
         teacher = {name: value.cpu() for name, value in encoder.state_dict().items()}
         save_checkpoint(
             {"teacher": teacher, "encoder": description, "recipe": {"max_value": subject.max_value}},

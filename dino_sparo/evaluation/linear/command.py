@@ -29,6 +29,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.features import Features, total_images
 from dino_sparo.evaluation.linear.attentive import (
@@ -200,7 +202,7 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str
         run.train(batches, val, args.val_freq)
     rows = probed.rows(probes, run.table())
     if isinstance(probes, ReadoutProbes):
-        save_readouts(probes, rows, task.subject, probed.configs, path)
+        save_readouts(probes, rows, task.subject, path)
     return rows, run.counts
 
 
@@ -222,18 +224,14 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
         train = task.features(source, probed.encode, gather=True)
         batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
-    batches = live_batches(
-        task.encoder,
-        probed.encode,
-        source,
-        ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std),
-        task.device,
-        batch_size=args.batch_size_per_gpu,
-        num_workers=args.num_workers,
-        dtype=task.dtype,
-        seed=args.seed,
-    )
-    # Unreadable images are replaced as they come up, so their number is not known beforehand.
+    augmentation = ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std)
+    # The crops of an image depend on seed, epoch and image alone.
+    dataset = ImageDataset(source, augmentation, seed=args.seed)
+    sampler = ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
+    is_cuda = task.device.type == "cuda"
+    loader = create_loader(dataset, sampler, num_workers=args.num_workers, pin_memory=is_cuda)
+    batches = live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
+    # Unreadable images are replaced by their neighbours as they come up, so their number is not known beforehand.
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 

@@ -24,10 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import epoch_order
-from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.files import differences, plain
@@ -111,12 +108,10 @@ class ProbeSGD:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
+        """Move the weights; `factor` scales all learning rates."""
         for name, parameter in self.probe.named_parameters():
-            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             momentum = self.momenta[name].mul_(MOMENTUM).add_(parameter.grad)  # type: ignore[arg-type]
             parameter.sub_(_per_probe(factor * self.learning_rates, parameter) * momentum)
-            parameter.grad = None
 
 
 class ProbeAdamW:
@@ -134,13 +129,11 @@ class ProbeAdamW:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Average the gradients over processes and move the weights; `factor` scales the learning rate."""
+        """Move the weights; `factor` scales the learning rate."""
         for parameter in self.probe.parameters():
-            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             parameter.mul_(_per_probe(1 - factor * self.lr * self.decays, parameter))
         self.adam.param_groups[0]["lr"] = factor * self.lr
         self.adam.step()
-        self.adam.zero_grad()
 
 
 def _per_probe(numbers: Float[Tensor, " probes"], parameter: Tensor) -> Tensor:
@@ -187,28 +180,15 @@ def cached_batches(
 
 
 def live_batches(
-    encoder: nn.Module,
-    encode: Callable[[Tensor], Tensor],
-    source: ImageSource,
-    augmentation: Callable,
-    device: torch.device,
-    *,
-    batch_size: int,
-    num_workers: int = 0,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    encoder: nn.Module, encode: Callable[[Tensor], Tensor], loader: Any, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int], Batches]:
     """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
 
-    The crops of an image depend on seed, epoch and image alone. An unreadable image is replaced by its neighbour, as in
-    pretraining. Arguments as for `extract_split`.
+    `loader` has a `ProbeSampler`; the other arguments are those of `extract_split`.
     """
-    sampler = ProbeSampler(len(source), batch_size, seed)
-    dataset = ImageDataset(source, augmentation, seed=seed)
-    loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler.epoch = epoch
+        loader.batch_sampler.epoch = epoch
         for batch in progress(loader, total=len(loader), desc=f"probe epoch {epoch + 1}"):
             with inference(encoder, device, dtype):
                 features = encode(batch.views[0].to(device, non_blocking=True)).float()
@@ -236,7 +216,7 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
 
         loss = sum over probes r of the mean cross-entropy of probe r
 
-    The probes share no weight, so the gradient of the sum is each probe's own.
+    The probes share no weight, so the gradient of the sum is each probe's own. Gradients are averaged over processes.
 
     Args:
         probe: the probes.
@@ -255,7 +235,10 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
             continue
         per_probe = _cross_entropy(probe(features), labels).mean(dim=1)
         per_probe.sum().backward()
+        for gradient in (parameter.grad for parameter in probe.parameters() if parameter.grad is not None):
+            all_reduce_sum(gradient).div_(world_size())
         optimizer.step(factor)
+        probe.zero_grad()
         losses += per_probe.detach()
         steps += 1
     if steps == 0:

@@ -4,7 +4,7 @@ The images are read once, in batches; maps are scored and forgotten.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -83,19 +83,14 @@ class Survey:
 
     def measures(self, seed: int) -> dict[str, dict[str, Any]]:
         """Row -> measure -> mean, interval, number of images."""
-        return self._summaries(ROWS, self._values, seed)
+        return {row: _summaries(self._values(row), seed) for row in ROWS}
 
     def differences(self, seed: int) -> dict[str, dict[str, Any]]:
         """Control -> measure -> the model's score minus the control's on the same images: mean, interval, number."""
-        return self._summaries(CONTROLS, lambda row, name: self._values(MODEL, name) - self._values(row, name), seed)
+        return {row: _summaries(self._values(MODEL) - self._values(row), seed) for row in CONTROLS}
 
-    @staticmethod
-    def _summaries(rows: Sequence[str], values: Callable[[str, str], Any], seed: int) -> dict[str, dict[str, Any]]:
-        names = measures.MEASURES
-        return {row: {name: measures.summarize(values(row, name), seed) for name in names} for row in rows}
-
-    def _values(self, row: str, measure: str) -> Float[np.ndarray, " images"]:
-        return np.array([scores[row][measure] for scores in self.scores])
+    def _values(self, row: str) -> Float[np.ndarray, "measures images"]:
+        return np.array([[scores[row][name] for scores in self.scores] for name in measures.MEASURES])
 
     def mean_redundancy(self) -> dict[str, dict[str, float]]:
         """Row -> "maps" or "values" -> mean absolute cosine over all images."""
@@ -107,6 +102,10 @@ class Survey:
             }
             for row, own in self.redundancy.items()
         }
+
+
+def _summaries(values: Float[np.ndarray, "measures images"], seed: int) -> dict[str, Any]:
+    return {name: measures.summarize(row, seed) for name, row in zip(measures.MEASURES, values, strict=True)}
 
 
 def survey_objects(

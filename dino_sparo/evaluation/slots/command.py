@@ -42,13 +42,14 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.slots.choice import check_has_slots
 from dino_sparo.evaluation.slots.curve import (
     Curve,
+    Rows,
     best_slots,
     check_number,
     describe_selection,
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, write_result
+from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
@@ -199,7 +200,7 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     curve = accuracy_curve(accuracies, orders, numbers)
     probe = cache(lambda slots: probe_slots(images, slots, args.epochs, args.lr, args.seed))
     probes = accuracy_curve(probe, orders, numbers) if args.probe else None
-    result = describe(args, task.subject, ranking, curve, probes) | record
+    result = describe(task, ranking, curve, probes) | record
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(result, path.with_suffix(".png"))
@@ -236,14 +237,9 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
     return images, task.images_record(dict(zip(names, counts, strict=True)))
 
 
-def describe(
-    args: argparse.Namespace,
-    subject: EvaluatedEncoder,
-    ranking: list[dict[str, Any]],
-    curve: list[dict[str, Any]],
-    probes: list[dict[str, Any]] | None,
-) -> dict[str, Any]:
+def describe(task: EvaluationTask, ranking: Rows, curve: Rows, probes: Rows | None) -> dict[str, Any]:
     """Selection, accuracies and protocol, as slot_study.json holds them."""
+    args, subject = task.args, task.subject
     probe = {
         "epochs": args.epochs,
         "lr": list(args.lr),

@@ -27,15 +27,12 @@ def check_number(name: str, number: int, num_slots: int) -> None:
         raise ValueError(f"{name}={number} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
 
 
-def best_number(curve: Rows) -> int:
-    """The smallest number of slots at which the choosing images are classified best."""
-    number: int = max(curve, key=lambda row: (row["top1_choosing"], -row["num_kept"]))["num_kept"]
-    return number
-
-
 def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha256: str | None) -> dict[str, Any]:
-    """The selection as every evaluation takes it, and its accuracy on held-out images."""
-    number = keep or best_number(curve)
+    """The selection as every evaluation takes it, and its accuracy on held-out images.
+
+    `keep` slots are selected; by default the smallest number at which the choosing images are classified best.
+    """
+    number = keep or max(curve, key=lambda row: (row["top1_choosing"], -row["num_kept"]))["num_kept"]
     slots = tuple(sorted(int(row["slot"]) for row in ranking[:number]))
     return {
         **SlotSelection(slots, len(ranking), weights_sha256).to_dict(),
