@@ -183,4 +183,4 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], p
     if problems := misfits(common_part(own), common_part(weights)):
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
         hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
-        raise CheckpointError(f"{path} holds a ViT of another make; {problems}{hint}")
+        raise CheckpointError(f"{path} holds a ViT of another make: {problems}{hint}")

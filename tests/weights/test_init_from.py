@@ -172,10 +172,10 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
 def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
     vanilla, encoder = build(readout="cls"), build(1, **SPARO)
     with pytest.raises(
-        CheckpointError, match=r"another make; 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight$"
+        CheckpointError, match=r"another make: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight$"
     ):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.attn.q_norm.weight": torch.ones(128)}))
-    with pytest.raises(CheckpointError, match=r"another make; 1 of another shape: backbone\.blocks\.2\.mlp\.fc1\.bias"):
+    with pytest.raises(CheckpointError, match=r"another make: 1 of another shape: backbone\.blocks\.2\.mlp\.fc1\.bias"):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.2.mlp.fc1.bias": torch.ones(7)}))
     with pytest.raises(CheckpointError, match=r"has positions \(1, 9, 128\); a square grid and one class token"):
         initialize_encoder(encoder, raw(tmp_path, vanilla, pos_embed=torch.ones(1, 9, 128)))
