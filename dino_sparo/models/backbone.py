@@ -110,7 +110,7 @@ class Backbone(nn.Module):
         else:
             trunc_normal_(self.pos_embed, std=0.02)
             trunc_normal_(self.cls_token, std=0.02)
-            self.blocks.apply(_init_linear)
+            self.blocks.apply(init_linear)
 
     def _init_as_open_clip(self) -> None:
         """Initialize as OpenCLIP's vision transformer."""
@@ -331,7 +331,8 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
         raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
 
 
-def _init_linear(module: nn.Module) -> None:
+def init_linear(module: nn.Module) -> None:
+    """Initialize a linear layer, in place, as DINO does: truncated normal weights (std 0.02), biases zero."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

@@ -72,10 +72,8 @@ class CrossAttentionReadout(nn.Module):
         heads = _slot_values(pooled, self.value_proj.weight) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
         mixed = self.out_proj(heads.flatten(1)).unflatten(1, (self.num_slots, self.key_dim))
         normed = self.norm(mixed) if self.kind.slotwise_norm else self.norm(mixed.flatten(1)).view_as(mixed)
-        slots = self.proj(normed) if self.kind.slotwise_projection else self.proj(normed.flatten(1))
-        return ReadoutOutput(
-            slots=slots.unflatten(1, (self.num_slots, -1)) if slots.ndim == 2 else slots, attention=attention
-        )
+        projected = self.proj(normed if self.kind.slotwise_projection else normed.flatten(1))
+        return ReadoutOutput(slots=projected.flatten(1).unflatten(1, (self.num_slots, -1)), attention=attention)
 
 
 class EfficientProbing(nn.Module):

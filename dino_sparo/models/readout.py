@@ -169,9 +169,9 @@ class AverageThenNormReadout(nn.Module):
 
 
 def pool(
-    tokens: Float[Tensor, "B N D"], token_queries: Float[Tensor, "L D"], mask: Bool[Tensor, "B N"] | None
+    tokens: Float[Tensor, "B N D"], token_queries: Float[Tensor, "L D"], mask: Tensor | None
 ) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L D"]]:
-    """The attention of each query, which is compared with the tokens, and its mean of the tokens."""
+    """The attention of each query, which is compared with the tokens, and its mean of the tokens; mask: (B, N)."""
     scores = (tokens @ token_queries.t()).transpose(1, 2)
     if mask is not None:
         scores = scores.masked_fill(~_checked_mask(mask, tokens)[:, None, :], -math.inf)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from dino_sparo.training.updater import Updater
 UNREADABLE = "num_corrupt"  # the counter of unreadable items, and its key in checkpoints
 
 
+@runtime_checkable
 class TrainingBatch(Protocol):
     """A batch as the trainer sees it.
 
