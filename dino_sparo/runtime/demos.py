@@ -37,9 +37,8 @@ def demo_parser() -> Parser:
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options as a command line; several values of one are a list, or words of a string."""
-    values = {name: value if isinstance(value, list) else str(value).split() for name, value in options.items()}
-    return [word for name, several in values.items() for word in (f"--{name}", *several)]
+    """Options as a command line; several values of one are words of a string."""
+    return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
 
 
 def spread(values: Sequence[int | float], unit: str = " %") -> str:
