@@ -44,7 +44,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_ST
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.loop import memory_report
-from dino_sparo.training.optim import clip_gradients_, cosine_schedule
+from dino_sparo.training.optim import clip_gradients_, cosine_schedule, gradient_norms
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
@@ -126,7 +126,7 @@ def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_p
 def ours(training: DINOObjective, batch: Batch) -> Stepper:
     """Our step, whole and in parts."""
     found: dict[str, Any] = {}
-    loader = to_device(itertools.repeat(batch), training.updater.device)
+    loader, weights = to_device(itertools.repeat(batch), training.updater.device), list(training.network.parameters())
 
     def crops() -> None:
         found["crops"] = crops_on_device(next(loader), training.distort, training.updater.device)
@@ -151,7 +151,7 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
         "student forward": student,
         "loss forward": loss,
         "backward": lambda: found["loss"].backward(),
-        "clip": lambda: clip_gradients_(training.network.parameters(), training.clip_grad),
+        "clip": lambda: clip_gradients_(weights, training.clip_grad, gradient_norms(weights)),
         "optimizer": training.updater.optimizer.step,
         "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
     }

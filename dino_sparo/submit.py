@@ -136,9 +136,8 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
         )
 
 
-MODULE = Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS))
 JOB: Group = {
-    "module": MODULE,
+    "module": Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS)),
     "ngpus": Option(8, "GPUs per node, with one task each.", positive_int),
     "nodes": Option(1, "Nodes.", positive_int),
     "gres": Option(

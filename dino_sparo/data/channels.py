@@ -4,7 +4,6 @@ Photographs are 8-bit RGB and stay Pillow images. Everything else that a model w
 16-bit grey, `.npy` arrays, TIFFs with several pages, RGB with an infrared band.
 """
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,14 +55,6 @@ class ChannelImage(Image.Image):
         """(H, W, C) floats, as Pillow's images with several bands are (H, W, C) integers."""
         levels = np.stack([np.asarray(plane) for plane in self.planes], axis=-1)
         return {"version": 3, "shape": levels.shape, "typestr": "<f4", "data": levels.astype("<f4").tobytes()}
-
-
-def parse_npy(data: bytes) -> Shaped[np.ndarray, "..."]:
-    """The array in the bytes of an `.npy` file; ValueError if it is damaged, or holds Python objects."""
-    values = np.load(io.BytesIO(data), allow_pickle=False)
-    if values.dtype.fields:
-        raise ValueError(f"holds {values.dtype}; save numbers of one type")
-    return values
 
 
 def planes_of_array(values: Shaped[np.ndarray, "..."], in_chans: int) -> Shaped[np.ndarray, "C H W"]:

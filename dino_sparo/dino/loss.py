@@ -81,8 +81,6 @@ class DINOLoss(nn.Module):
         chunk_size: int = 0,
     ) -> None:
         super().__init__()
-        if chunk_size < 0:
-            raise ValueError(f"chunk_size={chunk_size} prototypes; give 0 for all at once, or a positive number")
         if num_crops < NUM_TEACHER_CROPS or out_dim < 2:
             raise ValueError(
                 f"num_crops={num_crops}, out_dim={out_dim}: DINO needs at least the {NUM_TEACHER_CROPS} global crops, "

@@ -26,7 +26,7 @@ from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.launch import Distributed, is_main
 from dino_sparo.runtime.precision import choose_precision
-from dino_sparo.training.optim import create_optimizer, layer_factors, param_groups, split_by_factor
+from dino_sparo.training.optim import OPTIMIZERS, layer_factors, param_groups, split_by_factor
 from dino_sparo.training.updater import GroupSchedule, Updater
 
 LOOK_IMAGES = 64  # whose encodings are measured after every epoch
@@ -126,7 +126,7 @@ def create_updater(
     for group in groups:  # torch's key for them
         group["param_names"] = [names[parameter] for parameter in group["params"]]
     return Updater(
-        create_optimizer(args.optimizer, groups),
+        OPTIMIZERS[args.optimizer](groups),
         schedules,
         list(network.parameters()),
         device,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from jaxtyping import Float
-from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from dino_sparo.models.backbone import init_linear
 from dino_sparo.models.encoder import Encoder, encode_crops
 
 NUM_TEACHER_CROPS = 2  # the teacher sees the first of the student's crops, the global ones
@@ -53,7 +53,6 @@ def mlp(widths: list[int], use_bn: bool) -> nn.Module:
         if layers:
             layers.append(nn.GELU())
         linear = nn.Linear(in_width, out_width)
-        trunc_normal_(linear.weight, std=0.02)
-        nn.init.zeros_(linear.bias)
+        init_linear(linear)
         layers.append(linear)
     return nn.Sequential(*layers) if len(layers) > 1 else layers[0]

@@ -41,7 +41,6 @@ class DistillationObjective(Objective[Batch]):
 
     Attributes:
         loss_key: the checkpoint's key of the loss's state.
-        own_checks: refuses options that do not fit each other.
         student: the trained `DINONetwork`, inside DDP where there are several processes.
         network: the student without DDP.
         teacher: a `DINONetwork` without gradients, the student's moving average.
@@ -54,7 +53,6 @@ class DistillationObjective(Objective[Batch]):
     """
 
     loss_key: ClassVar[str]
-    own_checks: ClassVar[Callable[[argparse.Namespace], None]] = options.check_options
     fill_in_defaults: ClassVar[Callable[[argparse.Namespace], dict[str, Any]]] = options.fill_in_defaults
     fixed_options: ClassVar[Sequence[str]] = ("optimizer", "layer_decay", "use_bn_in_head", "head_hidden_dim")
     harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer")
@@ -109,7 +107,7 @@ class DistillationObjective(Objective[Batch]):
     @classmethod
     def check_options(cls, args: argparse.Namespace) -> None:
         """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
-        cls.own_checks(args)
+        options.check_options(args)
         with torch.device("meta"):  # takes no memory
             prepare_for_crops(cls.build_network(args, args.drop_path_rate), args)
             cls.build_loss(args)

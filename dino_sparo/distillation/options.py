@@ -191,7 +191,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_normalization(args: argparse.Namespace) -> None:
-    """ValueError unless there is a mean and a deviation above 0 for each channel."""
+    """ValueError unless there is a mean and a deviation for each channel."""
     for name in ("norm_mean", "norm_std"):
         if len(values := getattr(args, name)) != args.in_chans:
             raise ValueError(
@@ -199,8 +199,6 @@ def check_normalization(args: argparse.Namespace) -> None:
                 f"dino-sparo statistics --data_path {args.data_path} --in_chans {args.in_chans} "
                 f"--max_value {args.max_value}"
             )
-    if not min(args.norm_std) > 0:
-        raise ValueError(f"--norm_std {' '.join(map(str, args.norm_std))}: give positive numbers")
 
 
 def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]] = {}) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from timm.layers import QuickGELU, trunc_normal_
+from timm.layers import PatchEmbed, QuickGELU, trunc_normal_
 from timm.models import is_model
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -29,18 +29,6 @@ GRID_OFFSET = 0.1
 
 # Eps of every LayerNorm: DINO's, and CLIP's (with `pre_norm`).
 LAYER_NORM_EPS, PRE_NORM_EPS = 1e-6, 1e-5
-
-
-class PatchEmbed(nn.Module):
-    """Cut images into patches and project each one linearly: (B, C, H, W) -> (B, H/P * W/P, D)."""
-
-    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, bias: bool = True) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size, bias=bias)
-
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Project patches; like the reference, leave out pixels beyond the last whole patch."""
-        return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class Backbone(nn.Module):
@@ -95,7 +83,8 @@ class Backbone(nn.Module):
         grid_size = img_size // patch_size
         self.grad_checkpointing = False
         self._resampling: dict[tuple[int, torch.device], Tensor] = {}
-        self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
+        # Like the reference, it leaves out pixels beyond the last whole patch: no image size, no check of the size.
+        self.patch_embed = PatchEmbed(None, patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
         norm_layer: Any = partial(nn.LayerNorm, eps=self.norm_eps)
@@ -121,7 +110,7 @@ class Backbone(nn.Module):
         else:
             trunc_normal_(self.pos_embed, std=0.02)
             trunc_normal_(self.cls_token, std=0.02)
-            self.blocks.apply(_init_linear)
+            self.blocks.apply(init_linear)
 
     def _init_as_open_clip(self) -> None:
         """Initialize as OpenCLIP's vision transformer."""
@@ -342,7 +331,8 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
         raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
 
 
-def _init_linear(module: nn.Module) -> None:
+def init_linear(module: nn.Module) -> None:
+    """Initialize a linear layer, in place, as DINO does: truncated normal weights (std 0.02), biases zero."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from dino_sparo.models.readout import ReadoutOutput, require_positive
+from dino_sparo.models.readout import ReadoutOutput, pool, require_positive
 from dino_sparo.runtime.choices import CrossAttentionKind
 from dino_sparo.runtime.faults import require
 
@@ -68,14 +68,12 @@ class CrossAttentionReadout(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
-        attention, pooled = _pool(tokens, _token_queries(self.queries, self.key_proj.weight), mask)
+        attention, pooled = pool(tokens, _token_queries(self.queries, self.key_proj.weight), mask)
         heads = _slot_values(pooled, self.value_proj.weight) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
         mixed = self.out_proj(heads.flatten(1)).unflatten(1, (self.num_slots, self.key_dim))
         normed = self.norm(mixed) if self.kind.slotwise_norm else self.norm(mixed.flatten(1)).view_as(mixed)
-        slots = self.proj(normed) if self.kind.slotwise_projection else self.proj(normed.flatten(1))
-        return ReadoutOutput(
-            slots=slots.unflatten(1, (self.num_slots, -1)) if slots.ndim == 2 else slots, attention=attention
-        )
+        projected = self.proj(normed if self.kind.slotwise_projection else normed.flatten(1))
+        return ReadoutOutput(slots=projected.flatten(1).unflatten(1, (self.num_slots, -1)), attention=attention)
 
 
 class EfficientProbing(nn.Module):
@@ -106,7 +104,7 @@ class EfficientProbing(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
-        attention, pooled = _pool(tokens, self.queries * tokens.shape[-1] ** -0.5, mask)
+        attention, pooled = pool(tokens, self.queries * tokens.shape[-1] ** -0.5, mask)
         return ReadoutOutput(slots=_slot_values(pooled, self.value_proj.weight), attention=attention)
 
 
@@ -140,7 +138,7 @@ class AttentionReadout(nn.Module):
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
         normed = self.norm(tokens.flatten(0, 1)).view_as(tokens)
-        attention, pooled = _pool(normed, _token_queries(self.queries, self.key_proj.weight), mask)
+        attention, pooled = pool(normed, _token_queries(self.queries, self.key_proj.weight), mask)
         return ReadoutOutput(slots=_slot_values(pooled, self.value_proj.weight), attention=attention)
 
 
@@ -150,17 +148,6 @@ class AttentionReadout(nn.Module):
 def _token_queries(queries: Float[Tensor, "L A"], keys: Float[Tensor, "LA D"]) -> Float[Tensor, "L D"]:
     """K_l^T q_l / sqrt(A): queries to be compared with tokens."""
     return torch.einsum("la,lad->ld", queries * queries.shape[1] ** -0.5, keys.unflatten(0, queries.shape))
-
-
-def _pool(
-    tokens: Float[Tensor, "B N D"], token_queries: Float[Tensor, "L D"], mask: Bool[Tensor, "B N"] | None
-) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L D"]]:
-    """The attention of each query, and its mean of the tokens."""
-    scores = (tokens @ token_queries.t()).transpose(1, 2)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, :], -math.inf)
-    attention = scores.softmax(dim=-1)
-    return attention, attention @ tokens
 
 
 def _slot_values(pooled: Float[Tensor, "B L D"], values: Float[Tensor, "LA D"]) -> Float[Tensor, "B L A"]:

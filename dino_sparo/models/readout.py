@@ -103,12 +103,8 @@ class Sparo(nn.Module):
         keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))  # (k, a, d)
         queries = self.queries.unflatten(0, (-1, self.group_size)) * self.key_dim**-0.5  # (k, g, a)
         token_queries = torch.einsum("kga,kad->kgd", queries, keys).flatten(0, 1)  # (L, D)
-        scores = (tokens @ token_queries.t()).transpose(1, 2)  # (B, L, N)
-        if mask is not None:
-            scores = scores.masked_fill(~_checked_mask(mask, tokens)[:, None, :], -math.inf)
-        # Under autocast the softmax runs in fp32 and the product below casts it back.
-        attention = scores.softmax(dim=-1)
-        pooled = (attention @ tokens).unflatten(1, (-1, self.group_size))  # (B, k, g, D)
+        attention, pooled = pool(tokens, token_queries, mask)
+        pooled = pooled.unflatten(1, (-1, self.group_size))  # (B, k, g, D)
         bias = self.key_proj.bias.unflatten(0, (-1, self.key_dim))[:, None, :]  # (k, 1, a)
         values = (torch.einsum("bkgd,kad->bkga", pooled, keys) + bias).flatten(1, 2)  # (B, L, A)
         return ReadoutOutput(slots=self.value_proj(values), attention=attention)
@@ -170,6 +166,18 @@ class AverageThenNormReadout(nn.Module):
         """Slots (B, 1, D) and uniform attention (B, 1, N) of tokens without final LayerNorm."""
         output = self.average(tokens, mask)
         return ReadoutOutput(slots=self.norm(output.slots), attention=output.attention)
+
+
+def pool(
+    tokens: Float[Tensor, "B N D"], token_queries: Float[Tensor, "L D"], mask: Tensor | None
+) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L D"]]:
+    """The attention of each query, which is compared with the tokens, and its mean of the tokens; mask: (B, N)."""
+    scores = (tokens @ token_queries.t()).transpose(1, 2)
+    if mask is not None:
+        scores = scores.masked_fill(~_checked_mask(mask, tokens)[:, None, :], -math.inf)
+    # Under autocast the softmax runs in fp32 and the product below casts it back.
+    attention = scores.softmax(dim=-1)
+    return attention, attention @ tokens
 
 
 def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:

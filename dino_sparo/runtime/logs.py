@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.files import plain, writing
+from dino_sparo.runtime.files import plain, write_text, writing
 from dino_sparo.runtime.launch import is_main, rank
 from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.runtime.watchdog import sign_of_life
@@ -243,9 +243,7 @@ class RunLog:
             backups = (self.path.with_suffix(f".txt.old{number or ''}") for number in count())
             backup = next(path for path in backups if not path.exists())
             shutil.copyfile(self.path, backup)
-            temporary = self.path.with_name(f".{self.path.name}.tmp")
-            temporary.write_text("".join(kept))
-            temporary.replace(self.path)
+            write_text("".join(kept), self.path)
             logger.warning(
                 "%s: dropped %d lines about epoch %d and later, which are taken again; the file as it was is %s",
                 self.path,

@@ -102,7 +102,7 @@ COLUMNS: Group = {
 }
 NORMALIZATION: Group = {
     "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),
-    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", any_number),
+    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", positive_number),
 }
 CHANNELS: Group = {
     "in_chans": Option(

@@ -119,16 +119,12 @@ class WandB:
         # Steps that a resumed run takes again are shown again; with wandb's own steps they would be dropped.
         self.run.define_metric("*", step_metric="step")
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Named numbers of a step."""
-        self.log(values, step)
-
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """A picture (H, W, 3), 8 bit."""
-        self.log({name: self.image_type(picture)}, step)
+        self.scalars({name: self.image_type(picture)}, step)
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Numbers or pictures of a step."""
+    def scalars(self, values: Mapping[str, Any], step: int) -> None:
+        """Named numbers, or pictures, of a step."""
         self.run.log({"step": step, **values})
 
     def close(self) -> None:
@@ -152,8 +148,8 @@ class Trackio(WandB):
             embed=False,
         )
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Numbers or pictures of a step."""
+    def scalars(self, values: Mapping[str, Any], step: int) -> None:
+        """Named numbers, or pictures, of a step."""
         self.run.log(dict(values), step=step)
 
 

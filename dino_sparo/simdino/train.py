@@ -18,7 +18,7 @@ from dino_sparo.distillation.objective import DistillationObjective, build_encod
 from dino_sparo.distillation.step import clip_student, move_teacher
 from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
-from dino_sparo.simdino.loss import SimDINOLoss
+from dino_sparo.simdino.loss import SimDINOLoss, SimDINOTerms
 from dino_sparo.training.objective import StepReport
 
 
@@ -49,7 +49,6 @@ class SimDINOObjective(DistillationObjective):
 
     command = "train-simdino"
     make_parser = options.get_args_parser
-    own_checks = options.check_options
     loss_key = "simdino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
@@ -80,14 +79,11 @@ class SimDINOObjective(DistillationObjective):
                     student_features = self.student(crops)
                 terms.append(self.loss(student_features, teacher_features))
                 updater.backward(terms[-1].loss, terms[-1].loss, parts=len(batches))
-        means = {
-            "compression": torch.stack([term.compression for term in terms]).mean(),
-            "expansion": torch.stack([term.expansion for term in terms]).mean(),
-        }
-        loss = torch.stack([term.loss.detach() for term in terms]).mean()
-        means["grad_norm"] = clip_student(self, loss)
+        mean = SimDINOTerms(*(torch.stack(values).detach().mean() for values in zip(*terms, strict=True)))
+        grad_norm = clip_student(self, mean.loss)
         updater.update()
-        return StepReport(loss, updater.nonfinite.clone(), {**move_teacher(self), **means})
+        scalars = {"compression": mean.compression, "expansion": mean.expansion, "grad_norm": grad_norm}
+        return StepReport(mean.loss, updater.nonfinite.clone(), {**move_teacher(self), **scalars})
 
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float

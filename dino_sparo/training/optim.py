@@ -111,17 +111,13 @@ class LARS(torch.optim.Optimizer):
         return update * torch.where((parameter_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 
 
+# `--optimizer` -> from the groups of `param_groups` to the optimizer.
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     # The learning rate of all of them is set at every step by the schedule.
     "adamw": lambda groups: torch.optim.AdamW(groups, fused=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
     "lars": lambda groups: LARS(groups),
 }
-
-
-def create_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer of `OPTIMIZERS` for the groups of `param_groups`."""
-    return OPTIMIZERS[name](groups)
 
 
 def cosine_schedule(
@@ -148,20 +144,15 @@ def cosine_schedule(
 
 
 @torch.no_grad()
-def clip_gradients_(
-    parameters: Iterable[nn.Parameter], max_norm: float, norms: Float[Tensor, " parameters"] | None = None
-) -> None:
+def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float, norms: Float[Tensor, " parameters"]) -> None:
     """Scale every gradient whose own norm exceeds `max_norm` down to it, in place.
 
         g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
 
     Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device, and all factors are computed
-    together. `norms` are those of `gradient_norms`, if known.
+    together. `norms` are those of `gradient_norms`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return
-    norms = torch.stack(torch._foreach_norm(gradients)) if norms is None else norms
     factors = (max_norm / (norms + CLIP_EPSILON)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factors.unbind())
 

@@ -41,7 +41,7 @@ from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.cli import read_config
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
-from dino_sparo.training.optim import create_optimizer
+from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.training.run import train
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
@@ -104,7 +104,7 @@ def small_clip(readout: str = "sparo") -> CLIP:
 
 
 def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0, texts_per_image: int = 1) -> CLIPObjective:
-    optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
+    optimizer = OPTIMIZERS["adamw"](param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
     schedules = [{"lr": np.full(100, lr)}] * 2
     return bare(
         CLIPObjective,
@@ -215,7 +215,7 @@ def test_vectors_and_the_temperature_have_no_weight_decay() -> None:
     assert not decayed & spared
     assert {"logit_scale", "image.backbone.cls_token", "image.backbone.norm.weight", "text.norm.bias"} <= spared
     assert {"image.backbone.pos_embed", "text.token_embed.weight", "text.pos_embed"} <= decayed
-    groups = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.3, (0.8, 0.9), 1e-5)).param_groups
+    groups = OPTIMIZERS["adamw"](param_groups(dict(model.named_parameters()), 0.3, (0.8, 0.9), 1e-5)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all((group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5) for group in groups)
 

@@ -127,7 +127,7 @@ def test_an_array_for_three_channels_becomes_8_bit_rgb(channels: int) -> None:
         (npy(stack().astype(np.int32) - 10_000), "has int32 pixels from -.* save integers from 0 to 65535"),
         (npy(stack())[:-3], "."),
         (npy(stack())[:9], "."),
-        (npy(np.zeros((5, 7, 11), dtype=[("a", "u1")])), "save numbers of one type"),
+        (npy(np.zeros((5, 7, 11), dtype=[("a", "u1")])), "save integers or floats"),
     ],
 )
 def test_what_cannot_be_used_is_named(data: bytes, message: str) -> None:

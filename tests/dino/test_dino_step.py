@@ -56,7 +56,7 @@ def run_ten_steps(
         teacher=teacher,
         loss=loss,
         updater=Updater(
-            optim.create_optimizer("adamw", optim.param_groups(student)),
+            optim.OPTIMIZERS["adamw"](optim.param_groups(student)),
             [{"lr": rate, "weight_decay": decay}, {"lr": rate}],
             list(student.parameters()),
             torch.device("cpu"),

@@ -150,7 +150,6 @@ def test_large_logits_stay_finite() -> None:
         ({"warmup_teacher_temp": 0.0}, r"^warmup_teacher_temp=0.0 is not a temperature"),
         ({"teacher_temp": 0.0}, r"^teacher_temp=0.0 is not a temperature"),
         ({"student_temp": -0.5}, r"^student_temp=-0.5 is not a temperature"),
-        ({"chunk_size": -1}, "chunk_size=-1 prototypes"),
     ],
 )
 def test_settings_without_meaning_are_refused_by_name(changed: dict[str, object], message: str) -> None:

@@ -143,7 +143,7 @@ def test_weights_of_three_channels_are_adapted_as_timm_does(tmp_path: Path) -> N
             r"--norm_mean has 3 numbers, but --in_chans is 5; .* dino-sparo statistics .* --max_value 1000",
         ),
         ({"norm_std": [0.5]}, r"--norm_std has 1 numbers, but --in_chans is 5"),
-        ({"norm_std": [0.5, 0, 1, 1, 1]}, r"--norm_std 0.5 0.0 1.0 1.0 1.0: give positive numbers"),
+        ({"norm_std": [0.5, 0, 1, 1, 1]}, r"--norm_std: 0: give a positive number"),
     ],
 )
 def test_each_channel_needs_a_mean_and_a_deviation(stacks: Path, changes: dict, message: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import wrap_ddp
-from dino_sparo.training.optim import create_optimizer
+from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.training.run import train
 from dino_sparo.training.updater import Updater
 
@@ -118,7 +118,7 @@ def batch_of(graphs: Sequence[SceneGraph], numbers: Sequence[int]) -> GraphPairB
 def training_of(model: nn.Module, rel_loss_weight: float = 1.0) -> OCCLIPObjective:
     """What a step takes, inside DDP where there are several processes, in the model's precision."""
     device, dtype = torch.device("cpu"), next(model.parameters()).dtype
-    optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
+    optimizer = OPTIMIZERS["adamw"](param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
     updater = Updater(optimizer, [{"lr": np.full(100, 1e-3)}] * 2, list(model.parameters()), device)
     return bare(
         OCCLIPObjective,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_sparo.training.optim import OPTIMIZERS, create_optimizer, param_groups
+from dino_sparo.training.optim import OPTIMIZERS, param_groups
 from dino_sparo.training.updater import Updater
 
 
@@ -19,7 +19,7 @@ def test_after_a_loss_that_is_not_finite_no_later_step_changes_weights_or_optimi
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     rates = {"lr": np.full(5, 0.1)}
-    optimizer = create_optimizer(name, param_groups(model))
+    optimizer = OPTIMIZERS[name](param_groups(model))
     updater = Updater(optimizer, [rates, rates], list(model.parameters()), torch.device("cpu"), dtype)
 
     def take_step(factor: float) -> None:
@@ -52,7 +52,7 @@ class Fp16Steps:
     def __init__(self, name: str, num_steps: int = 9) -> None:
         torch.manual_seed(0)
         self.model, rates = torch.nn.Linear(3, 2), {"lr": np.full(num_steps, 0.1)}
-        self.optimizer = create_optimizer(name, param_groups(self.model))
+        self.optimizer = OPTIMIZERS[name](param_groups(self.model))
         parameters = list(self.model.parameters())
         self.updater = Updater(self.optimizer, [rates, rates], parameters, torch.device("cpu"), torch.float16)
 

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dino_sparo.data.channels import (
-    NUMPY_MAGIC,
-    ChannelImage,
-    levels_of,
-    parse_npy,
-    planes_of_array,
-    planes_of_image,
-)
+from dino_sparo.data.channels import NUMPY_MAGIC, ChannelImage, levels_of, planes_of_array, planes_of_image
 from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.files import open_regular
 
@@ -124,7 +117,7 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         raise CorruptImageError(location, "the file is empty (0 bytes)")
     try:
         if data.startswith(NUMPY_MAGIC):
-            values = parse_npy(data)
+            values = np.load(io.BytesIO(data), allow_pickle=False)
             _refuse_large_image(values.size // limits.in_chans, values.shape, limits)
             return to_image(values, limits.in_chans, limits.max_value)
         with warnings.catch_warnings():  # Pillow warns above half of its own limit; ours is checked below

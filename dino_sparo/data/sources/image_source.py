@@ -35,15 +35,12 @@ class ImageSource(Protocol):
 
     def __len__(self) -> int:
         """Number of images."""
-        ...
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as RGB, or with the channels of its limits; raises CorruptImageError."""
-        ...
 
     def location(self, index: int) -> str:
         """Path or position of image `index`, for logs and errors."""
-        ...
 
 
 def fingerprint_of(source: object) -> str | None:

@@ -289,15 +289,10 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
     """
     if split not in (None, ALL):
         raise ValueError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
-    paths, labels = [], []
     with open_text(path) as file:
-        for line in file:
-            line = line.strip()
-            if line and not line.startswith("#"):
-                name, label = _name_and_label(line)
-                paths.append(name)
-                labels.append(label)
-    return _file_source("list", path, paths, labels, limits), "read"
+        lines = map(str.strip, file)
+        named = [_name_and_label(line) for line in lines if line and not line.startswith("#")]
+    return _file_source("list", path, named, limits), "read"
 
 
 def _name_and_label(line: str) -> tuple[str, str]:
@@ -328,7 +323,7 @@ def open_table(
     """
     wanted = PATHS.named(columns.path), LABELS.named(columns.label)
     rows = TableRows(path, wanted, SPLITS.named(columns.split), split, default_split)
-    used = [[cell.strip() for cell in cells] for _, cells in rows]
+    named = [(path_cell.strip(), label.strip()) for _, (path_cell, label) in rows]
     if rows.names[1] is None and set(rows.header) - set(rows.names):
         _logger.warning(
             "table %s is used without labels: none of its columns %s is called %s; name one with --label_column",
@@ -336,14 +331,15 @@ def open_table(
             rows.header,
             " or ".join(LABELS.names),
         )
-    return _file_source("table", path, [name for name, _ in used], [label for _, label in used], limits), "read"
+    return _file_source("table", path, named, limits), "read"
 
 
-def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str], limits: ImageLimits) -> FileSource:
-    """Files that a list or table names; the first of them must exist."""
+def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: ImageLimits) -> FileSource:
+    """Files that a list or table names, with their labels; the first of them must exist."""
     root = os.path.dirname(listing)
-    if not paths:
+    if not named:
         raise ValueError(f"{kind} {listing!r} names no images")
+    paths, labels = zip(*named, strict=True)
     remedy = f"paths are absolute or relative to the {kind}'s folder"
     require_first_files(f"{kind} {listing!r}", root, paths, remedy)
     classes, numbers = encode_labels(labels)

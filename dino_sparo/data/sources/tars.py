@@ -16,12 +16,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.sources.decode import (
-    DEFAULT_LIMITS,
-    CorruptImageError,
-    ImageLimits,
-    read_image,
-)
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, read_image
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
@@ -34,7 +29,7 @@ from dino_sparo.data.sources.indexes import (
     open_index,
     shard_samples,
 )
-from dino_sparo.runtime.files import open_regular, parse_json
+from dino_sparo.runtime.files import open_regular, read_json
 
 _logger = logging.getLogger(__name__)
 
@@ -154,8 +149,7 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
         path = os.path.join(folder, "sizes.json")
         if os.path.isfile(path):
             try:
-                with open_regular(path) as file:
-                    written |= {os.path.join(folder, name): int(size) for name, size in parse_json(file.read()).items()}
+                written |= {os.path.join(folder, name): int(size) for name, size in read_json(path).items()}
             except (ValueError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
