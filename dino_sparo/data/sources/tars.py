@@ -16,7 +16,12 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, read_image
+from dino_sparo.data.sources.decode import (
+    DEFAULT_LIMITS,
+    CorruptImageError,
+    ImageLimits,
+    read_image,
+)
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
