@@ -9,6 +9,7 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
 hash of its caption), so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -224,31 +225,26 @@ def _index(path: Path) -> Arrays:
 # Lines.
 
 
-class JsonLines:
-    """A file to which JSON objects are appended, one per line, each with one call of the system.
+@contextlib.contextmanager
+def append_lines(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open a file, to which the function appends JSON objects, one per line, each with one call of the system.
 
     A process that is killed, or a full disk, may leave part of a line at the end. Opening the file cuts that part off.
+    The function raises OSError with path and remedy if the disk is full.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, path.open("ab", buffering=0)
-        if self.file.tell():  # an empty file cannot be mapped
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with path.open("ab", buffering=0) as file:
+        if file.tell():  # an empty file cannot be mapped
+            with path.open("rb") as whole, mmap.mmap(whole.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 end = content.rfind(b"\n") + 1
-            self.file.truncate(end)
+            file.truncate(end)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append a record; OSError with path and remedy if the disk is full."""
-        line = json.dumps(record).encode() + b"\n"
-        with writing(self.path):
-            while line:
-                line = line[self.file.write(line) :]
+        def append(record: dict[str, Any]) -> None:
+            line = json.dumps(record).encode() + b"\n"
+            with writing(path):
+                while line:
+                    line = line[file.write(line) :]
 
-    def __enter__(self) -> "JsonLines":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.file.close()
+        yield append
 
 
 def read_lines(path: Path | str) -> Iterator[tuple[int, int, bytes]]:

@@ -16,7 +16,7 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import (
     CaptionGraphs,
-    JsonLines,
+    append_lines,
     graph_record,
     open_graph_file,
     open_graphs,
@@ -203,11 +203,12 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"caption": "torn')
-    with JsonLines(path) as file:
-        file.write({"caption": "next"})
+    with append_lines(path) as append:
+        append({"caption": "next"})
     assert path.read_bytes() == whole + b'{"caption": "next"}\n'
     path.write_bytes(b"x" * 100_000)
-    JsonLines(path).__exit__(None, None, None)
+    with append_lines(path):
+        pass
     assert path.read_bytes() == b""
 
 

@@ -15,7 +15,7 @@ from dino_sparo.image_text.pairs.batches import PairItem
 from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import JsonLines, graph_record
+from dino_sparo.oc_clip.graph_files import append_lines, graph_record
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
@@ -68,9 +68,9 @@ def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
 
 def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:
     """A file of graphs, of captions, graphs and images."""
-    with JsonLines(path) as file:
+    with append_lines(path) as append:
         for caption, graph, image in rows:
-            file.write(graph_record(caption, graph, image))
+            append(graph_record(caption, graph, image))
 
 
 def bind_all(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.graph_files import PARSERS, JsonLines, graph_record, read_lines
+from dino_sparo.oc_clip.graph_files import PARSERS, append_lines, graph_record, read_lines
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
 from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_rows
@@ -147,13 +147,13 @@ def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report
         _check_output(output, summary_path, parser)
         is_written = _read_rows(rows, run)
         errors_path.unlink(missing_ok=True)
-        with JsonLines(output) as file:
+        with append_lines(output) as append:
             _read_output(output, is_written, report, run)
             new = [row for row, was_written in is_written.items() if not was_written]
             write_summary(complete=False)
             outcomes = parser.parse_all(row.caption for row in new)
             for row, graph in progress(_parsed(new, outcomes, run, errors_path), len(new), "parsing"):
-                file.write(graph_record(row.caption, graph, row.image))
+                append(graph_record(row.caption, graph, row.image))
                 report.add(row.caption, graph)
         num_failed = run["undone"] + run["unreadable"]
         summary = write_summary(complete=not num_failed, sha256=file_sha256(output))
@@ -239,5 +239,5 @@ def _parsed(
             yield row, outcome.graph
             continue
         run["undone" if outcome.is_unanswered else "unreadable"] += 1
-        with JsonLines(errors_path) as errors:
-            errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_unanswered})
+        with append_lines(errors_path) as append:
+            append({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_unanswered})
