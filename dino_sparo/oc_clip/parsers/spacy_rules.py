@@ -110,7 +110,7 @@ class _Tree:
                 continue
             verb = token if word.pos == "VERB" else word.head
             adjective = [] if verb == token else [*self.attributes(token, len(self.words)), token]
-            words = self.text_of([verb, *self.negations(verb), *adjective])
+            words = self.text_of([verb, *self.dependents(verb, "neg"), *adjective])
             for subject in self.subjects(verb):
                 self.phrases[self.entity_of[subject]] += f" {words}"
         return SceneGraph(tuple(self.phrases), tuple(relations))
@@ -188,15 +188,13 @@ class _Tree:
                 found += [*self.attributes(child, end), child]
         return found
 
-    def negations(self, verb: int) -> list[int]:
-        """ "not" of a verb."""
-        return [child for child in self.children[verb] if self.words[child].dep == "neg"]
+    def dependents(self, token: int, *labels: str) -> list[int]:
+        """The tokens that depend on a token with one of these labels."""
+        return [child for child in self.children[token] if self.words[child].dep in labels]
 
     def joined(self, token: int) -> list[int]:
         """An entity and the entities that "and" joins to it."""
-        further = [
-            child for child in self.children[token] if self.words[child].dep == "conj" and child in self.entity_of
-        ]
+        further = [child for child in self.dependents(token, "conj") if child in self.entity_of]
         return [token, *(other for child in further for other in self.joined(child))]
 
     def path(self, token: int) -> tuple[str, list[int]]:
@@ -208,11 +206,11 @@ class _Tree:
                 return self.text_of(words), [token]
             if word.pos in ("VERB", "AUX"):
                 words += [] if word.text.lower() in COPULAS else [token]
-                words += [child for child in self.children[token] if self.words[child].dep in ("prt", "neg")]
+                words += self.dependents(token, "prt", "neg")
                 return self.text_of(words), self.subjects(token)
             words.append(token)
             if self.is_place(token):
-                words += [child for child in self.children[token] if self.words[child].dep == "det"]
+                words += self.dependents(token, "det")
             if word.head == token or word.pos not in ("ADP", "ADV", "ADJ", "SCONJ", "PART", *NOUNS):
                 return self.text_of(words), []
             token = word.head
@@ -225,13 +223,12 @@ class _Tree:
 
     def subjects(self, verb: int) -> list[int]:
         """The subjects of a verb."""
-        for child in self.children[verb]:
-            if self.words[child].dep in SUBJECTS and child in self.entity_of:
+        candidates = self.dependents(verb, *SUBJECTS)
+        if self.dependents(verb, "expl"):  # "there is a cat on the table"
+            candidates += self.dependents(verb, "attr", *OBJECTS)
+        for child in candidates:
+            if child in self.entity_of:
                 return self.joined(child)
-        if any(self.words[child].dep == "expl" for child in self.children[verb]):  # "there is a cat on the table"
-            for child in self.children[verb]:
-                if self.words[child].dep in ("attr", *OBJECTS) and child in self.entity_of:
-                    return self.joined(child)
         word = self.words[verb]
         if word.dep not in BORROWING or word.head == verb:
             return []
