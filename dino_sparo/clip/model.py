@@ -21,7 +21,7 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs
+from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs, without_padding
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
@@ -241,13 +241,12 @@ class LoadedClip(LoadedModel):
             (images, captions), fp32, in [-1, 1], where the model is.
         """
         config = self.model.config
-        return DotProductScorer(
-            self.model,
-            partial(tokenize, context_length=config.text.context_length),
-            ClipView(config.image.img_size, self.mean, self.std),
-            self.model.logit_scale.device,
-            min(max(len(images), len(captions)), MAX_BATCH),
-        ).similarity(images, captions)
+        tokenize_captions = partial(tokenize, context_length=config.text.context_length)
+        view = ClipView(config.image.img_size, self.mean, self.std)
+        batch_size = min(max(len(images), len(captions)), MAX_BATCH)
+        scorer = DotProductScorer(self.model, tokenize_captions, view, self.model.logit_scale.device, batch_size)
+        texts = scorer.encode_text(without_padding(tokenize_captions(list(captions)).ids))
+        return scorer.score_block(scorer.rows_of(images), texts)
 
 
 def load_clip(

@@ -31,7 +31,7 @@ from dino_sparo.draw.figure import Tile
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.towers import Tokens
+from dino_sparo.image_text.towers import Tokens, without_padding
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
@@ -366,17 +366,3 @@ class DotProductScorer(ImageRows):
         In fp32 some CPUs round a sum by its place in the matrix, so that equal images or captions would not tie.
         """
         return (images.double() @ texts.double().t()).float()
-
-    def similarity(
-        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
-    ) -> Float[Tensor, "images captions"]:
-        """The cosine of every image, or normalised view (images, C, H, W), and every caption, in this process alone."""
-        features = self.rows_of(images)
-        texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
-        with torch.no_grad():
-            return self.score_block(features, texts)
-
-
-def without_padding(token_ids: Int64[Tensor, "B N"]) -> Int64[Tensor, "B _"]:
-    """Token ids (B, N) without the columns that lie after the end, the largest id, of all captions."""
-    return token_ids[:, : int(token_ids.argmax(dim=1).max()) + 1]

@@ -161,6 +161,11 @@ def end_token_mask(token_ids: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
     return torch.arange(token_ids.shape[1], device=token_ids.device) <= token_ids.argmax(dim=-1, keepdim=True)
 
 
+def without_padding(token_ids: Int64[Tensor, "B N"]) -> Int64[Tensor, "B _"]:
+    """Token ids (B, N) without the columns that lie after the end, the largest id, of all captions."""
+    return token_ids[:, : int(token_ids.argmax(dim=1).max()) + 1]
+
+
 class Tokens(NamedTuple):
     """Tokenized captions.
 

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
 from dino_sparo.image_text.pairs.tars import TarCaptions
-from dino_sparo.image_text.towers import Tokens, tokenize
+from dino_sparo.image_text.towers import Tokens, tokenize, without_padding
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
 from dino_sparo.oc_clip.graph_files import CaptionGraphs
 
@@ -225,8 +225,7 @@ def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> Grap
 def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
     """Phrases -> ids without the columns that are padding for all of them."""
     tokens = tokenize(list(phrases), context_length)
-    length = int(tokens.ids.argmax(dim=1).max()) + 1  # the end token has the largest id
-    return tokens._replace(ids=tokens.ids[:, :length])
+    return tokens._replace(ids=without_padding(tokens.ids))
 
 
 # False graphs: the local loss, `loss.relation_loss`, trains the true graph to score above both.
