@@ -252,11 +252,6 @@ def open_labelled(
     return apply_classes(source, classes), classes, open_templates(templates, data_path)
 
 
-def wordnet_ids() -> list[str]:
-    """The WordNet ids of ImageNet's 1000 classes, in the order of their numbers."""
-    return ImageNetInfo().label_names()
-
-
 def imagenet_names() -> list[str]:
     """ImageNet's 1000 classes in the order of their numbers, in OpenCLIP's words; MissingPackageError without it."""
     require("open_clip", "ImageNet's class names")
@@ -280,7 +275,7 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
                 f"of their numbers, with --classnames FILE"
             )
         return _in_words(folders) if words.names is None else _one_each(words.names, f"names of {name}")
-    ids = wordnet_ids()
+    ids = ImageNetInfo().label_names()
     if not set(folders) <= set(ids):
         return _in_words(folders)
     words_of = dict(zip(ids, imagenet_names(), strict=True))
@@ -299,7 +294,7 @@ def _in_words(folders: list[str]) -> ClassList:
 
 
 def _all_of_imagenet(folders: list[str]) -> ClassList:
-    ids = wordnet_ids()
+    ids = ImageNetInfo().label_names()  # in the order of their numbers
     number = {name: i for i, wordnet_id in enumerate(ids) for name in (wordnet_id, str(i))}
     unknown = [folder for folder in folders if folder not in number]
     if unknown:

@@ -39,9 +39,9 @@ from dino_sparo.image_text.prompts import (  # noqa: E402
     open_templates,
     prompts,
     scene_templates,
-    wordnet_ids,
 )
-from dino_sparo.image_text.scorer import DotProductScorer, without_padding  # noqa: E402
+from dino_sparo.image_text.scorer import DotProductScorer  # noqa: E402
+from dino_sparo.image_text.towers import without_padding  # noqa: E402
 
 SLOTS, WIDTH = 5, 7
 
@@ -187,7 +187,7 @@ def test_ids_of_timm_and_names_of_open_clip_are_in_the_same_order():
     shifted = sum(
         name.lower() in words for name, words in zip(open_clip.IMAGENET_CLASSNAMES[1:], described, strict=False)
     )
-    assert len(wordnet_ids()) == 1000
+    assert len(ImageNetInfo().label_names()) == 1000
     assert agreeing > 700  # the others are spelled otherwise
     assert shifted < 10
 
