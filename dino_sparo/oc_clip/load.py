@@ -208,10 +208,9 @@ class GraphScorer(ImageRows):
         """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
         (view,) = self.views([image])
         with inference(self.model, self.device, self.dtype):
-            graphs = [self.graphs(caption) for caption in captions]
-            pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
             explained = [
-                explain_pair(self.model, pair, graph, self.device) for pair, graph in zip(pairs, graphs, strict=True)
+                explain_pair(self.model, ViewedPair(0, caption, caption, view), self.graphs(caption), self.device)
+                for caption in captions
             ]
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, seen, PICTURE_HEIGHT)

@@ -109,7 +109,7 @@ def write_failures(
     figure = Figure(TITLE, f"{model}  ·  scores: {scorer.measure}", [], LAYOUT, explanation=RULE, ends=None)
     names = file_names([title.replace("/", "_") for title in failures])
     all_sections: list[Section] = []
-    sheets: dict[Path, Figure] = {}
+    sheets: list[Path] = []
     for name, (title, errors) in zip(names, failures.items(), strict=True):
         heading = f"{title}: {errors}"
         sections = []
@@ -127,11 +127,10 @@ def write_failures(
         all_sections += [Section((), heading), *sections]
         if sections:
             path = stem.with_name(f"{stem.name}_{name}.png")
-            sheets[path] = replace(figure, title=f"{TITLE}  ·  {heading}", sections=sections[:SHEET_ERRORS])
+            save_sheet(replace(figure, title=f"{TITLE}  ·  {heading}", sections=sections[:SHEET_ERRORS]), path)
+            sheets.append(path)
     page = stem.with_name(f"{stem.name}.html")
     save_page(replace(figure, sections=all_sections), page)
-    for path, sheet in sheets.items():
-        save_sheet(sheet, path)
     return [page, *sheets]
 
 
