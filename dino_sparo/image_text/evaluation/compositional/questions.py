@@ -29,7 +29,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
-from dino_sparo.image_text.evaluation.protocol import ROOT, ImageName, file_of, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.files import read_json
 
@@ -71,7 +71,8 @@ def questions_of(
     for name, entry in entries:
         try:
             question = make(entry)
-            for text in (question.split, *question.captions, *map(file_of, question.images)):
+            names = [image.name if isinstance(image, Crop) else image for image in question.images]
+            for text in (question.split, *question.captions, *names):
                 if not isinstance(text, str):
                     raise ValueError(f"{text!r:.80} is not text")
                 text.encode()  # a lone surrogate has no UTF-8
