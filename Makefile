@@ -43,15 +43,15 @@ demo-short: $(INSTALLED)  ## all demos' parts in a few minutes; their numbers me
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'
 
-# Failures are repeated once, one after the other: moments are random, and other work can slow the machine down.
+# Failures are repeated once: moments are random, and other work can slow the machine down.
 test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (half an hour)
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m 'slow and not (alone or slurm or kills)' || \
 		$(BIN)/python -m pytest -m 'slow and not (alone or slurm or kills)' --last-failed
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m '(alone or slurm) and not kills' || \
+	$(BIN)/python -m pytest -m '(alone or slurm) and not kills' || \
 		$(BIN)/python -m pytest -m '(alone or slurm) and not kills' --last-failed
 
-test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (7 minutes)
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m kills || $(BIN)/python -m pytest -m kills --last-failed
+test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (10 minutes)
+	$(BIN)/python -m pytest -m kills || $(BIN)/python -m pytest -m kills --last-failed
 
 # Parts that are done are skipped; `python -m benchmarks.gpu --help`. DINO_REFERENCE names a checkout of the reference.
 gpu: $(INSTALLED)  ## test and measure what needs a GPU, write docs/gpu.md (45 minutes)
