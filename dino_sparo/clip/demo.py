@@ -14,22 +14,14 @@ from typing import Any
 
 from dino_sparo.clip.config import towers_of
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.image_text.demos import (
-    CLIP_READOUTS,
-    IMAGE_SIZE,
-    OPTIMISATION,
-    SCENE_TOWERS,
-    DemoModel,
-    compare_models,
-)
+from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE, DemoModel, compare_models
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 
 TRAINING = {
     "data_path": "scenes:25600:48",
-    **SCENE_TOWERS,
+    **SCENE_RECIPE,
     **CLIP_READOUTS,
-    **OPTIMISATION,
     # Patches of 12 px take less than half the time of patches of 8.
     "patch_size": "12",
     "epochs": "14",

@@ -38,7 +38,8 @@ class CLIPObjective(PairObjective[PairBatch]):
     command = "train-clip"
     make_parser = options.get_args_parser
     model_name, model_key = "CLIP", "clip"
-    own_checks, patch_size = options.check_options, PATCH_SIZE
+    own_checks = options.check_options
+    patch_size = PATCH_SIZE
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:

@@ -9,7 +9,7 @@ from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spre
 
 # A recipe for models of the built-in scenes, trained from scratch on a few CPU cores: for trials, not for accuracy.
 # Demos and studies share it, so that the models they compare have the same towers and the same optimizer.
-SCENE_TOWERS: dict[str, Any] = {
+SCENE_RECIPE: dict[str, Any] = {
     "arch": "vit_micro",
     "patch_size": 8,
     "img_size": 48,
@@ -17,12 +17,15 @@ SCENE_TOWERS: dict[str, Any] = {
     "text_heads": 2,
     "text_layers": 3,
     "context_length": 20,
+    "batch_size": "256",
+    "lr": "0.0015",
+    "weight_decay": "0.1",
+    "clip_grad": "1",
 }
 # Encodings of one width, with slots and without.
 CLIP_READOUTS = {"sparo_slots": "16", "sparo_slot_dim": "16", "sparo_key_dim": "32", "embed_dim": "256"}
-OPTIMISATION = {"batch_size": "256", "lr": "0.0015", "weight_decay": "0.1", "clip_grad": "1"}
 
-IMAGE_SIZE: int = SCENE_TOWERS["img_size"]
+IMAGE_SIZE: int = SCENE_RECIPE["img_size"]
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
 NUM_IMAGES, NUM_PAIRS = 4000, 2000  # scenes that are classified, pairs of captions that are compared

@@ -110,7 +110,7 @@ class PairObjective(Objective[AnyBatch]):
 
         # Optimizer and schedules.
         shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
-        parts = self.learning_rates
+        parts = self.model_parts()
         self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
         self.clip_grad = args.clip_grad
         self.model = wrap_ddp(self.network, device)
@@ -127,7 +127,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @classmethod
     def check_options(cls, args: argparse.Namespace) -> None:
-        """Fill in the patch size; refuse a missing package, options that do not fit, and sizes of no model."""
+        """Fill in the patch size; refuse a missing package, options that do not fit, and impossible sizes."""
         require("open_clip", "captions")
         if args.patch_size is None:
             args.patch_size = own_patch_size(args.arch, cls.patch_size)
@@ -140,9 +140,8 @@ class PairObjective(Objective[AnyBatch]):
     def build_model(args: argparse.Namespace) -> Any:
         """The model from the options, with random weights."""
 
-    @property
-    def learning_rates(self) -> list[ModelPart]:
-        """Learning rate and warm-up of each part of the model; by default all weights have one."""
+    def model_parts(self) -> list[ModelPart]:
+        """The parts of the model with their learning rates and warm-ups; by default the whole model is one part."""
         return [(("",), self.args.lr, self.args.warmup_steps)]
 
     @abstractmethod

@@ -16,21 +16,13 @@ from typing import Any
 
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.image_text.demos import (
-    CLIP_READOUTS,
-    IMAGE_SIZE,
-    OPTIMISATION,
-    SCENE_TOWERS,
-    DemoModel,
-    compare_models,
-)
+from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE, DemoModel, compare_models
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
 
 OC_CLIP, TABLE = "oc_clip", "train.jsonl"
 SHARED = {
-    **SCENE_TOWERS,
-    **OPTIMISATION,
+    **SCENE_RECIPE,
     "epochs": "3",
     "batch_size": "64",
     "warmup_steps": "40",

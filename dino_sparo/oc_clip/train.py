@@ -92,9 +92,8 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         model.binding.chunk_mb = args.score_chunk_mb
         return model
 
-    @property
-    def learning_rates(self) -> list[ModelPart]:
-        """Those of both towers and of the binding module, whose warm-up is by default the towers' too."""
+    def model_parts(self) -> list[ModelPart]:
+        """Both towers and the binding module. Fills in the towers' warm-ups, by default that of the binding module."""
         args = self.args
         for name in ("warmup_image", "warmup_text"):
             if getattr(args, name) is None:

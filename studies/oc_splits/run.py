@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
-from dino_sparo.image_text.demos import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.files import versions, write_json
@@ -114,8 +114,8 @@ OPTIONS = {
         "seeds": Option([0], "One training run each; sets split, weights and order."),
         "epochs": _amount("Epochs of each training.", "epochs"),
         "batch_size": _amount("Pictures of a step.", "batch_size"),
-        "lr": Option(float(OPTIMISATION["lr"]), "Learning rate after the warm-up.", positive_number),
-        "img_size": Option(SCENE_TOWERS["img_size"], "Side of the pictures, pixels.", positive_int),
+        "lr": Option(float(SCENE_RECIPE["lr"]), "Learning rate after the warm-up.", positive_number),
+        "img_size": Option(IMAGE_SIZE, "Side of the pictures, pixels.", positive_int),
         "init_from": Option(
             None,
             "Start the image encoders of all models from these weights of DINO; demo: the encoder of the package, "
@@ -171,8 +171,7 @@ def recipe(name: str, seed: int, amount: Amount, args: argparse.Namespace) -> di
     """Training options of a model, without paths."""
     steps = amount.epochs * (amount.num_images // amount.batch_size)
     options = {
-        **SCENE_TOWERS,
-        **OPTIMISATION,
+        **SCENE_RECIPE,
         **({"init_from": args.init_from, "pre_norm": "false"} if args.init_from else {}),
         "img_size": args.img_size,
         "lr": args.lr,
