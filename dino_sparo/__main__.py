@@ -29,7 +29,7 @@ from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import explain_full_memory, require
+from dino_sparo.runtime.faults import UserError, explain_full_memory, require
 from dino_sparo.simdino import options as simdino_options
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def open_model(
         if value == unset:
             continue
         if not is_one_of_several:
-            raise ValueError(message.format(name=name, value=value, source=args.pretrained_weights))
+            raise UserError(message.format(name=name, value=value, source=args.pretrained_weights))
         logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
         args = argparse.Namespace(**{**vars(args), name: unset})
     if kind == "oc_clip":
@@ -169,7 +169,7 @@ def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
         from dino_sparo.clip.model import load_clip
 
         return load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
-    raise ValueError(
+    raise UserError(
         f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint of "
         "train-clip or train-oc-clip"
     )
@@ -243,7 +243,7 @@ def embed(args: argparse.Namespace) -> Any:
     dino-sparo embed --pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions
     """
     if not args.data_path or not args.output_dir:
-        raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
+        raise UserError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
     if "captions" in args.what:
         from dino_sparo.image_text.evaluation.embed_captions import embed_captions
 
@@ -573,7 +573,7 @@ def parser_of(name: str, prog: str | None = None) -> Parser:
     """The parser of a command, with its help; `name` is a key of `COMMANDS`."""
     command = COMMANDS[name]
     if command.parser is None:
-        raise ValueError(f"the command {name} takes no options from Python")
+        raise UserError(f"the command {name} takes no options from Python")
     parser = command.parser()
     parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
     parser.command = HIDDEN.get(name, name)

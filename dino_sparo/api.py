@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dino_sparo.__main__ import COMMANDS, command_for, parse_keywords
-from dino_sparo.runtime.faults import explain_full_memory
+from dino_sparo.runtime.faults import UserError, explain_full_memory
 
 if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
@@ -51,7 +51,7 @@ class Result:
         from dino_sparo.weights.checkpoint import load_encoder
 
         if self.checkpoint is None:
-            raise ValueError(f"{self.command} was called without a checkpoint, so there is no encoder")
+            raise UserError(f"{self.command} was called without a checkpoint, so there is no encoder")
         return load_encoder(self.checkpoint, which)
 
     @property

@@ -23,7 +23,7 @@ from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, last_value, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
+from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError, UserError
 from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
 from dino_sparo.training.options import require_paths
 
@@ -120,17 +120,17 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
         ValueError: the numbers do not match.
     """
     if (num_tasks, num_nodes) != (args.nodes * args.ngpus, args.nodes):
-        raise ValueError(
+        raise UserError(
             f"{num_tasks} tasks on {num_nodes} nodes were started, but --nodes {args.nodes} --ngpus {args.ngpus} means "
             f"{args.nodes * args.ngpus} on {args.nodes}; does --slurm_additional change the number of tasks?"
         )
     if args.device != "cpu" and num_gpus == 0:
-        raise ValueError(
+        raise UserError(
             f"this task sees no GPU, and --device {args.device} asks for {args.ngpus} per node. Give --device cpu, or "
             f"a --partition with GPUs; does `torch.cuda.is_available()` say True on that node?"
         )
     if args.device in ("auto", "cuda") and num_gpus not in (1, args.ngpus):
-        raise ValueError(
+        raise UserError(
             f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
             f"does --slurm_additional change the number of GPUs?"
         )
@@ -191,7 +191,7 @@ def additional_parameters(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, _, value = pair.lstrip("-").partition("=")
         if not (key and value):
-            raise ValueError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
+            raise UserError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
         parameters[key] = value
     return parameters
 
@@ -205,13 +205,13 @@ def check_submission(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
-            raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
+            raise UserError(f"--{name} {value!r}: give text without line breaks and other control characters")
     if args.gres is not None and not re.fullmatch(r"gpu(:(?!\d+$)[^:,=]+)?", args.gres):
-        raise ValueError(f"--gres {args.gres}: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number")
+        raise UserError(f"--gres {args.gres}: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number")
     if args.gres is not None and args.device == "cpu":
-        raise ValueError(f"--gres {args.gres} asks for GPUs, but --device is cpu; leave one of them out")
+        raise UserError(f"--gres {args.gres} asks for GPUs, but --device is cpu; leave one of them out")
     if args.local and args.nodes > 1:
-        raise ValueError(f"--local runs on this machine only, but --nodes is {args.nodes}; give --nodes 1")
+        raise UserError(f"--local runs on this machine only, but --nodes is {args.nodes}; give --nodes 1")
 
 
 def job_parameters(args: argparse.Namespace) -> dict[str, Any]:

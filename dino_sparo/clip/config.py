@@ -13,6 +13,7 @@ from dino_sparo.clip.options import NORM_FIRST, TOWERS, Towers
 from dino_sparo.image_text.towers import TextConfig
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.models.readouts import READOUTS
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.foreign import ENDS, infer_config
 
@@ -51,9 +52,7 @@ class CLIPConfig:
 
     def __post_init__(self) -> None:
         if self.text.layers - self.replace_block < 1:
-            raise ValueError(
-                f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"
-            )
+            raise UserError(f"text layers={self.text.layers} leave no block beside the read-out that replaces the last")
         codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
         shared: dict[str, Any] = {"replace_block": self.replace_block, "quick_gelu": self.quick_gelu}
         object.__setattr__(self, "image", replace(self.image, **shared, num_codes=codes[0], code_dim=codes[1]))
@@ -103,7 +102,7 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
         hint = next(
             (f"; for images, --readout {name} is {readout}" for name in TOWERS if TOWERS[name].image == readout), ""
         )
-        raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}{hint}")
+        raise UserError(f"unknown readout {readout!r}; choose one of {sorted(towers)}{hint}")
     return towers[readout]
 
 

@@ -37,7 +37,7 @@ from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
@@ -125,7 +125,7 @@ def clip_scorer(
         ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
     """
     if not args.pretrained_weights:
-        raise ValueError(
+        raise UserError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
         )
     require("open_clip", "captions")
@@ -177,7 +177,7 @@ def load_for_benchmark(
     """
     kind, _, slots = model_name.partition(":")
     if kind != NORMALIZED:
-        raise ValueError(
+        raise UserError(
             f"model {model_name!r} is unknown; give --model {NORMALIZED}, and the checkpoint as --pretrained"
         )
     loaded = load_clip(pretrained)

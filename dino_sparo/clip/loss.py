@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from dino_sparo.runtime.collectives import gather_with_gradient
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank
 
 
@@ -53,7 +54,7 @@ def clip_loss(
 def require_products(products: str, device: torch.device) -> None:
     """Refuse products that this version of torch cannot compute on a device: bf16 on a GPU, before torch 2.8."""
     if products == "bf16" and device.type == "cuda" and TorchVersion(torch.__version__) < "2.8":
-        raise ValueError(
+        raise UserError(
             f"--logits bf16 on a GPU needs torch 2.8 or newer, this is {torch.__version__}; give --logits tf32 or fp32"
         )
 

@@ -38,6 +38,7 @@ from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress
 
@@ -154,7 +155,7 @@ def fit_mask(
             total += loss.detach() * len(rows)
         weights = mask()[0].detach()
         if not (weights.isfinite().all() and weights.any()):
-            raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
+            raise UserError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
         masks.append(weights)
         losses.append(float(total) / len(pairs.questions))
         accuracies.append(macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs)))
@@ -183,13 +184,13 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
         return config.embed_dim
     if parts == PER_SLOT:
         if not config.image.kind.has_slots:
-            raise ValueError(
+            raise UserError(
                 f"parts=slot, but readout {config.readout!r} has no slots; give a number of contiguous equal parts "
                 f"that take their place (the paper's is 64), or dimension"
             )
         return config.image.num_slots
     if not parts.isdecimal() or int(parts) < 1 or config.embed_dim % int(parts):
-        raise ValueError(
+        raise UserError(
             f"parts={parts!r}: give slot, dimension, or a number that divides the encoding's {config.embed_dim} numbers"
         )
     return int(parts)

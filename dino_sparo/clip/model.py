@@ -26,6 +26,7 @@ from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     activation_of,
@@ -86,7 +87,7 @@ class CLIP(nn.Module):
         """
         parts = list(parts)
         if self.config.image.kind.needs_codes and {"image", "text"} & set(parts):
-            raise ValueError(
+            raise UserError(
                 f"readout {self.config.readout!r} has one codebook for both towers, so neither can be frozen whole; "
                 "freeze image_backbone or text_backbone"
             )
@@ -286,14 +287,14 @@ def load_clip(
     if description is not None:
         for name, value in {"text_heads": text_heads, "quick_gelu": quick_gelu}.items():
             if value:
-                raise ValueError(FOREIGN_OPTION.format(name=name, source=source))
+                raise UserError(FOREIGN_OPTION.format(name=name, source=source))
         if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - description.keys():
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
         config = CLIPConfig.from_dict(description)
     else:
         published = activation_of(checkpoint)
         if quick_gelu and published is False:
-            raise ValueError(f"--quick_gelu is given, but {source} was published without (open_clip_config.json)")
+            raise UserError(f"--quick_gelu is given, but {source} was published without (open_clip_config.json)")
         config = infer_clip_config(weights, text_heads, quick_gelu or bool(published))
     model = clip_from_config(config)
     load_strictly(model, weights, source)

@@ -28,6 +28,7 @@ from dino_sparo.runtime.cli import (
     positive_number,
     share_below_1,
 )
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DOWNLOAD, SLOT_SIZES
 
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
@@ -153,7 +154,7 @@ def check_options(args: argparse.Namespace) -> None:
     """
     check_pair_options(args)
     if args.shards == "streamed" and args.negative_key is not None:
-        raise ValueError("--negative_key with --shards streamed: false captions are read from tables alone")
+        raise UserError("--negative_key with --shards streamed: false captions are read from tables alone")
 
 
 def select_parser() -> Parser:

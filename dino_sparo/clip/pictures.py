@@ -35,6 +35,7 @@ from dino_sparo.image_text.picture_pairs import (
     write_pictures,
 )
 from dino_sparo.image_text.towers import tokenize
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     loaded = load_clip(args.pretrained_weights)
     config = loaded.model.config
     if not config.image.kind.has_slots:
-        raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
+        raise UserError(f"readout {config.readout!r} has no slots to show; sparo has")
     slots = slots_of_option(args.slots, loaded)
     image_size = args.img_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)

@@ -43,6 +43,7 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, rank, world_size
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
@@ -138,9 +139,9 @@ def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
     """The images' features on the CPU."""
     images = scorer.image_features(source, torch.device("cpu"))
     if not len(images.features):
-        raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+        raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
     if not images.features.isfinite().all():
-        raise ValueError(f"features of {source.name} are not finite; the model is broken or overflowed")
+        raise UserError(f"features of {source.name} are not finite; the model is broken or overflowed")
     return images
 
 

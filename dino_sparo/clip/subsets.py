@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, LoadedClip, normalize_slots
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, check_same_checkpoint, origin_of, parse_slots
+from dino_sparo.runtime.faults import UserError
 
 
 class ReducedClip(nn.Module):
@@ -81,7 +82,7 @@ def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha
 def check_normalized_per_slot(config: CLIPConfig) -> None:
     """Refuse a model without slots that can stand alone."""
     if not config.image.kind.normalized_per_slot:
-        raise ValueError(
+        raise UserError(
             f"readout {config.readout!r} has no slots to choose among; that takes a read-out whose slots are "
             f"normalised one by one, such as sparo"
         )

@@ -25,6 +25,7 @@ from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import batch_accuracy
 from dino_sparo.image_text.towers import tokenize
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
 
@@ -97,7 +98,7 @@ def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable
     parts, taken = list(frozen), set(taken)
     random = [name for name in names if is_frozen(name, parts) and name not in taken]
     if random:
-        raise ValueError(
+        raise UserError(
             f"--freeze {' '.join(parts)} would keep {len(random)} random weights ({', '.join(random[:3])}); start them "
             f"from a file (--init_clip, --init_from), or freeze image_backbone or text_backbone, which leaves read-out "
             f"and projection free"

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 from PIL import Image
 
+from dino_sparo.runtime.faults import UserError
+
 WHITE = 255.0  # levels are those of 8-bit pixels, with fractions
 NUMPY_MAGIC = b"\x93NUMPY"
 DEEPEST = 65535  # the largest integer that a file may hold
@@ -68,7 +70,7 @@ def planes_of_array(values: Shaped[np.ndarray, "..."], in_chans: int) -> Shaped[
     if values.ndim == 2:
         values = values[None]
     if values.ndim != 3 or not values.size:
-        raise ValueError(f"has shape {values.shape}; save (H, W), (H, W, C) or (C, H, W)")
+        raise UserError(f"has shape {values.shape}; save (H, W), (H, W, C) or (C, H, W)")
     for count in (in_chans, 1) if in_chans == 3 else (in_chans,):
         if values.shape[-1] == count:
             return np.moveaxis(values, -1, 0)
@@ -107,9 +109,7 @@ def _planes_of_pages(image: Image.Image, pages: int, in_chans: int) -> list[np.n
     for page in range(pages):
         image.seek(page)
         if image.size != size or len(image.getbands()) != 1:
-            raise ValueError(
-                f"page {page} has mode {image.mode} and size {image.size}; save one channel of size {size}"
-            )
+            raise UserError(f"page {page} has mode {image.mode} and size {image.size}; save one channel of size {size}")
         planes.append(np.array(image))
     return planes
 
@@ -131,12 +131,12 @@ def levels_of(values: Shaped[np.ndarray, "*size"], max_value: int) -> Float[np.n
     if values.dtype == np.uint8:
         return values.astype(np.float32)
     if values.dtype.kind not in "iuf":
-        raise ValueError(f"holds {values.dtype}; save integers or floats")
+        raise UserError(f"holds {values.dtype}; save integers or floats")
     low, high = values.min(), values.max()
     is_float = values.dtype.kind == "f"
     if not (low >= 0 and high <= (1 if is_float else DEEPEST)):  # NaN is neither
         valid = "floats from 0 to 1" if is_float else f"integers from 0 to {DEEPEST}"
-        raise ValueError(f"has {values.dtype} pixels from {low} to {high}; save {valid}")
+        raise UserError(f"has {values.dtype} pixels from {low} to {high}; save {valid}")
     white = 1.0 if is_float else float(max_value)
     return np.minimum(values, white).astype(np.float32) * np.float32(WHITE) / np.float32(white)
 
@@ -154,7 +154,7 @@ def picture_of(levels: Shaped[np.ndarray, "H W C"], channels: Sequence[int] = ()
     number = levels.shape[-1]
     channels = list(channels) or ([0, 1, 2] if number >= 3 else [0])
     if len(channels) not in (1, 3) or max(channels) >= number:
-        raise ValueError(f"--show_channels {channels}: give one or three numbers from 0 to {number - 1}")
+        raise UserError(f"--show_channels {channels}: give one or three numbers from 0 to {number - 1}")
     shown = levels[..., channels].astype(np.float32)
     low, high = np.percentile(shown, PICTURE_PERCENTILES, axis=(0, 1))
     stretched = (shown - low) * (WHITE / np.maximum(high - low, 1e-6)) + 0.5

@@ -22,6 +22,7 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
 from dino_sparo.data.channels import WHITE
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.runtime.faults import UserError
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
 FLIP_PROBABILITY = 0.5
@@ -87,7 +88,7 @@ class CropParameters:
 def require_areas(name: str, scale: Sequence[float]) -> None:
     """Refuse smallest and largest shares of an image's area that are no interval within (0, 1]."""
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-        raise ValueError(
+        raise UserError(
             f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
         )
 
@@ -222,7 +223,7 @@ class MultiCropAugmentation:
         require_areas("global_crops_scale", global_crops_scale)
         require_areas("local_crops_scale", local_crops_scale)
         if min(global_crops_size, local_crops_size, local_crops_number + 1) < 1:
-            raise ValueError(
+            raise UserError(
                 f"global_crops_size={global_crops_size}, local_crops_size={local_crops_size}, local_crops_number="
                 f"{local_crops_number}; give positive sizes in pixels, multiples of the patch size, and 0 or more crops"
             )

@@ -26,6 +26,7 @@ from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.runtime.choices import MIN_CORRUPT
 from dino_sparo.runtime.collectives import all_or_none, rank_0_first, require_same
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 
 # This many unreadable images in a row mean that a disk or a network does not answer.
@@ -42,14 +43,14 @@ Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | Deferred
 def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
     """The labels of a source, (images,) int64; ValueError unless every image has a label."""
     if source.labels is None:
-        raise ValueError(
+        raise UserError(
             f"{source.name} has no labels: evaluations need one subfolder per class, a list with a label after each "
             "path, a table with a column `label` (or --label_column NAME), or tar shards with .cls members\n"
             f"it holds {len(source):,} images, the first is {source.location(0)}\n{WITHOUT_LABELS}"
         )
     missing = np.flatnonzero(source.labels < 0)
     if len(missing):
-        raise ValueError(
+        raise UserError(
             f"{source.name}: {len(missing)} of {len(source)} images have no label, the first is "
             f"{source.location(int(missing[0]))}; label all of them or leave these out"
         )
@@ -109,7 +110,7 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
     unknown = [name for i, name in enumerate(own) if name not in number and (labels == i).any()]
     if unknown:
         known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
-        raise ValueError(
+        raise UserError(
             f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; "
             f"the training images have {len(classes)}: {known}; give matching splits"
         )
@@ -267,7 +268,7 @@ def read_next(read: Callable[[int], T], start: int, source: ImageSource) -> tupl
         except CorruptImageError as error:
             corrupt.append((error.location, error.reason))
     location, reason = corrupt[0]
-    raise ValueError(
+    raise UserError(
         f"{len(corrupt)} images in a row of {source.name} cannot be read, the first is {location} ({reason}); "
         "is the disk still there, and are these files images?"
     )

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Int
 from torch.utils.data import BatchSampler
 
+from dino_sparo.runtime.faults import UserError
+
 
 def image_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     """The random numbers of one image in one epoch, a pure function of the arguments (the seed modulo 2^64)."""
@@ -63,7 +65,7 @@ class EpochSampler:
         self.steps_per_epoch = num_images // self.global_batch_size
         self.epoch = self.start_step = 0
         if self.steps_per_epoch == 0:
-            raise ValueError(
+            raise UserError(
                 f"{num_images} images are too few for one step: {batch_size} images per process and micro-batch x "
                 f"{world_size} process(es) x {accum_steps} accumulation step(s) = {self.global_batch_size}; use a "
                 "smaller batch size, fewer processes or accumulation steps, or more images"

@@ -24,6 +24,7 @@ from dino_sparo.data.scene_patterns import (
     Tone,
 )
 from dino_sparo.runtime.choices import SCENE_SIZE
+from dino_sparo.runtime.faults import UserError
 
 DEFAULT_NUM_IMAGES = 20_000
 DEFAULT_IMAGE_SIZE = SCENE_SIZE
@@ -70,11 +71,11 @@ class Scenes:
         ties: Ties | None = None,
     ) -> None:
         if num_images < 1 or image_size < MIN_IMAGE_SIZE:
-            raise ValueError(
+            raise UserError(
                 f"{num_images} scenes of {image_size} px: give at least one, and {MIN_IMAGE_SIZE} px for the textures"
             )
         if split not in SPLITS:
-            raise ValueError(f"unknown split {split!r} of scenes; choose one of {sorted(SPLITS)}")
+            raise UserError(f"unknown split {split!r} of scenes; choose one of {sorted(SPLITS)}")
         self.num_images, self.image_size, self.split, self.seed = num_images, image_size, split, seed
         self.ties = Ties() if ties is None else ties
         self.name = f"scenes {split} ({image_size} px, seed {seed})"
@@ -139,7 +140,7 @@ def parse_scenes_spec(spec: str) -> tuple[int, int]:
     """
     word, *numbers = spec.split(":")
     if word != "scenes" or len(numbers) > 2 or not all(n.isascii() and n.isdigit() for n in numbers):
-        raise ValueError(
+        raise UserError(
             f"cannot read {spec!r} as built-in scenes; write scenes, scenes:NUM or scenes:NUM:IMAGE_SIZE, "
             f"for example scenes:{DEFAULT_NUM_IMAGES}:{DEFAULT_IMAGE_SIZE}"
         )

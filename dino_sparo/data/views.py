@@ -20,6 +20,7 @@ from dino_sparo.data.channels import picture_of
 from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, resize_fast
 from dino_sparo.data.sources.decode import to_image
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
+from dino_sparo.runtime.faults import UserError
 
 BICUBIC = InterpolationMode.BICUBIC
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
@@ -115,7 +116,7 @@ class EvalTransform:
         """
         images = [images] if isinstance(images, Image.Image | np.ndarray) else images
         if not len(images):
-            raise ValueError("no images: the list is empty; give one image or several")
+            raise UserError("no images: the list is empty; give one image or several")
         return torch.stack([self(to_image(image, len(self.mean), self.max_value))[0] for image in images])
 
 
@@ -131,7 +132,7 @@ class ClipView(EvalTransform):
 
     def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
         if border < 0:
-            raise ValueError(f"border={border}; give 0 or more pixels with --crop_border")
+            raise UserError(f"border={border}; give 0 or more pixels with --crop_border")
         super().__init__(img_size, mean, std)
         self.resize_size, self.border = img_size, border
 
@@ -140,7 +141,7 @@ class ClipView(EvalTransform):
     ) -> list[Float[Tensor, "C img_size img_size"]]:
         """The view, in a list; ValueError if the border leaves nothing of the image."""
         if 2 * self.border >= min(image.size):
-            raise ValueError(
+            raise UserError(
                 f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
                 f"{image.height} px; give a smaller one"
             )
@@ -178,9 +179,9 @@ class PatchView:
         resampling: Image.Resampling = Image.Resampling.BICUBIC,
     ) -> None:
         if len(size) not in (1, 2):
-            raise ValueError(f"image_size={list(size)} has {len(size)} numbers; give one (the short side) or two (H W)")
+            raise UserError(f"image_size={list(size)} has {len(size)} numbers; give one (the short side) or two (H W)")
         if min(size) < patch_size:
-            raise ValueError(
+            raise UserError(
                 f"image_size={list(size)} px is smaller than one patch of {patch_size} px; give at least {patch_size}, "
                 f"better 20 times that"
             )
@@ -192,7 +193,7 @@ class PatchView:
         (left, top, right, bottom), height, width = self._resized(image)
         rows, columns = height // self.patch_size, width // self.patch_size
         if rows * columns > MAX_PATCHES:
-            raise ValueError(
+            raise UserError(
                 f"image_size={self.size} px makes {rows} x {columns} patches of {self.patch_size} px from an image of "
                 f"{image.width} x {image.height} px; at most {MAX_PATCHES} can be looked at, give a smaller size"
             )

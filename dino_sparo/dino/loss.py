@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
 from dino_sparo.runtime.collectives import all_reduce_sum_async
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 
 
@@ -82,7 +83,7 @@ class DINOLoss(nn.Module):
     ) -> None:
         super().__init__()
         if num_crops < NUM_TEACHER_CROPS or out_dim < 2:
-            raise ValueError(
+            raise UserError(
                 f"num_crops={num_crops}, out_dim={out_dim}: DINO needs at least the {NUM_TEACHER_CROPS} global crops, "
                 "and 2 prototypes"
             )
@@ -93,9 +94,9 @@ class DINOLoss(nn.Module):
         }
         for name, value in temperatures.items():
             if value <= 0:
-                raise ValueError(f"{name}={value} is not a temperature; give a positive number, usually 0.04 to 0.1")
+                raise UserError(f"{name}={value} is not a temperature; give a positive number, usually 0.04 to 0.1")
         if not 0 <= warmup_teacher_temp_epochs <= num_epochs:
-            raise ValueError(
+            raise UserError(
                 f"warmup_teacher_temp_epochs={warmup_teacher_temp_epochs} does not fit a run of {num_epochs} epochs; "
                 f"give 0 to {num_epochs}"
             )
@@ -128,7 +129,7 @@ class DINOLoss(nn.Module):
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
         batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
         if student_logits.shape != (self.num_crops * batch_size, self.out_dim):
-            raise ValueError(
+            raise UserError(
                 f"student logits have shape {tuple(student_logits.shape)}; with {self.num_crops} crops, "
                 f"{batch_size} images and {self.out_dim} prototypes they need "
                 f"{(self.num_crops * batch_size, self.out_dim)}"

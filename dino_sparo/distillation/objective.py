@@ -25,6 +25,7 @@ from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
@@ -171,7 +172,7 @@ class DistillationObjective(Objective[Batch]):
             self.teacher.load_state_dict(self.network.state_dict())
             logger.info("start from %s; the head is new", report)
         elif args.freeze_backbone_epochs:
-            raise ValueError(
+            raise UserError(
                 f"--freeze_backbone_epochs {args.freeze_backbone_epochs} would keep random weights; start them from a "
                 "file (--init_from), from timm (--pretrained), or leave the option out"
             )

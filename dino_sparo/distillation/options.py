@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dino_sparo.runtime import options as shared
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
 from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, positive_int, share, whole_number
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)
@@ -168,9 +169,9 @@ def check_options(args: argparse.Namespace) -> None:
         args.patch_size = own_patch_size(args.arch)
     for name in ("init_head", "init_optimizer"):
         if (value := getattr(args, name)) and not args.init_from:
-            raise ValueError(f"--{name} {str(value).lower()} needs --init_from FILE; give it, or leave --{name} out")
+            raise UserError(f"--{name} {str(value).lower()} needs --init_from FILE; give it, or leave --{name} out")
     if args.init_optimizer and args.init_head:
-        raise ValueError(
+        raise UserError(
             f"--init_optimizer true with --init_head {args.init_head}: moments belong to the weights of a checkpoint; "
             "leave one of the two out"
         )
@@ -179,9 +180,9 @@ def check_options(args: argparse.Namespace) -> None:
         logger.warning("--drop_path_rate 0 instead of %s: %s has no stochastic depth", DROP_PATH_RATE, args.arch)
     for name in ("freeze_backbone_epochs", "warmup_epochs"):
         if (value := getattr(args, name) or 0) > args.epochs:
-            raise ValueError(f"--{name} {value} is longer than the run of {args.epochs} epochs; shorten it")
+            raise UserError(f"--{name} {value} is longer than the run of {args.epochs} epochs; shorten it")
     if args.arch.startswith(TIMM) and (args.pre_norm or args.quick_gelu):
-        raise ValueError(
+        raise UserError(
             f"--pre_norm {args.pre_norm} --quick_gelu {args.quick_gelu} with --arch {args.arch}: a model of timm has "
             "its own form; leave both out"
         )
@@ -194,7 +195,7 @@ def check_normalization(args: argparse.Namespace) -> None:
     """ValueError unless there is a mean and a deviation for each channel."""
     for name in ("norm_mean", "norm_std"):
         if len(values := getattr(args, name)) != args.in_chans:
-            raise ValueError(
+            raise UserError(
                 f"--{name} has {len(values)} numbers, but --in_chans is {args.in_chans}; measure the images: "
                 f"dino-sparo statistics --data_path {args.data_path} --in_chans {args.in_chans} "
                 f"--max_value {args.max_value}"

@@ -26,6 +26,7 @@ from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import parse_object, write_json
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
@@ -232,7 +233,7 @@ def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -
     share = min(1.0, len(source) / sum(sizes))
     counts = [int(size * share) for size in sizes]
     if min(counts) < 1:
-        raise ValueError(f"{source.name} has {len(source)} images, too few to split them {':'.join(map(str, sizes))}")
+        raise UserError(f"{source.name} has {len(source)} images, too few to split them {':'.join(map(str, sizes))}")
     order = np.random.default_rng(seed).permutation(len(source))
     return [Subset(source, np.sort(part)) for part in np.split(order, np.cumsum(counts))[:-1]]
 
@@ -278,7 +279,7 @@ def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) ->
         corrupt = {split: part.num_corrupt for split, part in splits.items()}
         write_json({**record, "corrupt": corrupt}, folder / CACHE_RECORD)
     except (OSError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"could not write the features to {folder} ({error}); free some space or choose another folder"
         ) from error
 
@@ -295,23 +296,23 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
             features, labels = (_load_tensor(folder / name) for name in names)
             if features.ndim != 2 or labels.shape != features.shape[:1]:
                 shapes = f"{tuple(features.shape)} and {names[1]} {tuple(labels.shape)}"
-                raise ValueError(f"{folder / names[0]} has shape {shapes}; expected (images, F) and (images,)")
+                raise UserError(f"{folder / names[0]} has shape {shapes}; expected (images, F) and (images,)")
             splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
     except ValueError as error:
-        raise ValueError(f"{error}; write the features again with --dump_features {folder}") from error
+        raise UserError(f"{error}; write the features again with --dump_features {folder}") from error
     return splits[0], splits[1], record
 
 
 def _load_tensor(path: Path) -> Tensor:
     if not path.is_file():
-        raise ValueError(f"no cached features at {path}")
+        raise UserError(f"no cached features at {path}")
     tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor")
+        raise UserError(f"{path} holds a {type(tensor).__name__}, not a tensor")
     return tensor
 
 
 def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
     """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
     if pretrained_weights and sha256 != weights_sha256(pretrained_weights):
-        raise ValueError(f"the features in {folder} were not made with {pretrained_weights}; leave out one of the two")
+        raise UserError(f"the features in {folder} were not made with {pretrained_weights}; leave out one of the two")

@@ -14,7 +14,7 @@ from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.embed.store import load_embeddings, read_record
 from dino_sparo.evaluation.features import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import parse_object, plain
 from dino_sparo.weights.checkpoint import (
     NETWORKS,
@@ -65,7 +65,7 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
         path = str(folder / "checkpoint.pth")
     file = weights_file(path)
     if file.is_dir():
-        raise ValueError(f"{path} holds no checkpoint, export, embeddings or cached features; give one of their paths")
+        raise UserError(f"{path} holds no checkpoint, export, embeddings or cached features; give one of their paths")
     return _describe_weights(path, file, defaults_of)
 
 
@@ -116,9 +116,9 @@ def _describe_onnx(file: Path) -> dict[str, Any]:
         onnx.checker.check_model(model)
         documents = {entry.key: entry.value for entry in model.metadata_props}[DOCUMENTS_KEY]
     except KeyError as error:
-        raise ValueError(f"{file} was not written by dino-sparo export: it does not say where it comes from") from error
+        raise UserError(f"{file} was not written by dino-sparo export: it does not say where it comes from") from error
     except Exception as error:  # of protobuf and of onnx, without a common type
-        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}); export again") from error
+        raise UserError(f"{file} is damaged ({str(error).splitlines()[0]}); export again") from error
     (record,) = json.loads(documents).values()
     return {
         "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
@@ -138,9 +138,9 @@ def _describe_embeddings(folder: Path) -> dict[str, Any]:
             embeddings = load_embeddings(folder)
             lengths = {len(embeddings.index["path"]), *map(len, embeddings.arrays.values())}
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
+            raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
         if lengths != {record["num_images"]}:
-            raise ValueError(f"{folder} is damaged: rows are missing, or its files are of two runs; embed again")
+            raise UserError(f"{folder} is damaged: rows are missing, or its files are of two runs; embed again")
     return {
         "folder": folder,
         "kind": "embeddings",
@@ -167,7 +167,7 @@ def _describe_features(folder: Path) -> dict[str, Any]:
 def _describe_result(file: Path) -> dict[str, Any]:
     record = parse_object(file.read_bytes(), str(file))
     if file.with_suffix(".safetensors").is_file() or ("encoder" not in record and "model" not in record):
-        raise ValueError(f"{file} is no result of an evaluation; for an export or embeddings give the file or folder")
+        raise UserError(f"{file} is no result of an evaluation; for an export or embeddings give the file or folder")
     kind = record.get("evaluation", file.stem)
     scores = in_percent(scores_of(record))
     return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **_facts(record)}

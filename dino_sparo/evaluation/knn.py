@@ -45,6 +45,7 @@ from dino_sparo.evaluation.features import (
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
 
@@ -118,18 +119,18 @@ def checked_features(
 ) -> tuple[Float[Tensor, "images F"], Float[Tensor, " images"]]:
     """Features of a split and their lengths; refuses a split without images, labels or finite features."""
     if num_images == 0:
-        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
+        raise UserError(f"{name}_features are empty; k-NN needs at least one image on each side")
     if len(part.labels) and int(part.labels.min()) < 0:
-        raise ValueError(f"{name}_labels hold {int(part.labels.min())}; labels are non-negative")
+        raise UserError(f"{name}_labels hold {int(part.labels.min())}; labels are non-negative")
     # A process without images does not know how wide features are.
     features = part.features if len(part.features) else part.features.new_empty(0, width)
     if features.shape[1] != width:
-        raise ValueError(f"train_features have {width} numbers per image and {name}_features {features.shape[1]}")
+        raise UserError(f"train_features have {width} numbers per image and {name}_features {features.shape[1]}")
     precision = torch.promote_types(features.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
     if not lengths.isfinite().all():
         row = int(lengths.isfinite().logical_not().nonzero()[0])
-        raise ValueError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
+        raise UserError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
     return features, lengths
 
 
@@ -267,7 +268,7 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
         if getattr(args, name) and getattr(args, name) not in (default, cached):
             refused.append(name)
     for name in refused:
-        raise ValueError(f"--{name} {getattr(args, name)} with --load_features: leave out one of the two")
+        raise UserError(f"--{name} {getattr(args, name)} with --load_features: leave out one of the two")
 
 
 def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:

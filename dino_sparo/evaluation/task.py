@@ -27,6 +27,7 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_confi
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import require_same_options
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.lock import create_output_dir
@@ -84,7 +85,7 @@ def trained_encoder(
 ) -> EvaluatedEncoder:
     """The encoder of one of our checkpoints, or of the reference's; the last three options describe foreign weights."""
     if not pretrained_weights:
-        raise ValueError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
+        raise UserError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
     checkpoint = load_checkpoint(pretrained_weights)
     encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
     record = {
@@ -123,7 +124,7 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     """
     given = vars(args)
     if args.pretrained_weights and (readout := given.get("readout")):
-        raise ValueError(f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own")
+        raise UserError(f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own")
     seed = given.get("seed", 0)
     if args.untrained:
         logger.warning("the encoder is untrained: random weights from seed %d", seed)
@@ -188,7 +189,7 @@ class EvaluationTask:
         """The labelled training and validation images, their classes numbered alike."""
         args = self.args
         if not args.data_path:
-            raise ValueError("--data_path is empty; give a folder with train/ and val/, cifar10:DIR, or scenes")
+            raise UserError("--data_path is empty; give a folder with train/ and val/, cifar10:DIR, or scenes")
         columns = TableColumns(args.path_column, args.label_column, args.split_column)
         train, val = (
             open_images(args.data_path, split, args.download, columns=columns, limits=self.limits)
@@ -275,9 +276,9 @@ def start_evaluation(args: argparse.Namespace, several_results: bool = False) ->
     """
     output = getattr(args, "output", None)
     if output and several_results and os.path.isfile(output):
-        raise ValueError(f"--output {output} is a file; give a folder")
+        raise UserError(f"--output {output} is a file; give a folder")
     if output and not several_results and os.path.isdir(output):
-        raise ValueError(f"--output {output} is a folder; give the path of a file")
+        raise UserError(f"--output {output} is a folder; give the path of a file")
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     require_same_options(vars(args))
     set_tf32(allowed=args.precision == "tf32")

@@ -32,7 +32,7 @@ from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
@@ -261,7 +261,7 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     """Pairs that one process encodes at a time, of `batch_size` per step; ValueError if the division leaves a rest."""
     parts = num_processes * accum_steps
     if batch_size % parts:
-        raise ValueError(
+        raise UserError(
             f"--batch_size {batch_size} cannot be shared by {num_processes} process(es) with --grad_accum_steps "
             f"{accum_steps}; the nearest that can is {max(round(batch_size / parts), 1) * parts}"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_below_1
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE, IMAGE_LIMITS, NORMALIZATION, PRETRAINED, SPLIT_COLUMN, TRAINING_DATA
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
@@ -221,19 +222,19 @@ def check_pair_options(args: argparse.Namespace) -> None:
         ValueError: names the option and what would fit.
     """
     if (args.shards == "streamed") != (args.epoch_pairs is not None):
-        raise ValueError(
+        raise UserError(
             f"--shards {args.shards} with --epoch_pairs {args.epoch_pairs}: a stream has no length, so streamed needs "
             "the number of pairs to call an epoch, and indexed takes none"
         )
     if args.shard_weights is not None and args.shards != "streamed":
-        raise ValueError("--shard_weights is for --shards streamed alone")
+        raise UserError("--shard_weights is for --shards streamed alone")
     if args.shards == "streamed" and args.caption_templates is not None:
-        raise ValueError("--caption_templates with --shards streamed: a stream has written captions alone")
+        raise UserError("--caption_templates with --shards streamed: a stream has written captions alone")
     if args.shards == "streamed" and args.val_share:
-        raise ValueError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
+        raise UserError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:
-        raise ValueError("--zero_shot_freq with --shards streamed: give labelled images with --zero_shot_path")
+        raise UserError("--zero_shot_freq with --shards streamed: give labelled images with --zero_shot_path")
     if args.val_share and args.val_path:
-        raise ValueError(f"--val_share {args.val_share} with --val_path {args.val_path}: give one of the two")
+        raise UserError(f"--val_share {args.val_share} with --val_path {args.val_path}: give one of the two")
     check_start(args)
     check_whole_patches(args, "img_size")

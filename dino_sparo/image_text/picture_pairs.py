@@ -25,7 +25,7 @@ from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.cli import printable, say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import select_device
 from dino_sparo.runtime.logs import progress, setup_logging
@@ -111,6 +111,6 @@ def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> I
             errors.append(error)
             logger.warning("left out %s", error)
     if errors and len(errors) == len(indices):
-        raise ValueError(f"none of {len(errors)} pairs can be read: {errors[0]}")
+        raise UserError(f"none of {len(errors)} pairs can be read: {errors[0]}")
     if errors:
         logger.warning("%s: left out %d pairs", source.name, len(errors))

@@ -29,7 +29,7 @@ from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS, ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.options import AUTO
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import read_json
 
 if importlib.util.find_spec("open_clip") is not None:
@@ -138,13 +138,13 @@ def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
     if templates in TEMPLATES:
         return TEMPLATES[templates]
     if not is_file(templates):
-        raise ValueError(
+        raise UserError(
             f"templates={templates!r} is neither a file nor a known list; choose one of {', '.join(sorted(TEMPLATES))}"
         )
     sentences = tuple(str(text).replace("{c}", "{}") for text in read_words(templates))
     for text in sentences:
         if "{}" not in text:
-            raise ValueError(f"template {text!r} in {templates} has no place for the class name; write {{}} there")
+            raise UserError(f"template {text!r} in {templates} has no place for the class name; write {{}} there")
     return sentences
 
 
@@ -174,12 +174,12 @@ def read_words(where: str) -> Any:
         words = read_json(path)
         lists = words if isinstance(words, dict) else {}
         if key and key not in lists:
-            raise ValueError(f"{path} has no key {key!r}; its keys are {', '.join(sorted(lists)) or 'none'}")
+            raise UserError(f"{path} has no key {key!r}; its keys are {', '.join(sorted(lists)) or 'none'}")
         if not key and any(isinstance(value, list) for value in lists.values()):
-            raise ValueError(f"{path} holds several lists; say which with {path}:KEY of {', '.join(sorted(lists))}")
+            raise UserError(f"{path} holds several lists; say which with {path}:KEY of {', '.join(sorted(lists))}")
         words = words[key] if key else words
     if not words:
-        raise ValueError(f"{where} is empty; give a list of texts")
+        raise UserError(f"{where} is empty; give a list of texts")
     return words
 
 
@@ -228,7 +228,7 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
         return _objectnet(folders, folder)
     if is_file(classnames):
         return _from_file(folders, classnames)
-    raise ValueError(
+    raise UserError(
         f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
     )
 
@@ -238,7 +238,7 @@ def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
     labels = classes.class_of[require_labels(source)]
     kept = np.flatnonzero(labels >= 0)
     if not len(kept):
-        raise ValueError(f"{source.name}: no image belongs to any of the {len(classes.names)} classes")
+        raise UserError(f"{source.name}: no image belongs to any of the {len(classes.names)} classes")
     if len(kept) < len(labels):
         logger.info("%s: %d of %d images belong to the classes to choose among", source.name, len(kept), len(labels))
     return Subset(source, kept, labels[kept], classes.names)
@@ -270,7 +270,7 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
     if name is not None:
         words = PROMPT_SETS[name]
         if not words.has_names:
-            raise ValueError(
+            raise UserError(
                 f"{name} brings no names in words for its {len(folders)} classes; give them, one per line in the order "
                 f"of their numbers, with --classnames FILE"
             )
@@ -285,7 +285,7 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
 def _in_words(folders: list[str]) -> ClassList:
     """Names of the folders, with spaces; a comma begins a synonym, which is dropped."""
     if all(folder.isdecimal() for folder in folders) or all(re.fullmatch(r"n\d{8}", folder) for folder in folders):
-        raise ValueError(
+        raise UserError(
             f"the {len(folders)} classes are called {', '.join(folders[:3])}, ..., which says nothing to a model; give "
             f"their names with --classnames: imagenet for ImageNet V2 (folders 0 to 999), or a FILE"
         )
@@ -298,7 +298,7 @@ def _all_of_imagenet(folders: list[str]) -> ClassList:
     number = {name: i for i, wordnet_id in enumerate(ids) for name in (wordnet_id, str(i))}
     unknown = [folder for folder in folders if folder not in number]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"classnames=imagenet, but {len(unknown)} of the {len(folders)} classes are neither WordNet ids of "
             f"ImageNet nor numbers up to {len(ids) - 1}, the first is {unknown[0]!r}; give --classnames FILE"
         )
@@ -310,7 +310,7 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
     """The classes that ObjectNet shares with ImageNet, under ObjectNet's names, as in LAION's CLIP benchmark."""
     files = [Path(mappings) / name for name in (OBJECTNET_NAMES, OBJECTNET_OVERLAP)]
     if not mappings or not all(file.is_file() for file in files):
-        raise ValueError(
+        raise UserError(
             f"classnames=objectnet:{mappings} needs {OBJECTNET_NAMES} and {OBJECTNET_OVERLAP}, which come with "
             f"ObjectNet in its folder `mappings`; give that folder, as objectnet:DIR/mappings"
         )
@@ -330,12 +330,12 @@ def _from_file(folders: list[str], where: str) -> ClassList:
     words: Any = read_words(where)
     if isinstance(words, dict):
         if missing := [folder for folder in folders if folder not in words]:
-            raise ValueError(f"{where} names no class {missing[0]!r}, and {len(missing)} classes in all")
+            raise UserError(f"{where} names no class {missing[0]!r}, and {len(missing)} classes in all")
         return _one_each((words[folder] for folder in folders), where)
     if all(folder.isdecimal() for folder in folders) and max(map(int, folders)) < len(words):
         return ClassList([str(word) for word in words], np.array([int(folder) for folder in folders]), where)
     if len(words) != len(folders):
-        raise ValueError(
+        raise UserError(
             f"{where} has {len(words)} names, the images have {len(folders)} classes: {', '.join(folders[:3])}, ...; "
             f"give one name per class in this order, or an object from class to name as JSON"
         )

@@ -25,7 +25,7 @@ from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.runtime.faults import MissingPackageError, require
+from dino_sparo.runtime.faults import MissingPackageError, UserError, require
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     clip_weights,
@@ -76,12 +76,12 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         if self.context_length < 3:
-            raise ValueError(
+            raise UserError(
                 f"context_length={self.context_length} has no room for a start token, a word and an end token; give at "
                 f"least 3, usually {CONTEXT_LENGTH}"
             )
         if self.heads < 1 or self.width < 1 or self.width % self.heads:
-            raise ValueError(f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's are 64 wide")
+            raise UserError(f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's are 64 wide")
 
 
 class TextEncoder(nn.Module):
@@ -193,7 +193,7 @@ def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Toke
         ValueError: one string instead of a list.
     """
     if isinstance(texts, str):
-        raise ValueError(f"texts={texts!r} is one caption; give a list of captions")
+        raise UserError(f"texts={texts!r} is one caption; give a list of captions")
     tokenizer = simple_tokenizer()
     ids = tokenizer(texts, context_length=context_length)
     end = tokenizer.eot_token_id

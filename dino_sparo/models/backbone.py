@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.models.timm_backbone import TimmBackbone, check_images, check_whole_patches, layer_indices, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize
+from dino_sparo.runtime.faults import UserError
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
 # (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
@@ -305,7 +306,7 @@ def create_backbone(
         return TimmBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
     if arch not in ARCHITECTURES:
         hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""
-        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
+        raise UserError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
     size = ARCHITECTURES[arch]
     depth = size.depth - remove_blocks
     return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
@@ -323,12 +324,12 @@ def has_stochastic_depth(arch: str) -> bool:
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:
     if patch_size < 1:
-        raise ValueError(f"patch_size={patch_size} px; give a positive number, usually 4 to 32")
+        raise UserError(f"patch_size={patch_size} px; give a positive number, usually 4 to 32")
     check_whole_patches(img_size, patch_size)
     if in_chans < 1:
-        raise ValueError(f"in_chans={in_chans}; an image has at least one channel")
+        raise UserError(f"in_chans={in_chans}; an image has at least one channel")
     if not 0 <= drop_path_rate < 1:
-        raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
+        raise UserError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
 
 
 def init_linear(module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from dino_sparo.models.backbone import AnyBackbone, create_backbone, own_patch_s
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+from dino_sparo.runtime.faults import UserError
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class EncoderConfig:
         for name in known.keys() & values.keys():
             if not isinstance(values[name], known[name]):
                 kind = getattr(known[name], "__name__", str(known[name]))
-                raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
+                raise UserError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
         refuse_unknown("encoder", cls, values.keys() - {"mean", "std"})
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -77,7 +78,7 @@ class EncoderConfig:
 def refuse_unknown(what: str, config: type, names: Iterable[str]) -> None:
     """Refuse names of saved fields that the dataclass `config` lacks; `what` says what the fields describe."""
     if unknown := sorted(set(names) - {field.name for field in fields(config)}):
-        raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
+        raise UserError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 
 
 class Encoder(nn.Module):
@@ -195,7 +196,7 @@ class Encoder(nn.Module):
         is_pooled = not self.replaces_block
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
-            raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
+            raise UserError(f"n={n} layers asked of an encoder with {most}, read-out included")
         # With sparo the read-out replaces the last block, so n - 1 blocks precede it. A read-out that replaces no block
         # pools the last block, so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
@@ -226,7 +227,7 @@ def encode_crops(
     if isinstance(crops, Tensor):
         crops = [crops]
     if not crops:
-        raise ValueError("no crops to encode: the list is empty")
+        raise UserError("no crops to encode: the list is empty")
     groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
     if class_token_only:
         return torch.cat([backbone.class_tokens(images) for images in groups])
@@ -263,9 +264,9 @@ def encoder_from_config(
     """Build an encoder with random weights; `codebook` (codes, M) is that of a text encoder which shares it."""
     kind = config.kind
     if kind.reads_captions_only:
-        raise ValueError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")
+        raise UserError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")
     if kind.needs_codes and not config.num_codes:
-        raise ValueError(f"readout {config.readout!r} needs codes, which only CLIP has (train-clip); choose another")
+        raise UserError(f"readout {config.readout!r} needs codes, which only CLIP has (train-clip); choose another")
     if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(
@@ -290,6 +291,6 @@ def encoder_from_config(
         norm_eps=backbone.norm_eps,
     )
     if kind.reads_class_token_only and not backbone.has_class_token:
-        raise ValueError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
+        raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
     readout = kind.build(sizes)
     return Encoder(backbone, readout, config)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.readout import ReadoutOutput, pool, require_positive
 from dino_sparo.runtime.choices import CrossAttentionKind
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 
 # Of efficient probing and of AIM.
 QUERY_STD, BATCH_NORM_EPS = 0.02, 1e-6
@@ -125,7 +125,7 @@ class AttentionReadout(nn.Module):
         super().__init__()
         require_positive("an attentive query", embed_dim=embed_dim, num_slots=num_slots)
         if embed_dim % num_slots:
-            raise ValueError(f"{num_slots} heads do not divide tokens of width {embed_dim}; give another number")
+            raise UserError(f"{num_slots} heads do not divide tokens of width {embed_dim}; give another number")
         self.norm = nn.BatchNorm1d(embed_dim, affine=False, eps=BATCH_NORM_EPS)
         self.queries = nn.Parameter(torch.randn(num_slots, embed_dim // num_slots) * QUERY_STD)
         self.key_proj = nn.Linear(embed_dim, embed_dim, bias=False)

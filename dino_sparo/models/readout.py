@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.runtime.faults import UserError
+
 
 @dataclass(frozen=True)
 class ReadoutOutput:
@@ -30,7 +32,7 @@ def require_positive(module: str, **sizes: int) -> None:
     """Refuse sizes below one; `module` is named in the message."""
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name}={size} is not a valid size for {module}; give a positive integer")
+            raise UserError(f"{name}={size} is not a valid size for {module}; give a positive integer")
 
 
 class Sparo(nn.Module):
@@ -65,7 +67,7 @@ class Sparo(nn.Module):
         )
         if num_slots % group_size:
             divisors = [g for g in range(1, num_slots + 1) if num_slots % g == 0]
-            raise ValueError(
+            raise UserError(
                 f"group_size={group_size} does not divide num_slots={num_slots}: slots share keys in equal groups; "
                 f"choose one of {divisors}"
             )
@@ -98,7 +100,7 @@ class Sparo(nn.Module):
                 wait for the GPU.
         """
         if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
-            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")
+            raise UserError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")
         # einsum letters: b image, d width, a key width, k key projection (L/G of them), g slot within its group
         keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))  # (k, a, d)
         queries = self.queries.unflatten(0, (-1, self.group_size)) * self.key_dim**-0.5  # (k, g, a)
@@ -183,7 +185,7 @@ def pool(
 def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
     """The mask, if it is a bool tensor of shape (B, N)."""
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
-        raise ValueError(
+        raise UserError(
             f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape "
             f"{tuple(tokens.shape[:2])}, True where a token may be attended"
         )

@@ -19,6 +19,7 @@ from dino_sparo.models.readout import (
     Sparo,
 )
 from dino_sparo.runtime.choices import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT_DIM, CrossAttentionKind
+from dino_sparo.runtime.faults import UserError
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _sparo(sizes: ReadoutSizes) -> nn.Module:
 
 def _cross_attention(kind: CrossAttentionKind, sizes: ReadoutSizes) -> nn.Module:
     if sizes.group_size != 1:
-        raise ValueError(
+        raise UserError(
             f"group_size={sizes.group_size} with this readout: only 'sparo' shares keys between slots; leave it at 1"
         )
     return CrossAttentionReadout(sizes.embed_dim, sizes.num_slots, sizes.slot_dim, sizes.key_dim, kind)
@@ -93,7 +94,7 @@ def _cross_attention(kind: CrossAttentionKind, sizes: ReadoutSizes) -> nn.Module
 
 def _attention(sizes: ReadoutSizes) -> nn.Module:
     if sizes.num_slots * sizes.slot_dim != sizes.embed_dim:
-        raise ValueError(
+        raise UserError(
             f"readout 'attention' with num_slots={sizes.num_slots}, slot_dim={sizes.slot_dim}: the heads together "
             f"are as wide as a token, {sizes.embed_dim}; give sizes whose product it is"
         )
@@ -102,7 +103,7 @@ def _attention(sizes: ReadoutSizes) -> nn.Module:
 
 def _codes(sizes: ReadoutSizes, competes_with_padding: bool) -> nn.Module:
     if sizes.codebook is None:
-        raise ValueError("readout 'fdt' needs a codebook; give the parameter (codes, M) that both towers share")
+        raise UserError("readout 'fdt' needs a codebook; give the parameter (codes, M) that both towers share")
     context_length = sizes.context_length if competes_with_padding else None
     return CodebookReadout(sizes.embed_dim, sizes.codebook, sizes.num_prefix_tokens, context_length)
 
@@ -135,7 +136,7 @@ READOUTS: dict[str, ReadoutKind] = {
 def readout_kind(name: str) -> ReadoutKind:
     """Properties of a read-out; ValueError if the name is unknown."""
     if name not in READOUTS:
-        raise ValueError(
+        raise UserError(
             f"unknown readout {name!r}; choose one of {sorted(READOUTS)}. If a file of yours registers it, run the "
             f"command through that file: python YOUR_FILE.py COMMAND ..."
         )

@@ -19,6 +19,8 @@ from jaxtyping import Float
 from timm.models import adapt_input_conv, get_arch_pretrained_cfgs, group_parameters
 from torch import Tensor, nn
 
+from dino_sparo.runtime.faults import UserError
+
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
 NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
 # Arguments by which a model reads images of any size, where its constructor has them.
@@ -79,7 +81,7 @@ class TimmBackbone(nn.Module):
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
         self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)
         if self.depth < 1:
-            raise ValueError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
+            raise UserError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
         self.norm_eps = getattr(getattr(self.model, "norm", None), "eps", DEFAULT_EPS)
         # Also leaves out what a classifier alone needs: pooling, and the norm after it.
         self.model.prune_intermediate_layers([self.depth - 1], prune_norm=not final_norm)
@@ -123,7 +125,7 @@ class TimmBackbone(nn.Module):
         try:
             layers = self.model.forward_intermediates(images, **options)
         except (TypeError, AssertionError) as error:  # some models lack an option, or refuse its value
-            raise ValueError(f"timm/{self.name} gives no tokens of its inner layers ({error})") from error
+            raise UserError(f"timm/{self.name} gives no tokens of its inner layers ({error})") from error
         if not self.has_blocks:
             return [maps.flatten(2).transpose(1, 2) for maps in layers]
         if not self.num_prefix_tokens:
@@ -146,7 +148,7 @@ class TimmBackbone(nn.Module):
         attention: Any = getattr(self.model.blocks[-1], "attn", None) if self.has_blocks else None
         maps: list[Tensor] = []
         if not hasattr(attention, "attn_drop"):
-            raise ValueError(f"timm/{self.name} computes no self-attention in its last block; draw another read-out")
+            raise UserError(f"timm/{self.name} computes no self-attention in its last block; draw another read-out")
         # The dropout of attention sees the matrix, unless attention is fused.
         hook = attention.attn_drop.register_forward_pre_hook(lambda module, inputs: maps.append(inputs[0]))
         is_fused, attention.fused_attn = getattr(attention, "fused_attn", False), False
@@ -188,7 +190,7 @@ class TimmBackbone(nn.Module):
 
     def _check_size(self, height: int, width: int) -> None:
         if not self._reads_any_size and not height == width == self.img_size:
-            raise ValueError(
+            raise UserError(
                 f"timm/{self.name} reads images of {self.img_size}x{self.img_size} px alone, not of {height}x{width} "
                 "px; give one size (--local_crops_number 0), or a model that resamples its positions"
             )
@@ -226,12 +228,12 @@ class TimmPlan:
             ValueError: the model has stages of another stride, or no stochastic depth.
         """
         if patch_size != self.stride and not (self.has_blocks and "patch_size" in self.parameters):
-            raise ValueError(
+            raise UserError(
                 f"--patch_size {patch_size} with timm/{name}, whose tokens are {self.stride} px apart; leave it out"
             )
         check_whole_patches(img_size, patch_size)
         if drop_path_rate and "drop_path_rate" not in self.parameters:
-            raise ValueError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
+            raise UserError(f"--drop_path_rate {drop_path_rate}: timm/{name} has no stochastic depth; give 0")
         sizes: dict[str, Any] = {"img_size": img_size, **ANY_SIZE} if "img_size" in self.parameters else {}
         sizes |= {"patch_size": patch_size} if patch_size != self.stride else {}
         sizes |= {"drop_path_rate": drop_path_rate} if drop_path_rate else {}
@@ -254,7 +256,7 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
         return timm.create_model(name, pretrained=True, num_classes=0).state_dict()
     except Exception as error:  # the hub's client raises errors of other libraries, too
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"no weights of timm/{name} ({reason}); with HF_HUB_OFFLINE=1 the cache is read without waiting for the "
             f"network; without a cache, download the weights where there is network and give {options}"
         ) from error
@@ -270,10 +272,10 @@ def plan_of(name: str) -> TimmPlan:
     architecture = name.partition(".")[0]  # without the tag of its weights
     if not timm.is_model(architecture):
         near = ", ".join(f"timm/{known}" for known in _nearest_models(architecture)) or "none"
-        raise ValueError(f"unknown arch 'timm/{name}'; the nearest are {near}, and timm.list_models() has all")
+        raise UserError(f"unknown arch 'timm/{name}'; the nearest are {near}, and timm.list_models() has all")
     tagged = [f"timm/{known}" for known in get_arch_pretrained_cfgs(architecture)]
     if name != architecture and f"timm/{name}" not in tagged:
-        raise ValueError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
+        raise UserError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0).eval()
         model.prune_intermediate_layers()
@@ -292,7 +294,7 @@ def plan_of(name: str) -> TimmPlan:
         else [(rows, columns), (-(-height // stride), -(-width // stride))]
     )
     if (shape[2:] if len(shape) == 4 and not channels_last else shape[1:-1]) not in grids:
-        raise ValueError(
+        raise UserError(
             f"timm/{name} gives {shape or type(features).__name__} for an image of {height}x{width} px, neither tokens "
             "nor a map; choose a vision transformer or a network of stages, such as timm/resnet50"
         )
@@ -324,24 +326,24 @@ def check_whole_patches(img_size: int, patch_size: int) -> None:
     if img_size < patch_size or img_size % patch_size:
         nearest = max(img_size // patch_size, 1) * patch_size
         multiple = f"is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
-        raise ValueError(f"img_size={img_size} px {multiple}")
+        raise UserError(f"img_size={img_size} px {multiple}")
 
 
 def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: int) -> None:
     """Refuse images of another number of channels, or smaller than a patch."""
     channels, height, width = images.shape[1:]
     if channels != in_chans:
-        raise ValueError(
+        raise UserError(
             f"images have {channels} channels; the backbone was built with in_chans={in_chans}; give images of "
             f"{in_chans} channels, or build it with in_chans={channels}"
         )
     if min(height, width) < patch_size:
-        raise ValueError(f"images of {height}x{width} px are smaller than one patch of {patch_size} px")
+        raise UserError(f"images of {height}x{width} px are smaller than one patch of {patch_size} px")
 
 
 def layer_indices(n: int | Sequence[int], depth: int) -> list[int]:
     """Indices from 0 of the last `n` of `depth` layers, or of those that `n` lists, without order."""
     indices = range(-n, 0) if isinstance(n, int) else n
     if not indices or not all(-depth <= index < depth for index in indices):
-        raise ValueError(f"n={n} intermediate layers asked of a backbone with {depth} blocks")
+        raise UserError(f"n={n} intermediate layers asked of a backbone with {depth} blocks")
     return sorted({index % depth for index in indices})

@@ -25,6 +25,7 @@ from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.towers import Tokens, tokenize, without_padding
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
 from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.runtime.faults import UserError
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class GraphPairDataset(Dataset):
     ) -> None:
         self.captions: Any = pairs.source.captions
         if graph_key is not None and not isinstance(self.captions, TarCaptions):
-            raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
+            raise UserError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
         self.pairs, self.graphs, self.graph_key = pairs, graphs, graph_key
         self.relations, self.symmetric = relations, symmetric
 
@@ -209,7 +210,7 @@ class GraphPairDataset(Dataset):
             content = self.captions.json_of(pair.index)
             graph = SceneGraph.from_json(content[self.graph_key]) if self.graph_key in content else None
         except ValueError as error:
-            raise ValueError(f"{self.captions.location(pair.index)}: {error}") from error
+            raise UserError(f"{self.captions.location(pair.index)}: {error}") from error
         return self.graphs.normalized(graph, pair.caption)
 
 
@@ -268,9 +269,9 @@ def read_symmetric(path: Path) -> frozenset[str]:
     try:
         predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
+        raise UserError(f"--symmetric {path} cannot be read as text: {error}") from error
     if not predicates:
-        raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
+        raise UserError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
     return predicates
 
 

@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dino_sparo.runtime.faults import UserError
+
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
 DEFAULT_CHUNK_MB = 256.0
@@ -56,9 +58,9 @@ class BindingConfig:
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} does not divide dim={self.dim}; choose a divisor")
+            raise UserError(f"num_heads={self.num_heads} does not divide dim={self.dim}; choose a divisor")
         if self.competition == "keys" and self.num_default:
-            raise ValueError(
+            raise UserError(
                 f"num_default={self.num_default} with competition='keys': default tokens change nothing where entities "
                 "do not compete; give num_default=0"
             )

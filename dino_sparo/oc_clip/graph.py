@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.scene_graphs import Relation as Relation
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
+from dino_sparo.runtime.faults import UserError
 
 ARTICLES = ("a", "an", "the")
 
@@ -29,11 +30,11 @@ class SceneGraph:
     def __post_init__(self) -> None:
         for number, phrase in enumerate(self.entities):
             if not phrase.strip():
-                raise ValueError(f"entity {number} is {phrase!r}; give a phrase, such as 'red apple'")
+                raise UserError(f"entity {number} is {phrase!r}; give a phrase, such as 'red apple'")
         for number, relation in enumerate(self.relations):
             ends = (relation.subject, relation.object)
             if not relation.predicate.strip() or not 0 <= min(ends) <= max(ends) < len(self.entities):
-                raise ValueError(
+                raise UserError(
                     f"relation {number} is {relation}; give the predicate as words, and subject and object as indices "
                     f"of the {len(self.entities)} entities, counted from 0"
                 )
@@ -59,7 +60,7 @@ class SceneGraph:
             entities, triples = None, []
         types = {(int, str, int), *(tuple(map(type, triple)) for triple in triples)}  # JSON's true is of type bool
         if not isinstance(entities, list) or not all(isinstance(phrase, str) for phrase in entities) or len(types) > 1:
-            raise ValueError(
+            raise UserError(
                 'a scene graph is {"entities": [phrases], "relationships": [{"relationship": words, "subject": index, '
                 f'"object": index}}]}}; found {record!r:.200}'
             )
@@ -112,7 +113,7 @@ def normalize(
     graphs bounded.
     """
     if not graph.entities and not caption.strip():
-        raise ValueError(f"a graph without entities becomes its caption, and the caption is {caption!r}; give its text")
+        raise UserError(f"a graph without entities becomes its caption, and the caption is {caption!r}; give its text")
     entities = tuple(without_article(spaced(phrase)) for phrase in graph.entities or (caption,))[:max_nodes]
     inside = [r for r in graph.relations if max(r.subject, r.object) < len(entities)]
     proper = [r for r in inside if r.subject != r.object]

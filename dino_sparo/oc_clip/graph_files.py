@@ -30,6 +30,7 @@ from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.parsers import Parser
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import TemplateParser
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256, open_regular, parse_object, writing
 from dino_sparo.runtime.logs import progress
 
@@ -80,7 +81,7 @@ class CaptionGraphs:
         """Raise ValueError if more captions have no graph than `max_missing` allows."""
         if counts.missing > most_corrupt(self.max_missing, counts.captions):
             source = next((self.record[key] for key in ("file", "shards", "parser") if key in self.record), "memory")
-            raise ValueError(
+            raise UserError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}; at most "
                 f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
                 "--max_missing_graphs (of a training --max_corrupt), and each becomes one entity"
@@ -103,13 +104,13 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
         return CaptionGraphs(parser, parser.record, **caps)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
-        raise ValueError(
+        raise UserError(
             f"graphs={spec!r} is no file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo parse "
             "wrote, not compressed"
         )
     file = open_graph_file(path)
     if not len(file):
-        raise ValueError(f"graphs={spec!r} has no line; run dino-sparo parse again to write the file")
+        raise UserError(f"graphs={spec!r} has no line; run dino-sparo parse again to write the file")
     logger.info("%s: graphs of %d captions", path, len(file))
     return CaptionGraphs(file, {"file": str(path), "sha256": file.sha256, "captions": len(file)}, **caps)
 
@@ -193,11 +194,11 @@ def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
     record = parse_object(line, location)
     caption = record.get("caption")
     if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f"{location}: 'caption' is {caption!r}; give the caption's text")
+        raise UserError(f"{location}: 'caption' is {caption!r}; give the caption's text")
     try:
         return caption, SceneGraph.from_json(record)
     except ValueError as error:
-        raise ValueError(f"{location}: {error}") from error
+        raise UserError(f"{location}: {error}") from error
 
 
 def _index(path: Path) -> Arrays:
@@ -215,7 +216,7 @@ def _index(path: Path) -> Arrays:
         if one != other:
             content = path.read_bytes()
             places = [1 + content.count(b"\n", 0, int(file.offsets[at])) for at in (number - 1, number)]
-            raise ValueError(
+            raise UserError(
                 f"{path}:{places[1]}: {lines[1][0]!r} has another graph than in line {places[0]}; a caption has one "
                 "graph, so remove one of the two"
             )

@@ -32,6 +32,7 @@ from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_grap
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scoring import score_all_pairs
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
@@ -244,7 +245,7 @@ class LoadedOCCLIP(LoadedModel):
             (images, captions), fp32, on the model's device.
         """
         if isinstance(captions, str):
-            raise ValueError(f"captions={captions!r} is one caption; give a list of captions")
+            raise UserError(f"captions={captions!r} is one caption; give a list of captions")
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
         scorer = scorer_of(self, parser, batch_size=batch_size)
         return scorer.score_block(scorer.rows_of(images), scorer.encode_texts(captions).payload)
@@ -276,7 +277,7 @@ def open_oc_clip_model(
     loaded = load_oc_clip(args.pretrained_weights, checkpoint)
     size = loaded.model.config.image.img_size
     if args.img_size not in (None, size):
-        raise ValueError(
+        raise UserError(
             f"--img_size {args.img_size}: the binding was trained for images of {size} px, whose patches have a "
             "position each; leave it out"
         )

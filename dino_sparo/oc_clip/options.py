@@ -6,6 +6,7 @@ from pathlib import Path
 from dino_sparo.image_text.evaluation.options import GRAPHS, picture_parser
 from dino_sparo.image_text.options import check_pair_options, training_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, whole_number
+from dino_sparo.runtime.faults import UserError
 
 COMPETITIONS = ("queries", "keys")  # axis of the softmax of the binding
 RELATION_SCORES = ("additive", "mlp")
@@ -115,7 +116,7 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, f"lr_{part}") is None:
             setattr(args, f"lr_{part}", args.lr)
     if args.shards == "streamed":
-        raise ValueError(
+        raise UserError(
             "--shards streamed: false graphs are drawn by a pair's number, which a stream does not have; use --shards "
             "indexed"
         )
@@ -127,15 +128,15 @@ def check_options(args: argparse.Namespace) -> None:
 def _check_graph_key(args: argparse.Namespace) -> None:
     """The graphs of shards stand beside the captions in `.json` members, and pairs to validate on have none."""
     if args.graphs != DEFAULT_GRAPHS:
-        raise ValueError(f"--graph_key {args.graph_key} with --graphs {args.graphs}: give one of the two")
+        raise UserError(f"--graph_key {args.graph_key} with --graphs {args.graphs}: give one of the two")
     if args.caption_key is None:
-        raise ValueError(
+        raise UserError(
             f"--graph_key {args.graph_key} reads .json members; give --caption_key too, the key of the caption there"
         )
     if args.val_share:
-        raise ValueError("--graph_key with --val_share: give --val_path and --val_graphs")
+        raise UserError("--graph_key with --val_share: give --val_path and --val_graphs")
     if args.val_path is not None and args.val_graphs is None:
-        raise ValueError(f"--graph_key with --val_path {args.val_path}: its captions need graphs; give --val_graphs")
+        raise UserError(f"--graph_key with --val_path {args.val_path}: its captions need graphs; give --val_graphs")
 
 
 CAPTIONS: Group = {

@@ -32,6 +32,7 @@ from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, RELATIONS_LEGEND, SUM
 from dino_sparo.oc_clip.graph import LookupCounts
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
     """
     chosen = list(dict.fromkeys(pairs or ()))
     if missing := [index for index in chosen if not 0 <= index < len(source)]:
-        raise ValueError(
+        raise UserError(
             f"--pairs {' '.join(map(str, missing))}: {source.name} has {len(source):,} pairs, numbered from 0 to "
             f"{len(source) - 1}"
         )

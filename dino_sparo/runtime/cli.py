@@ -14,6 +14,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn
 
+from dino_sparo.runtime.faults import UserError
+
 
 def printable(words: str, keep: str = "") -> str:
     """Words with escape sequences for control characters, bytes that are no UTF-8, and the like.
@@ -321,7 +323,7 @@ class Parser(argparse.ArgumentParser):
         near = list(dict.fromkeys(option for word in unknown for option in self._nearest(word)))
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         if self.raises_errors:
-            raise ValueError(message + hint)
+            raise UserError(message + hint)
         self.exit(2, f"{self.prog}{self.source}: {message}{hint}; --help-all lists the options\n")
 
     def _nearest(self, word: str) -> list[str]:
@@ -362,9 +364,9 @@ def read_config(path: Path) -> dict[str, Any]:
         # The plain loader leaves types to the options: 1e-3 is no number in YAML, and `off` would be a boolean.
         values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"the file cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"the file cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError("the file holds no options; give lines like `epochs: 100`")
+        raise UserError("the file holds no options; give lines like `epochs: 100`")
     return {name: None if value in ("", "null", "~") else value for name, value in values.items()}
 
 

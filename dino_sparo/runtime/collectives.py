@@ -14,7 +14,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dino_sparo._version import __version__
-from dino_sparo.runtime.faults import FaultError, PeerError, is_device_fault, peer_failed
+from dino_sparo.runtime.faults import FaultError, PeerError, UserError, is_device_fault, peer_failed
 from dino_sparo.runtime.launch import CONTROL_FACTOR, control_group, is_main, rank, world_size
 
 
@@ -181,7 +181,7 @@ def require_same(value: int | str | None, what: str) -> None:
     values = all_gather_object(value)
     if len(set(values)) > 1:
         shown = f": {values}, by rank" if isinstance(value, int) else ""
-        raise ValueError(f"the processes disagree on {what}{shown}; do they read the same folder?")
+        raise UserError(f"the processes disagree on {what}{shown}; do they read the same folder?")
 
 
 def require_same_options(options: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ def require_same_options(options: Mapping[str, Any]) -> None:
     for number, other in enumerate(others, 1):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
-                raise ValueError(
+                raise UserError(
                     f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {number}; start all "
                     "processes with the same options and the same versions"
                 )

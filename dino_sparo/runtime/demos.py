@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.runtime.cli import Group, Option, Parser, say
+from dino_sparo.runtime.faults import UserError
 
 # A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
 RunCommand = Callable[[str, Sequence[str]], Any]
@@ -51,7 +52,7 @@ def choose_models(args: argparse.Namespace, models: Iterable[str], default: Sequ
     """Fill in `--models`; ValueError if one is not among `models`."""
     args.models = args.models or list(default)
     if unknown := [model for model in args.models if model not in models]:
-        raise ValueError(f"--models {' '.join(unknown)}: choose among {', '.join(sorted(models))}")
+        raise UserError(f"--models {' '.join(unknown)}: choose among {', '.join(sorted(models))}")
 
 
 def start_demo(args: argparse.Namespace, name: str) -> None:

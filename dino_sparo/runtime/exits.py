@@ -1,4 +1,4 @@
-"""The end of a command: one line and an exit status after an error that is not a bug; its workers are killed."""
+"""The end of a command: one line after an error that is not a bug, a traceback after a bug; its workers are killed."""
 
 import contextlib
 import gc
@@ -9,21 +9,22 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn
 
-from dino_sparo.runtime.faults import FAULT_STATUS, FaultError, MendableError, MissingPackageError
+from dino_sparo.runtime.faults import BUG_STATUS, FAULT_STATUS, RESUME_HINT, FaultError, is_correctable, is_passing
 
 END_SECONDS = 5.0  # a worker that waits for a hung disk cannot be killed
 
 
 @contextlib.contextmanager
 def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End a command with one line and an exit status, without a traceback, after an error that is not a bug.
+    """End a command with one line and an exit status after an error; after a bug, with its traceback too.
 
-    Status 1: the user can correct it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
-    After a fault, or as one of several, the process ends at once, without cleaning up: that would wait for a process
-    that died or hangs.
+    Status 1: the user can correct it. `FAULT_STATUS`: starting again helps. `BUG_STATUS`: any other error. 128 +
+    signal: the run was asked to stop. run.log gets every traceback. After a fault, or if other processes take part, the
+    process ends at once, without cleaning up: that would wait for a process that died or hangs.
 
     Args:
         logger: the script's.
@@ -39,24 +40,36 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
         _leave(FAULT_STATUS, logger, error)
     except RunStopped as stopped:
         note_final()
-        _leave(stopped.status, logger, stopped, logging.INFO)
-    except (ValueError, OSError, MissingPackageError, MendableError) as error:
-        note_final()
-        _leave(1, logger, error)
+        _leave(stopped.status, logger, stopped, level=logging.INFO)
     except KeyboardInterrupt:
         note_final()
-        _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
+        _leave(128 + signal.SIGINT, logger, None, "ended by Ctrl-C")
+    except Exception as error:
+        if is_passing(error):
+            _leave(FAULT_STATUS, logger, error, f"{error}. {RESUME_HINT}")
+        note_final()
+        if is_correctable(error):
+            _leave(1, logger, error)
+        _leave(BUG_STATUS, logger, error, f"{_traceback(error)}This is a bug of dino_sparo; please report these lines")
     shutdown()
 
 
-def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
+def _leave(
+    status: int,
+    logger: logging.Logger,
+    error: BaseException | None,
+    message: str = "",
+    level: int = logging.ERROR,
+) -> NoReturn:
     # Here, not above: they import torch.
     from dino_sparo.runtime.launch import world_size
-    from dino_sparo.runtime.logs import HAS_LINES, setup_logging
+    from dino_sparo.runtime.logs import FILE_ONLY, HAS_LINES, setup_logging
 
     if not logging.getLogger().handlers:
         setup_logging()
-    logger.log(level, "%s", without_traceback(str(message)), extra={HAS_LINES: True})
+    logger.log(level, "%s", message or without_traceback(str(error)), extra={HAS_LINES: True})
+    if level == logging.ERROR and error is not None and status != BUG_STATUS:
+        logger.error("%s", _traceback(error), extra={HAS_LINES: True, FILE_ONLY: True})
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
@@ -64,6 +77,10 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
         os._exit(status)
     end_workers()
     raise SystemExit(status)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def without_traceback(message: str) -> str:

@@ -5,6 +5,7 @@ A fault is no mistake of the user: a process, a worker, a GPU or the network fai
 """
 
 import contextlib
+import errno
 import importlib.util
 import socket
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,17 @@ from typing import Any
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
+BUG_STATUS = 70  # EX_SOFTWARE
+# Errors of a file that say nothing about the file: no memory, no descriptors, a disk or a file server that is away.
+PASSING = {
+    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
+    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+}
+# Errors of a file that the user can correct: a wrong path, missing permission, a full disk.
+CORRECTABLE = {
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+}
 RESUME_HINT = "Run the same command to resume from the last checkpoint, if there is one"
 
 # How to install what may be missing: extra of this package -> packages; then those of other ways.
@@ -56,6 +68,10 @@ EVALUATION_REMEDY = (
 )
 
 
+class UserError(ValueError):
+    """A mistake of the user: the message names the value and the remedy. Any other ValueError is a bug."""
+
+
 class MendableError(RuntimeError):
     """An error that the user can correct although no value is wrong. The command ends with one line and status 1."""
 
@@ -72,8 +88,19 @@ class FaultError(RuntimeError):
     """A process, a worker or the network failed; the run can resume from its last checkpoint."""
 
 
-class PeerError(ValueError):
+class PeerError(UserError):
     """The error of another rank, raised on this one too, so that all ranks end."""
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error says that a file cannot be read or written at the moment."""
+    return isinstance(error, OSError) and error.errno in PASSING
+
+
+def is_correctable(error: BaseException) -> bool:
+    """Whether the user can correct an error. An OSError counts if it names a file; any other error is a bug."""
+    is_of_file = isinstance(error, OSError) and error.errno in CORRECTABLE and error.filename is not None
+    return is_of_file or isinstance(error, UserError | MendableError | MissingPackageError)
 
 
 def require(package: str, purpose: str) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo._version import __version__
+from dino_sparo.runtime.faults import FaultError, UserError, is_passing
 
 HASH_BLOCK_BYTES = 1 << 20
 
@@ -39,7 +40,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise UserError("nested too deeply") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -48,7 +49,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         try:
             return parse_json(file.read())
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); is the download complete?") from error
+            raise UserError(f"{path} is no JSON ({error}); is the download complete?") from error
 
 
 def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
@@ -56,9 +57,9 @@ def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{location} is no JSON ({error}); give one object per line") from error
+        raise UserError(f"{location} is no JSON ({error}); give one object per line") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{location} is no JSON object; give one {{...}} per line")
+        raise UserError(f"{location} is no JSON object; give one {{...}} per line")
     return value
 
 
@@ -99,14 +100,19 @@ def git_hash() -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within this context a file is written; the OSError of a full disk names the file and the remedy."""
+    """Within this context a file is written; the UserError of a full disk names the file and the remedy.
+
+    Raises:
+        UserError: the disk is full, or the folder is not writable.
+        FaultError: the disk or the file server cannot write at the moment.
+    """
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OSError(
-            f"{path} cannot be written ({reason}); free some space or make the folder writable, then run the same "
-            "command again"
+        kind = FaultError if is_passing(error) else UserError
+        raise kind(
+            f"{path} cannot be written ({error.strerror or error}); free some space or make the folder writable, then "
+            "run the same command again"
         ) from error
 
 

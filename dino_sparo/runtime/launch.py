@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dino_sparo.runtime.faults import FaultError
+from dino_sparo.runtime.faults import FaultError, UserError
 from dino_sparo.runtime.precision import set_tf32
 
 # Ports below Linux' ephemeral range, so that no outgoing connection can hold the port of a job.
@@ -125,7 +125,7 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
     except RuntimeError as error:
         text = " ".join(str(error).split())
         if any(cause in text for cause in NCCL_MISUSE):
-            raise ValueError(
+            raise UserError(
                 f"process {rank} of {size} cannot use {device}: {text}; each process needs a GPU of its own, and the "
                 "driver has to be new enough for torch"
             ) from error
@@ -180,7 +180,7 @@ def require_one_device_type(store: dist.Store, rank: int, size: int, device: tor
         store.set(f"read{rank}", "")
         if rank == 0:  # the store may end with this process
             store.wait([f"read{other}" for other in range(size)])
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
@@ -199,21 +199,21 @@ def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> t
         device = "cuda" if torch.cuda.is_available() else "cpu"
         numbers, count = os.environ.get("SLURM_JOB_GPUS", ""), os.environ.get("SLURM_GPUS_ON_NODE", "0")
         if device == "cpu" and (numbers or count not in ("", "0")):
-            raise ValueError(
+            raise UserError(
                 f"--device auto: Slurm gave this job GPUs ({numbers or count}), but torch sees none on "
                 f"{socket.gethostname()}; `nvidia-smi` may say why. Give --device cpu to compute on the CPU"
             )
     try:
         torch_device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}; give auto, cpu, cuda or cuda:N") from error
+        raise UserError(f"unknown device {device!r}; give auto, cpu, cuda or cuda:N") from error
     if torch_device.type != "cuda":
         return torch_device
     num_gpus = torch.cuda.device_count()
     index = local_rank if torch_device.index is None else torch_device.index
     index = 0 if num_gpus == 1 and torch_device.index is None and may_share else index
     if index >= num_gpus:
-        raise ValueError(
+        raise UserError(
             f"device {device!r} asks for GPU {index}, but this process sees {num_gpus}; start one process per GPU, or "
             f"give --device cpu"
         )
@@ -229,7 +229,7 @@ def _set_slurm_rendezvous() -> None:
         try:
             hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
         except (OSError, subprocess.CalledProcessError) as error:
-            raise ValueError(
+            raise UserError(
                 f"cannot find the first host of {nodes} ({error}); set MASTER_ADDR, or give --dist_url tcp://HOST:PORT"
             ) from error
         os.environ["MASTER_ADDR"] = hosts[0]

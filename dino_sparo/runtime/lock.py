@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 NAME = "run.lock"
 
 
-class OutputDirError(ValueError):
+class OutputDirError(UserError):
     """The output folder is no folder, or another run writes there."""
 
 

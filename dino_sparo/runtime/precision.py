@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dino_sparo.runtime.faults import UserError
+
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,12 +37,12 @@ def choose_precision(precision: str, use_fp16: bool | None, device: torch.device
     if use_fp16 is not None:
         wanted = "fp16" if use_fp16 else "fp32"
         if precision not in ("auto", wanted):
-            raise ValueError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
+            raise UserError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
         precision = wanted
     if precision == "auto":
         precision = "bf16" if _has_bf16(device) else "fp32"
     if precision == "fp16" and device.type != "cuda":
-        raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
+        raise UserError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
     return PRECISIONS[precision]
 
 

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from dino_sparo.runtime.cli import printable
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         folder = str(run.folder / "tensorboard")
         if printable(folder) != folder:
-            raise ValueError(f"TensorBoard cannot write to a folder of this name: {folder}")
+            raise UserError(f"TensorBoard cannot write to a folder of this name: {folder}")
         # A resumed run declares that the events from a step on did not happen: these steps are taken again.
         self.writer = SummaryWriter(folder, purge_step=None if run.step is None else run.step + 1)
         # `SummaryWriter.add_hparams` would begin another run in a folder of its own.

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dino_sparo.runtime.faults import UserError
+
 CLIP_EPSILON = 1e-6  # the reference's guard against division by a zero norm
 
 
@@ -133,7 +135,7 @@ def cosine_schedule(
         (total_steps,) float64.
     """
     if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(
+        raise UserError(
             f"a warm-up of {warmup_steps} steps does not fit a schedule of {total_steps} steps; shorten the warm-up "
             f"or train longer"
         )

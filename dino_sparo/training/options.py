@@ -4,6 +4,7 @@ import argparse
 
 from dino_sparo.runtime.choices import PRECISIONS, TIMM, TRACKERS
 from dino_sparo.runtime.cli import Group, Option, positive_int, share
+from dino_sparo.runtime.faults import UserError
 
 COMPUTE: Group = {
     "precision": Option(
@@ -70,7 +71,7 @@ def require_paths(args: argparse.Namespace) -> None:
     """
     missing = [f"--{name}" for name in ("data_path", "output_dir") if not getattr(args, name)]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"give {' and '.join(missing)}. Without data of your own, `--data_path scenes` trains on the built-in "
             "scenes; `dino-sparo demo` trains, evaluates and draws in minutes"
         )
@@ -79,11 +80,9 @@ def require_paths(args: argparse.Namespace) -> None:
 def check_start(args: argparse.Namespace) -> None:
     """Refuse two sources of initial weights, and published weights of an architecture that has none."""
     if args.pretrained and args.init_from:
-        raise ValueError(f"--pretrained with --init_from {args.init_from}: give one of the two")
+        raise UserError(f"--pretrained with --init_from {args.init_from}: give one of the two")
     if args.pretrained and not args.arch.startswith(TIMM):
-        raise ValueError(
-            f"--pretrained with --arch {args.arch}: only timm/NAME has published weights; give --init_from"
-        )
+        raise UserError(f"--pretrained with --arch {args.arch}: only timm/NAME has published weights; give --init_from")
 
 
 def check_whole_patches(args: argparse.Namespace, *sizes: str) -> None:
@@ -96,7 +95,7 @@ def check_whole_patches(args: argparse.Namespace, *sizes: str) -> None:
     for name in sizes:
         size = getattr(args, name)
         if size < patch or size % patch:
-            raise ValueError(
+            raise UserError(
                 f"--{name} {size} px is not a multiple of --patch_size {patch} px; the nearest that fits is "
                 f"{max(round(size / patch), 1) * patch}"
             )

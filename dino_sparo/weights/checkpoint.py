@@ -58,6 +58,7 @@ from dino_sparo.runtime.choices import (
     OPENAI_CLIP_STD,
     TIMM,
 )
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, file_sha256, parse_object
 from dino_sparo.weights.file import CheckpointError, load_strictly, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign import (
@@ -225,12 +226,12 @@ def encoder_entry(checkpoint: Mapping[str, Any], path: str = "the checkpoint") -
         return None
     try:
         if not isinstance(entry, dict):
-            raise ValueError(f"a {type(entry).__name__}, not a dict")
+            raise UserError(f"a {type(entry).__name__}, not a dict")
         EncoderConfig.from_dict(entry)
         for name in ("mean", "std"):
             values = entry.get(name, IMAGENET_MEAN)
             if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
-                raise ValueError(f"{name} is {values!r}, not one number per channel")
+                raise UserError(f"{name} is {values!r}, not one number per channel")
     except ValueError as error:
         raise CheckpointError(
             f"{path} does not say under `encoder` how its encoder was built ({error}); save it again with the "

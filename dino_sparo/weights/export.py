@@ -28,7 +28,7 @@ from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.timm_backbone import TimmBackbone
 from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.weights.checkpoint import (
@@ -87,14 +87,14 @@ def export(
         ValueError: unknown format, or one that cannot hold this read-out.
     """
     if format not in WRITERS | CLIP_FORMATS:
-        raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
+        raise UserError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
     checkpoint = weights_file(checkpoint)
     content = load_checkpoint(checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
-            raise ValueError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
+            raise UserError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
         if arch is not None or patch_size is not None or quick_gelu:
-            raise ValueError(
+            raise UserError(
                 f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
             )
         path, network = _write_clip(content, checkpoint, str(out), format), "both towers"
@@ -134,7 +134,7 @@ def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
 def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """OUT.safetensors with timm's names (ours below `backbone.`), and OUT.json, whose `timm` builds the model."""
     if not encoder.is_vanilla:
-        raise ValueError(
+        raise UserError(
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
             f"for it; this one can be exported as huggingface, safetensors or onnx"
         )
@@ -172,7 +172,7 @@ def _timm_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor
     try:
         timm.create_model(backbone.name, **arguments).load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"timm/{backbone.name} with its class token as output has other weights than with its own pooling; this "
             "encoder can be exported as huggingface, safetensors or onnx"
         ) from error
@@ -213,7 +213,7 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     # An integer where torch fixed a size.
     shape = [size if isinstance(size, int) else "batch" for size in program.model.graph.inputs[0].shape]
     if shape[0] != "batch":
-        raise ValueError(
+        raise UserError(
             f"torch {torch.__version__} cannot write {config.readout!r} for any number of images, only for {shape[0]}; "
             "this encoder can be exported as safetensors"
         )
@@ -243,7 +243,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
     """
     entry = content.get("clip")
     if entry is None:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
         )
     weights = clip_weights(content, str(checkpoint)) or {}
@@ -251,7 +251,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
     if format == "safetensors":
         return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": record})
     if entry["readout"] not in CLIP_FORMATS[format]:
-        raise ValueError(
+        raise UserError(
             f"{format} has no {entry['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
             f"exported as safetensors"
         )
@@ -307,7 +307,7 @@ def push_checkpoint(args: argparse.Namespace) -> str:
                 repo_id=args.repository, folder_path=exported, commit_message="Upload the encoder"
             )
         except (OSError, ValueError) as error:  # no network, no permission, or no such name
-            raise ValueError(
+            raise UserError(
                 f"could not upload to {args.repository}: {str(error).splitlines()[0]}; is the name USER/NAME, and does "
                 "`hf auth whoami` name you?"
             ) from error

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import parse_json, plain
 
 # In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
@@ -46,7 +47,7 @@ PLAIN_TYPES = [
 NUM_NAMES_SHOWN = 8  # in messages
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that is damaged, unsafe or belongs to another model."""
 
 
@@ -182,7 +183,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         values = parse_json(path.read_bytes())
         if not isinstance(values, dict):
-            raise ValueError(f"a {type(values).__name__}, not an object")
+            raise UserError(f"a {type(values).__name__}, not an object")
     except ValueError as error:
         raise CheckpointError(f"{path} does not describe the weights beside it ({error})") from error
     return values

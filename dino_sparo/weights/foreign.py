@@ -15,6 +15,7 @@ from torch import Tensor
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, TIMM
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.file import CheckpointError, misfits, require_channels, shortened
 
 # Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
@@ -152,13 +153,13 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     readout, image, text, replaced = entry["readout"], entry["image"], entry["text"], entry["replace_block"]
     if readout not in ENDS or not image["pre_norm"] or image["in_chans"] != 3:
-        raise ValueError(
+        raise UserError(
             f"open_clip has no model with readout={readout!r}, pre_norm={image['pre_norm']} and "
             f"in_chans={image['in_chans']}; it has the one with 'cls', True and 3, and sparo-clip those with 'sparo' "
             f"and 'linear'"
         )
     if image["arch"] not in ARCHITECTURES:
-        raise ValueError(f"open_clip has no model with arch={image['arch']}; this CLIP can be exported as safetensors")
+        raise UserError(f"open_clip has no model with arch={image['arch']}; this CLIP can be exported as safetensors")
     size = ARCHITECTURES[image["arch"]]
     settings = {
         "embed_dim": entry["embed_dim"],

@@ -52,6 +52,7 @@ from dino_sparo.data.sources.tars import (
     refuse_compressed,
 )
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
+from dino_sparo.runtime.faults import UserError
 
 _logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def require_channels(source: ImageSource, limits: ImageLimits) -> None:
     try:
         to_image(source.dataset[0][0] if isinstance(source, TorchvisionSource) else source.read(0), limits.in_chans)
     except ValueError as error:
-        raise ValueError(f"{source.name}: an image {error}") from error
+        raise UserError(f"{source.name}: an image {error}") from error
 
 
 def _open_scenes(data_path: str, split: str) -> ImageSource:
@@ -164,14 +165,14 @@ def _open(
     if os.path.isfile(path):
         refuse_compressed(path)
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
-            raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
+            raise UserError(f"data_path={path!r} is a single image; give the folder that holds the images")
         if not path.lower().endswith(".tar"):
             return open_list(path, split, limits)
     elif os.path.exists(path):
-        raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
+        raise UserError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
         if split not in (None, ALL):
-            raise ValueError(
+            raise UserError(
                 f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
                 "val-*.tar into one folder and give that folder"
             )
@@ -186,7 +187,7 @@ def _open_named_set(
     """A torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name not in TORCHVISION_SETS:
-        raise ValueError(
+        raise UserError(
             f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
             f".tsv, .jsonl), tar shards, or NAME:DIR with NAME one of {', '.join((*OPENERS, *TORCHVISION_SETS))}"
         )
@@ -199,7 +200,7 @@ def refuse_remote(data_path: str) -> None:
     """ValueError for an address or a command (`pipe:`): only local files are read."""
     for part in data_path.split("::"):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", part) and not os.path.exists(part):
-            raise ValueError(
+            raise UserError(
                 f"data_path={part!r} is an address; download the files first and give their local path, or let CLIP "
                 "stream them by --shards streamed"
             )

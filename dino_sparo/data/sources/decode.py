@@ -22,6 +22,7 @@ from dino_sparo.data.channels import (
     planes_of_image,
 )
 from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 
 # The endings that torchvision's ImageFolder, hence the reference, takes for images.
@@ -62,7 +63,7 @@ class ImageLimits:
 DEFAULT_LIMITS = ImageLimits()
 
 
-class CorruptImageError(ValueError):
+class CorruptImageError(UserError):
     """An image that cannot be read.
 
     Attributes:
@@ -200,7 +201,7 @@ def _scale_deep_gray(image: Image.Image, max_value: int) -> Image.Image:
     values = np.asarray(image)
     low, high = values.min(), values.max()
     if image.mode == "F" or low < 0 or high > MAX_VALUE:
-        raise ValueError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
+        raise UserError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
     _warn_of_dark(int(low), int(high), max_value)
     scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
     return Image.fromarray(scaled.astype(np.uint8))

@@ -17,6 +17,7 @@ import numpy as np
 from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
+from dino_sparo.runtime.faults import UserError
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def find_split(root: str, split: str) -> list[str]:
         parent, folder = os.path.split(os.path.abspath(root))
         remedy = f" (it is a split itself: give its parent {parent!r})" if folder in SPLIT_WORDS else ""
         names = SPLIT_NAMES.get(split, (split,))
-        raise ValueError(
+        raise UserError(
             f"data_path={root!r} has no split {split!r}: evaluations need {' or '.join(names)} in it, a folder "
             f"with one subfolder per class, a list or table with labels ({', '.join(LISTING_ENDINGS)}) or *.tar"
             f"{remedy}\nit holds {content_of(root)}\n{WITHOUT_LABELS}"
@@ -118,7 +119,7 @@ def open_folder(
         return open_shards(shards, f"shards in {root}", max_lost, limits)
     if not number:
         has_arrays = any(_images_by_folder(os.fsencode(root), (ARRAY_EXTENSION,)).values())
-        raise ValueError(
+        raise UserError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(limits.extensions)} in it and "
             f"its subfolders, and for *.tar in it; it holds {content_of(root)}"
             f"{'; to read its .npy files, give --in_chans N, their number of channels' * has_arrays}"

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.logs import progress
 
@@ -85,7 +86,7 @@ def _versioned(key: str) -> bytes:
     return os.fsencode(f"{_CACHE_VERSION} {key}")
 
 
-class DamagedShardError(ValueError):
+class DamagedShardError(UserError):
     """A tar shard that is damaged, truncated or no tar; the message names it."""
 
 

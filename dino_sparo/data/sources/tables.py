@@ -17,6 +17,7 @@ from typing import Any
 from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, IMAGE_EXTENSIONS, ImageLimits
 from dino_sparo.data.sources.folders import ALL, SPLIT_NAMES
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings, encode_labels
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular, parse_object
 
 _logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class TableRows:
             counts = Counter(cells[-1].strip().lower() for _, cells in self._rows())
             self.word = choose_rows(counts, split, default_split, f"column {self.names[-1]!r} of table {path}")
         elif split not in (None, ALL):
-            raise ValueError(
+            raise UserError(
                 f"table {path!r} has no split {split!r}: none of its columns {self.header} is "
                 f"{' or '.join(splits.names)}; name one (--split_column, where the command has it), or put "
                 "train.csv and val.csv into a folder and give that"
@@ -142,7 +143,7 @@ class TableRows:
                 return header, mark
         header = max(headers.values(), key=len)
         lacking = [column for column in needed if column.find(header) is None]
-        raise ValueError(
+        raise UserError(
             f"table {self.path!r} has no column {' and none '.join(map(str, lacking))}; found the columns {header}; "
             f"name them with {' and '.join(f'--{column.option}' for column in lacking)}"
         )
@@ -158,7 +159,7 @@ class TableRows:
         """A value as text; ValueError for a list, an object, or line ends that it should not hold."""
         cell = _as_text(value)
         if isinstance(value, list | dict) or (not column.may_span and "\n" in cell.strip()):
-            raise ValueError(
+            raise UserError(
                 f"table {self.path!r}: line {line}: {column.find(self.header)!r} holds no text of one line but "
                 f"{cell[:60]!r}; is a quote missing?"
             )
@@ -176,7 +177,7 @@ class TableRows:
         try:
             for cells in reader:
                 if cells and len(cells) != len(self.header):
-                    raise ValueError(
+                    raise UserError(
                         f"table {self.path!r}: the row from line {line} has {len(cells)} columns, the header has "
                         f"{len(self.header)}: {self.header}; put cells that hold {self.delimiter!r} or line ends in "
                         "double quotes"
@@ -185,7 +186,7 @@ class TableRows:
                     yield line, dict(zip(self.header, cells, strict=True))
                 line = reader.line_num + 2
         except csv.Error as error:
-            raise ValueError(
+            raise UserError(
                 f"table {self.path!r}: line {line} cannot be read ({error}); is a quote missing?"
             ) from error
 
@@ -196,7 +197,7 @@ class TableRows:
             if text.strip():
                 row = parse_object(text, f"table {self.path!r}: line {line}")
                 if late := [name for column in absent if (name := column.find(list(row)))]:
-                    raise ValueError(
+                    raise UserError(
                         f"table {self.path!r}: line {line} has {late}, which the first line lacks; give all lines the "
                         "same keys, null where there is no value"
                     )
@@ -218,18 +219,18 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
     if word is not None:
         _logger.info("%s: the rows of the split %r are used, of %s; --split %s uses all", table, word, words, ALL)
     elif split is not None:
-        raise ValueError(f"{table} has no split {split!r}: it holds {words or 'nothing'}")
+        raise UserError(f"{table} has no split {split!r}: it holds {words or 'nothing'}")
     else:
         _logger.warning("%s has no split %r, all rows are used: %s; --split NAME chooses", table, default_split, words)
     return word
 
 
 def open_text(path: str) -> io.TextIOWrapper:
-    """Open a text file, or raise ValueError; bytes that are no UTF-8 are kept, since file names may hold them."""
+    """Open a text file, or raise UserError; bytes that are no UTF-8 are kept, since file names may hold them."""
     file = open_regular(path)
     if b"\0" in file.peek(1 << 12):
         file.close()
-        raise ValueError(
+        raise UserError(
             f"data_path={path!r} is not a text file; give a list of paths, a .csv/.tsv/.jsonl table, or a folder"
         )
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -268,7 +269,7 @@ class TableColumns:
         """ValueError if columns are named although `data_path` is no table."""
         named = ", ".join(f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None)
         if named:
-            raise ValueError(
+            raise UserError(
                 f"data_path={data_path!r} is no table, so it has no column of that name ({named}); leave the option "
                 "out, or give a table (.csv, .tsv, .jsonl)"
             )
@@ -288,7 +289,7 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
         ValueError: a split is asked for, or the first images do not exist.
     """
     if split not in (None, ALL):
-        raise ValueError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
+        raise UserError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
     with open_text(path) as file:
         lines = map(str.strip, file)
         named = [_name_and_label(line) for line in lines if line and not line.startswith("#")]
@@ -338,7 +339,7 @@ def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: 
     """Files that a list or table names, with their labels; the first of them must exist."""
     root = os.path.dirname(listing)
     if not named:
-        raise ValueError(f"{kind} {listing!r} names no images")
+        raise UserError(f"{kind} {listing!r} names no images")
     paths, labels = zip(*named, strict=True)
     remedy = f"paths are absolute or relative to the {kind}'s folder"
     require_first_files(f"{kind} {listing!r}", root, paths, remedy)
@@ -355,4 +356,4 @@ def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedSt
     for index in range(min(FILES_CHECKED, len(paths))):
         path, whole = paths[index], os.path.join(root, paths[index])
         if not os.path.isfile(whole):
-            raise ValueError(f"{listing} names {path!r}, but {whole!r} does not exist or is no regular file; {remedy}")
+            raise UserError(f"{listing} names {path!r}, but {whole!r} does not exist or is no regular file; {remedy}")

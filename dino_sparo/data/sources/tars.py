@@ -34,6 +34,7 @@ from dino_sparo.data.sources.indexes import (
     open_index,
     shard_samples,
 )
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular, read_json
 
 _logger = logging.getLogger(__name__)
@@ -119,14 +120,14 @@ def open_shards(
     num_lost = sum(lost.values())
     total = num_lost + len(index)
     if num_lost > max_lost * total:
-        raise ValueError(
+        raise UserError(
             f"{next(note['damage'] for note in notes if 'damage' in note)} ({len(lost)} of {len(shards)} shards, about "
             f"{num_lost:,} of {total:,} images; at most {max_lost:.2%} may be lost)"
         )
     for shard, number in lost.items():
         _logger.warning("%s; about %d images are skipped", notes[shards.index(shard)]["damage"], number)
     if not len(index):
-        raise ValueError(
+        raise UserError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {limits.extensions}"
         )
     return TarSource(name, index, *_labels(index, notes), num_lost, limits), f"{len(shards)} shard(s) indexed"
@@ -142,7 +143,7 @@ def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> d
     if not damaged:
         return {}
     if len(damaged) == len(shards):
-        raise ValueError(notes[0]["damage"])
+        raise UserError(notes[0]["damage"])
     sizes, mean = shard_sizes(shards), float(np.delete(counts, damaged).mean())
     return {shards[number]: max(sizes.get(shards[number], round(mean)), 1) for number in damaged}
 
@@ -156,7 +157,7 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
             try:
                 written |= {os.path.join(folder, name): int(size) for name, size in read_json(path).items()}
             except (ValueError, TypeError, AttributeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
                 ) from error
     return {shard: written[shard] for shard in shards if shard in written}
@@ -227,7 +228,7 @@ def expand_shards(pattern: str) -> list[str]:
         for name in _expand_braces(os.path.expanduser(part)):
             matches = [name] if os.path.isfile(name) else sorted(glob.glob(name))
             if not matches:
-                raise ValueError(
+                raise UserError(
                     f"data_path={pattern!r}: {name!r} does not exist (in {os.getcwd()}); name the shards that exist, "
                     f"for example {os.path.join(os.path.dirname(name), '*.tar')!r} for all of a folder"
                 )
@@ -235,7 +236,7 @@ def expand_shards(pattern: str) -> list[str]:
     for shard in shards:
         refuse_compressed(shard)
         if not shard.endswith(".tar") or not os.path.isfile(shard):
-            raise ValueError(f"data_path={pattern!r} matches {shard!r}; several files at once must be .tar shards")
+            raise UserError(f"data_path={pattern!r} matches {shard!r}; several files at once must be .tar shards")
     return shards
 
 
@@ -249,7 +250,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     ]
     count = math.prod(map(len, options))
     if not 0 < count <= MAX_SHARDS:
-        raise ValueError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
+        raise UserError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
     for choice in itertools.product(*options):
         words = (f"{word:0>{len(first or '')}}" for word, first in zip(choice, firsts, strict=True))
         yield "".join(itertools.chain(*zip(texts, words, strict=False), texts[-1:]))
@@ -258,7 +259,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
 def refuse_compressed(path: str) -> None:
     """ValueError if a file has the ending of a compressed file."""
     if re.search(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst|zip|7z|rar|gz|xz|bz2|zst)$", path.lower()):
-        raise ValueError(
+        raise UserError(
             f"data_path={path!r} is compressed, so its images cannot be read in random order; unpack it (a compressed "
             "tar: decompress it to a plain .tar), which costs little since images are compressed already"
         )

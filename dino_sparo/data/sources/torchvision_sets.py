@@ -9,6 +9,7 @@ from PIL import Image
 from torchvision import datasets
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, to_image
+from dino_sparo.runtime.faults import UserError
 
 
 class _TorchvisionSet(NamedTuple):
@@ -77,14 +78,14 @@ def open_torchvision(
     entry = TORCHVISION_SETS[name]
     by_split = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val, "test": entry.val}
     if split not in by_split:
-        raise ValueError(f"torchvision set {name!r} has no split {split!r}; choose train or val")
+        raise UserError(f"torchvision set {name!r} has no split {split!r}; choose train or val")
     arguments = by_split[split]
     folder = os.path.expanduser(folder)
     try:
         dataset = entry.build(folder, download=download, **arguments)
     except (RuntimeError, OSError, ImportError) as error:
         problem = "could not be opened" if download else "is missing or incomplete; pass --download to fetch it"
-        raise ValueError(f"torchvision set {name!r} in {folder!r} {problem} ({error})") from error
+        raise UserError(f"torchvision set {name!r} in {folder!r} {problem} ({error})") from error
     labels = getattr(dataset, entry.labels)
     if entry.labels == "_samples":
         labels = [label for _, label in labels]

@@ -28,6 +28,7 @@ from dino_sparo.evaluation.attention.maps import (
 from dino_sparo.evaluation.features import share_loader
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import printable
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def build_atlas(
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
     if kind == "average":
-        raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
+        raise UserError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
     indices, patches, prefix, values, sample = _survey(encoder, source, view, num_workers)
     rows, columns = sample.shape[-2:]
     scores = score_images(patches, prefix, rows * columns, values if kind == "slot" else None)

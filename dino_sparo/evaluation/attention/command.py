@@ -33,6 +33,7 @@ from dino_sparo.evaluation.attention.maps import attention_maps, mass_mask
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions, write_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if args.compare:
         compared = compared_encoder(args.compare, args)
         if (in_chans := compared.encoder.config.in_chans) != limits.in_chans:
-            raise ValueError(f"--compare takes {in_chans} channels, --pretrained_weights {limits.in_chans}")
+            raise UserError(f"--compare takes {in_chans} channels, --pretrained_weights {limits.in_chans}")
         compared.encoder.to(task.device)
         other = map_images(compared, runs[1], images, args.img_size, channels)
         written.append(folder / f"compare.{args.figure_format}")
@@ -80,7 +81,7 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
     """
     if image_path is None:
         if limits.in_chans != 3:
-            raise ValueError(f"the built-in scene has 3 channels, the model takes {limits.in_chans}; give --data_path")
+            raise UserError(f"the built-in scene has 3 channels, the model takes {limits.in_chans}; give --data_path")
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
     is_image = image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))

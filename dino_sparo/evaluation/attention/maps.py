@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_sparo.draw.pixels import maps_grid, to_pixels
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.faults import UserError
 
 # Cosine similarity from which two maps look the same to the eye; our choice.
 NEAR_DUPLICATE = 0.95
@@ -164,4 +165,4 @@ def letters_of_groups(groups: Int[np.ndarray, " maps"]) -> list[str]:
 def check_share(name: str, value: float) -> None:
     """Raise ValueError with the option's name unless its value is in (0, 1]."""
     if not 0 < value <= 1:
-        raise ValueError(f"{name}={value} is not a share; give a number in (0, 1]")
+        raise UserError(f"{name}={value} is not a share; give a number in (0, 1]")

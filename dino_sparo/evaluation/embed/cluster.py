@@ -31,7 +31,7 @@ from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import progress, setup_logging
@@ -59,10 +59,10 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     embeddings = load_embeddings(args.folder)
     out = Path(args.output_dir or args.folder)
     if (out / RESULT).exists() and not args.overwrite:
-        raise ValueError(f"{out} holds clusters already; give another --output_dir, or --overwrite")
+        raise UserError(f"{out} holds clusters already; give another --output_dir, or --overwrite")
     num_images = len(embeddings.index["path"])
     if num_images < args.clusters:
-        raise ValueError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
+        raise UserError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
 
     def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
         return embeddings.vectors(args.what, rows, args.slot)

@@ -28,6 +28,7 @@ from dino_sparo.evaluation.task import EvaluationTask, view_record
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import barrier, broadcast_object, on_rank_0
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import is_main, rank, world_size
 
@@ -37,7 +38,7 @@ CLASS_TOKEN = "cls"  # this kind of feature in --what
 def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     """Embed the images that the options name; returns the record that embedding.json holds."""
     if args.captions:
-        raise ValueError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
+        raise UserError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
     task = EvaluationTask.start(args)
     encoder = task.encoder
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
@@ -87,9 +88,9 @@ def feature_shapes(
     """The shape of each kind of feature, of one image."""
     config = encoder.config
     if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
-        raise ValueError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
+        raise UserError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
     if "slots" in what and not config.kind.has_slots:
-        raise ValueError(f"--what slots: readout {config.readout!r} has no slots; take encoding, cls, patches or mean")
+        raise UserError(f"--what slots: readout {config.readout!r} has no slots; take encoding, cls, patches or mean")
     blank = torch.zeros(1, config.in_chans, img_size, img_size, device=device)
     with torch.inference_mode():
         return {name: tuple(value.shape[1:]) for name, value in features_of(encoder.eval(), what, blank).items()}

@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import differences, versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
@@ -40,7 +40,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     require("sklearn", "predictions")
     output = Path(args.output or Path(args.images or args.folder) / "predictions.csv")
     if output.exists() and not args.overwrite:
-        raise ValueError(f"{output} exists already; give another --output, or --overwrite")
+        raise UserError(f"{output} exists already; give another --output, or --overwrite")
     labelled = load_embeddings(args.folder)
     others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
     for folder, other in others.items():
@@ -79,7 +79,7 @@ def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, 
         for record in (labelled.record, other.record)
     )
     if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
-        raise ValueError(
+        raise UserError(
             f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}; "
             "embed both with the same checkpoint"
         )
@@ -100,7 +100,7 @@ def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Floa
     """Features and labels of the rows that have a label."""
     rows = [row for row, label in enumerate(embeddings.index["label"]) if label]
     if not rows:
-        raise ValueError(f"the images in {folder} have no labels; embed a folder per class, or a table with labels")
+        raise UserError(f"the images in {folder} have no labels; embed a folder per class, or a table with labels")
     return embeddings.vectors(kind, rows), [embeddings.index["label"][row] for row in rows]
 
 
@@ -114,7 +114,7 @@ def fit_classifier(
     counts = Counter(labels)
     rarest = min(counts, key=lambda name: counts[name])
     if len(counts) < 2 or counts[rarest] < 2:
-        raise ValueError(f"a classifier needs two classes with two images each; {rarest!r} has {counts[rarest]}")
+        raise UserError(f"a classifier needs two classes with two images each; {rarest!r} has {counts[rarest]}")
     folds = StratifiedKFold(min(num_folds, counts[rarest]), shuffle=True, random_state=seed)
     search = GridSearchCV(LogisticRegression(max_iter=MAX_STEPS), {"C": list(strengths)}, cv=folds)
     search.fit(features, labels)

@@ -24,6 +24,7 @@ from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.options import FEATURES
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, write_json, writing
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
@@ -50,9 +51,9 @@ class Embeddings:
         """Features in memory, float32, each image's numbers in one vector of length one."""
         array = self.arrays.get(kind)
         if array is None:
-            raise ValueError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
+            raise UserError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
         if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
-            raise ValueError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
+            raise UserError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
         features = np.asarray(array[rows] if slot is None else array[rows, slot], dtype=np.float32)
         features = features.reshape(len(features), -1)
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
@@ -64,9 +65,9 @@ def load_embeddings(folder: str | Path) -> Embeddings:
     folder = Path(folder)
     record = read_record(folder)
     if record is None:
-        raise ValueError(f"{folder} has no embeddings: there is no {RECORD} in it; dino-sparo embed writes one")
+        raise UserError(f"{folder} has no embeddings: there is no {RECORD} in it; dino-sparo embed writes one")
     if not record["complete"]:
-        raise ValueError(f"the embeddings in {folder} are not complete; run the same embed command again to resume")
+        raise UserError(f"the embeddings in {folder} are not complete; run the same embed command again to resume")
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in record["features"]}
     return Embeddings(arrays, _read_index(folder), record)
 
@@ -78,7 +79,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{folder / RECORD} is damaged ({error}); embed again with --overwrite") from error
+        raise UserError(f"{folder / RECORD} is damaged ({error}); embed again with --overwrite") from error
     return record
 
 
@@ -119,7 +120,7 @@ class EmbeddingWriter:
         saved = None if overwrite else read_record(self.folder)
         if saved is not None:
             if different := differences(saved["settings"], record["settings"], "there", "now"):
-                raise ValueError(
+                raise UserError(
                     f"{self.folder} holds other embeddings ({'; '.join(different)}); "
                     "give another --output_dir, or --overwrite"
                 )
@@ -129,7 +130,7 @@ class EmbeddingWriter:
             (self.folder / name).unlink(missing_ok=True)
         free = shutil.disk_usage(self.folder).free
         if self.num_bytes > free:
-            raise ValueError(
+            raise UserError(
                 f"the embeddings take {self.num_bytes / 1e9:.2f} GB, but {self.folder} has {free / 1e9:.2f} GB left; "
                 "embed fewer kinds (--what), take --dtype float16, or give an --output_dir on a larger disk"
             )

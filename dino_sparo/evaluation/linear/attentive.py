@@ -25,6 +25,7 @@ from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
@@ -55,9 +56,7 @@ def part_of(width: int, parts: int, option: str) -> int:
     if width % parts:
         divisors = [number for number in range(1, width + 1) if width % number == 0]
         near = " and ".join(map(str, sorted(divisors, key=lambda number: abs(number - parts))[:2]))
-        raise ValueError(
-            f"{option} is {parts}, which does not divide the tokens' width {width}; {near} are the nearest"
-        )
+        raise UserError(f"{option} is {parts}, which does not divide the tokens' width {width}; {near} are the nearest")
     return width // parts
 
 
@@ -65,9 +64,9 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
     """Probe -> the configuration of the frozen backbone with this read-out; the encoder's own for `linear`."""
     own = encoder.config
     if own.kind.takes_raw_tokens:
-        raise ValueError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
+        raise UserError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
     if args.n_last_blocks != 4 or args.avgpool_patchtokens:
-        raise ValueError(
+        raise UserError(
             "--n_last_blocks and --avgpool_patchtokens do not apply to --probe, which reads the last tokens"
         )
     width = encoder.backbone.embed_dim

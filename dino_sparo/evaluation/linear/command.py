@@ -60,6 +60,7 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_or_none
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.file import load_strictly
 
@@ -115,7 +116,7 @@ class ProbeTask:
         self.task, args = task, task.args
         record = task.subject.record  # opened before the images: wrong weights are refused first
         if args.num_labels not in (None, task.num_classes):
-            raise ValueError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
+            raise UserError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.configs = probe_configs(task.encoder, args) if args.probe else {}
         self.encode: Callable[[Tensor], Tensor] = partial(
@@ -210,7 +211,7 @@ def warmup_epochs(args: argparse.Namespace) -> float:
     """Epochs of warm-up of the read-outs; by default the share of the efficient-probing protocol."""
     number = args.epochs * WARMUP_SHARE if args.warmup_epochs is None else args.warmup_epochs
     if number >= args.epochs:
-        raise ValueError(f"--warmup_epochs {number:g} leaves nothing of --epochs {args.epochs}; give a smaller number")
+        raise UserError(f"--warmup_epochs {number:g} leaves nothing of --epochs {args.epochs}; give a smaller number")
     return float(number)
 
 

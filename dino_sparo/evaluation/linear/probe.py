@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from dino_sparo.data.samplers import epoch_order
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import STEP_LINE_SECONDS, progress
@@ -207,7 +208,7 @@ def scaled_learning_rates(learning_rates: Sequence[float], global_batch_size: in
     """The linear scaling rule: lr x batch / 256."""
     rates = list(learning_rates)
     if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
-        raise ValueError(f"lr={rates}; give one or more different positive numbers, e.g. 0.001 0.01 0.1")
+        raise UserError(f"lr={rates}; give one or more different positive numbers, e.g. 0.001 0.01 0.1")
     return [rate * global_batch_size / REFERENCE_BATCH for rate in rates]
 
 
@@ -242,7 +243,7 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
         losses += per_probe.detach()
         steps += 1
     if steps == 0:
-        raise ValueError("an epoch of the probe has no batch; give more images")
+        raise UserError("an epoch of the probe has no batch; give more images")
     for buffer in probe.buffers():  # running statistics of batch norm
         if buffer.is_floating_point():
             all_reduce_sum(buffer).div_(world_size())
@@ -277,7 +278,7 @@ def probe_accuracy(
         sums[:, 3] += len(targets)
     rows = all_reduce_sum(sums).tolist()
     if not rows[0][3]:
-        raise ValueError("there are no images to test the probe on")
+        raise UserError("there are no images to test the probe on")
     return [{"top1": 100 * n1 / n, "top5": 100 * n5 / n, "loss": loss / n} for n1, n5, loss, n in rows]
 
 
@@ -343,7 +344,7 @@ class ProbeRun:
             factors = repeat(schedule) if self.factors is None else self.factors(epoch)
             losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), factors)
             if not any(map(math.isfinite, losses)):
-                raise ValueError(f"every probe diverged (training losses {losses}); give smaller rates with --lr")
+                raise UserError(f"every probe diverged (training losses {losses}); give smaller rates with --lr")
             line: dict[str, Any] = {"epoch": epoch, "schedule": schedule, "train_loss": losses}
             if epoch % val_freq == 0 or epoch == self.epochs - 1:
                 line["test"] = probe_accuracy(self.probe, val.features, val.labels)
@@ -376,7 +377,7 @@ def load_heads(path: Path) -> dict[str, Any]:
     state = load_checkpoint(path)
     missing = {"state_dict", "momenta", "epoch", "history", "counts", "learning_rates", "record"} - state.keys()
     if missing:
-        raise ValueError(f"{path} holds no linear probes: {', '.join(sorted(missing))} missing; train some first")
+        raise UserError(f"{path} holds no linear probes: {', '.join(sorted(missing))} missing; train some first")
     return state
 
 
@@ -399,4 +400,4 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     """Refuse probes of another encoder, of other data or of other options."""
     if differing := differences(saved, wanted, "in the file", "now"):
-        raise ValueError(f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options")
+        raise UserError(f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options")

@@ -32,7 +32,7 @@ from dino_sparo.evaluation.task import (
     write_result,
 )
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
@@ -88,10 +88,10 @@ def check_has_maps(subject: EvaluatedEncoder, other: EvaluatedEncoder | None) ->
     """Refuse an encoder that averages all tokens, and encoders without slots that are to be matched."""
     config = subject.encoder.config
     if config.kind.shows == "average":
-        raise ValueError(f"slots score needs maps; readout={config.readout!r} averages all tokens and has none")
+        raise UserError(f"slots score needs maps; readout={config.readout!r} averages all tokens and has none")
     for compared in (subject, other) if other is not None else ():
         if not compared.encoder.config.kind.has_slots:
-            raise ValueError(
+            raise UserError(
                 f"--match compares values of slots; readout={compared.encoder.config.readout!r} of "
                 f"{compared.record['pretrained_weights']} has no slots. Leave --match out"
             )
@@ -144,7 +144,7 @@ def match_models(
     """The best matching of this encoder's slots and another one's, and what chance gives."""
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
-        raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read")
+        raise UserError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read")
     own, size = np.concatenate(survey.values), args.img_size and [args.img_size]
     # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)

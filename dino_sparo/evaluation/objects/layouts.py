@@ -21,7 +21,7 @@ from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import open_regular, parse_object
 
 UNKNOWN = -1  # class of an object whose class nobody says
@@ -89,23 +89,23 @@ def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits =
     root = Path(data_path).expanduser()
     is_voc = (root / "SegmentationObject").is_dir()
     if masks is not None and (is_voc or names_scenes(data_path)):
-        raise ValueError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
+        raise UserError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
     if names_scenes(data_path):
         scenes = Scenes(*parse_scenes_spec(data_path), split="val")
         return ObjectSource(scenes, list(scenes.classes or []), partial(_scene_objects, scenes))
     if not data_path or not root.is_dir():
-        raise ValueError(f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give one with images")
+        raise UserError(f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give one with images")
     if is_voc:
         return _open_voc(root, limits)
     if masks is None:
         if not ((root / "images").is_dir() and (root / "masks").is_dir()):
-            raise ValueError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
+            raise UserError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
         return _open_pairs(root / "images", root / "masks", limits)
     path = Path(masks).expanduser()
     if path.suffix.lower() == ".json":
         return _open_coco(root, path, limits)
     if not path.is_dir():
-        raise ValueError(f"--masks {masks!r} is neither a folder nor a .json file; give masks of the images' stems")
+        raise UserError(f"--masks {masks!r} is neither a folder nor a .json file; give masks of the images' stems")
     return _open_pairs(root, path, limits)
 
 
@@ -125,7 +125,7 @@ def _open_voc(root: Path, limits: ImageLimits) -> ObjectSource:
     """The images that VOC lists in ImageSets/Segmentation/val.txt."""
     listing = root / "ImageSets" / "Segmentation" / "val.txt"
     if not listing.is_file():
-        raise ValueError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
+        raise UserError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
     stems = listing.read_text(encoding="utf-8").split()
     has_classes = (root / "SegmentationClass").is_dir()
 
@@ -169,7 +169,7 @@ def _read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             if image.mode not in MASK_MODES:
-                raise ValueError(f"has colours ({image.mode}), but a mask has one number per pixel")
+                raise UserError(f"has colours ({image.mode}), but a mask has one number per pixel")
             return np.asarray(image).astype(np.int64)
     except FileNotFoundError as error:
         raise CorruptImageError(str(path), "there is no such mask") from error
@@ -193,7 +193,7 @@ def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
         entries = [(image["id"], image["height"], image["width"]) for image in content["images"]]
         files = _image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
+        raise UserError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
     class_numbers = {identity: number for number, identity in enumerate(sorted(names))}
 
     def objects(index: int) -> ObjectMasks:
@@ -224,15 +224,15 @@ def segmentation_mask(segmentation: Any, height: int, width: int) -> Bool[np.nda
 
     if isinstance(segmentation, dict):
         if list(segmentation["size"]) != [height, width]:
-            raise ValueError(f"mask of {segmentation['size']} pixels for an image of {[height, width]}")
+            raise UserError(f"mask of {segmentation['size']} pixels for an image of {[height, width]}")
     else:
         reach = MAX_REACH * max(height, width)  # pycocotools walks along the whole outline
         if not all(abs(float(number)) <= reach for polygon in segmentation for number in polygon):
-            raise ValueError(f"a polygon reaches more than {reach} pixels in an image of {height} x {width}")
+            raise UserError(f"a polygon reaches more than {reach} pixels in an image of {height} x {width}")
     is_string = isinstance(segmentation, dict) and isinstance(segmentation["counts"], (str, bytes))
     lengths = segmentation if is_string else coco_masks.frPyObjects(segmentation, height, width)
     lengths = coco_masks.merge(lengths if isinstance(lengths, list) else [lengths, lengths])
     mask = coco_masks.decode(lengths)
     if coco_masks.encode(mask)["counts"] != lengths["counts"]:
-        raise ValueError(f"run lengths do not fill the image's {height} x {width} pixels")
+        raise UserError(f"run lengths do not fill the image's {height} x {width} pixels")
     return mask > 0

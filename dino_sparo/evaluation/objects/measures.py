@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from dino_sparo.evaluation.attention.maps import mass_mask
+from dino_sparo.runtime.faults import UserError
 
 MEASURES = ("jaccard", "mbo", "fg_ari", "pointing", "pointing_one_map")
 NUM_SUBSETS = 5  # of an encoder's maps, where not all are scored together
@@ -148,7 +149,7 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
     """
     size = num_maps if size is None else size
     if not 1 <= size <= num_maps:
-        raise ValueError(f"maps={size}, but the encoder has {num_maps}; give 1 to {num_maps}, or leave --maps out")
+        raise UserError(f"maps={size}, but the encoder has {num_maps}; give 1 to {num_maps}, or leave --maps out")
     rng = np.random.default_rng(seed)
     subsets: set[tuple[int, ...]] = set()
     while len(subsets) < min(NUM_SUBSETS, math.comb(num_maps, size)):

@@ -22,6 +22,7 @@ from dino_sparo.evaluation.objects import measures
 from dino_sparo.evaluation.objects.layouts import ObjectSource, view_objects
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ def _check(survey: Survey, source: ObjectSource) -> None:
         logger.warning("%s: left out %d images that cannot be read: %s", source.images.name, len(errors), named)
     if count < 2:
         without = len(survey.indices) - count
-        raise ValueError(
+        raise UserError(
             f"{source.images.name}: {count} images have objects in view, {without} have none and {len(errors)} cannot "
             f"be read{f' ({named})' if named else ''}; an interval needs at least 2 images with objects"
         )

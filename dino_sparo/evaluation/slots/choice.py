@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256, parse_object
 
 FORM = (
@@ -41,20 +42,20 @@ class SlotSelection:
 
     def __post_init__(self) -> None:
         if not self.indices:
-            raise ValueError("slots=[] keeps no slot; give at least one")
+            raise UserError("slots=[] keeps no slot; give at least one")
         if len(set(self.indices)) < len(self.indices):
             twice = next(index for index in self.indices if self.indices.count(index) > 1)
-            raise ValueError(f"slots name slot {twice} twice; give different slots")
+            raise UserError(f"slots name slot {twice} twice; give different slots")
         if self.num_slots is not None:
             self.check_fits(self.num_slots)
 
     def check_fits(self, num_slots: int) -> None:
         """Refuse slots that were chosen among another number of them, or do not exist."""
         if self.num_slots not in (None, num_slots):
-            raise ValueError(f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}")
+            raise UserError(f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}")
         unknown = [index for index in self.indices if not 0 <= index < num_slots]
         if unknown:
-            raise ValueError(f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}")
+            raise UserError(f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
@@ -78,21 +79,21 @@ class SlotMask:
     def __post_init__(self) -> None:
         wrong = [value for value in self.values if not 0 <= value <= 1]  # true for NaN, too
         if wrong:
-            raise ValueError(f"mask holds {wrong[0]}; give weights in [0, 1]")
+            raise UserError(f"mask holds {wrong[0]}; give weights in [0, 1]")
         if not any(self.values):
-            raise ValueError(f"mask of {len(self.values)} parts has no weight above 0; nothing of an image would stay")
+            raise UserError(f"mask of {len(self.values)} parts has no weight above 0; nothing of an image would stay")
         if self.encoding_dim is not None:
             self.check_fits(self.encoding_dim)
 
     def check_fits(self, encoding_dim: int) -> None:
         """Refuse encodings that the mask was not learned for, or that do not fall into so many equal parts."""
         if self.encoding_dim not in (None, encoding_dim):
-            raise ValueError(
+            raise UserError(
                 f"mask was learned for encodings of {self.encoding_dim} numbers, the model's have {encoding_dim}; "
                 "learn one for this model"
             )
         if encoding_dim % len(self.values):
-            raise ValueError(
+            raise UserError(
                 f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
                 f"give one weight per slot or per dimension"
             )
@@ -113,7 +114,7 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
     if numbers := numbers_in(text):
         return SlotSelection(tuple(map(int, numbers)))
     if not Path(text).is_file():
-        raise ValueError(f"slots={text!r} does not exist; give a file of dino-sparo slots, or numbers such as 0,3,7")
+        raise UserError(f"slots={text!r} does not exist; give a file of dino-sparo slots, or numbers such as 0,3,7")
     content = parse_object(Path(text).read_bytes(), f"slots={text!r}")
     slots, values = content.get("slots"), content.get("mask")
     try:
@@ -122,15 +123,15 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
         if isinstance(values, list) and all(type(value) in (int, float) for value in values):
             return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{text}: {error}") from error
-    raise ValueError(f"{text} is no choice of slots; expected {FORM}")
+        raise UserError(f"{text}: {error}") from error
+    raise UserError(f"{text} is no choice of slots; expected {FORM}")
 
 
 def parse_selection(text: str) -> SlotSelection:
     """The choice that `--slots` gives where a mask does not apply; ValueError for a mask."""
     choice = parse_slots(text)
     if isinstance(choice, SlotMask):
-        raise ValueError(
+        raise UserError(
             f"{text} is a mask; give a file of dino-sparo slots select or slots study, or numbers of slots. Masks are "
             "for evaluations of a CLIP"
         )
@@ -140,7 +141,7 @@ def parse_selection(text: str) -> SlotSelection:
 def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
     """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared."""
     if None not in (weights_sha256, chosen_in) and weights_sha256 != chosen_in:
-        raise ValueError(f"the slots are of a checkpoint with SHA-256 {chosen_in}: slots of different trainings differ")
+        raise UserError(f"the slots are of a checkpoint with SHA-256 {chosen_in}: slots of different trainings differ")
 
 
 def origin_of(slots: str) -> dict[str, str]:
@@ -151,7 +152,7 @@ def origin_of(slots: str) -> dict[str, str]:
 def check_has_slots(config: EncoderConfig) -> None:
     """Refuse an encoder whose encoding does not consist of slots."""
     if not config.kind.has_slots:
-        raise ValueError(f"readout {config.readout!r} has no slots to choose among; take another one, such as sparo")
+        raise UserError(f"readout {config.readout!r} has no slots to choose among; take another one, such as sparo")
 
 
 class KeptSlots(nn.Module):

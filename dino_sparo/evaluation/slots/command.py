@@ -51,6 +51,7 @@ from dino_sparo.evaluation.slots.curve import (
 )
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
 
@@ -84,7 +85,7 @@ def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int
     """Mask of this process' training images that rank the slots: a random part, equal for any number of processes."""
     number = min(num_choosing, num_images // MAX_CHOOSING_SHARE)
     if number < 1:
-        raise ValueError(
+        raise UserError(
             f"choosing_images={num_choosing} of {num_images} images: at least one must rank the slots, and at most a "
             f"fifth of them may; give 1 or more, and at least {MAX_CHOOSING_SHARE} training images"
         )

@@ -14,6 +14,7 @@ import numpy as np
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT
 from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.runtime.faults import UserError
 
 TABLE_SLOTS = 10  # best slots in the table
 DOTTED = (0, (1, 2))
@@ -24,7 +25,7 @@ Rows = Sequence[Mapping[str, Any]]
 def check_number(name: str, number: int, num_slots: int) -> None:
     """Refuse a number of slots that the model does not have."""
     if not 1 <= number <= num_slots:
-        raise ValueError(f"{name}={number} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
+        raise UserError(f"{name}={number} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
 
 
 def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha256: str | None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
 from dino_sparo.image_text.pairs.tars import TarCaptions
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def open_caption_set(
         limits: larger images count as unreadable.
     """
     if not data_path:
-        raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
+        raise UserError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if not captions:
         return _together(open_pairs(data_path, split=split, default_split="val", limits=limits))
     captions_of, unused, own_split = read_captions(Path(captions), split)
@@ -120,18 +121,18 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
     try:
         for name, captions in rows:
             if not isinstance(captions, list) or not all(isinstance(text, str) for text in (name, *captions)):
-                raise ValueError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
+                raise UserError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
             captions_of[name] += captions
     except (AttributeError, KeyError, TypeError) as error:
         keys = sorted(content) if isinstance(content, dict) else []
-        raise ValueError(
+        raise UserError(
             f"{where} is neither COCO's (images, annotations) nor Karpathy's (images with split and sentences, or a "
             f"list of image and caption): its keys are {keys}, missing is {error}"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
     if split is not None and own_split is None:
-        raise ValueError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
+        raise UserError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
     return captions_of, left_out, own_split
 
 
@@ -142,7 +143,7 @@ def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
         if match:
             yield match["image"].strip(), [_unquoted(match["caption"].strip())]
         elif line.strip() and number:  # the first line may be a header
-            raise ValueError(
+            raise UserError(
                 f"line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, comma or bar, and a caption"
             )
 
@@ -164,7 +165,7 @@ def _karpathy(content: dict[str, Any], split: str) -> Rows:
     images = [image for image in content["images"] if image["split"] == split]
     if not images:
         splits = sorted({image["split"] for image in content["images"]})
-        raise ValueError(f"has no split {split!r}; its splits are {splits}")
+        raise UserError(f"has no split {split!r}; its splits are {splits}")
     for image in images:
         name = os.path.join(image.get("filepath", ""), image["filename"])
         yield name, [sentence["raw"] for sentence in image["sentences"]]
@@ -202,7 +203,7 @@ def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str
     worded = [[text for text in texts if text.strip()] for texts in all_captions]
     chosen = [index for index, texts in enumerate(worded) if texts]
     if not chosen:
-        raise ValueError(f"{images.name} has no captions")
+        raise UserError(f"{images.name} has no captions")
     empty = sum(map(len, all_captions)) - sum(map(len, worded))
     without = len(images) - len(chosen)
     if empty or without:

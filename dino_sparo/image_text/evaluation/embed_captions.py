@@ -26,6 +26,7 @@ from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.towers import LoadedModel, tokenize
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.precision import PRECISIONS
@@ -42,7 +43,7 @@ def embed_captions(
         ValueError: the checkpoint has no text encoder, or the options do not fit the captions or the folder.
     """
     if len(args.what) > 1:
-        raise ValueError(
+        raise UserError(
             f"--what {' '.join(args.what)}: captions have rows of their own; embed images and captions into two folders"
         )
     device = start_evaluation(args).device

@@ -41,6 +41,7 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 
@@ -113,7 +114,7 @@ def choose_weight_decay(train: Features, val_share: float, settings: ProbeSettin
     number = len(train.features)
     num_val = round(val_share * number)
     if not 0 < num_val < number:
-        raise ValueError(f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2")
+        raise UserError(f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2")
     order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
     val_rows, rows = (part.sort().values for part in order.tensor_split([num_val]))
     own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
@@ -139,7 +140,7 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     for features, labels in zip(test.features.split(TEST_ROWS), test.labels.split(TEST_ROWS), strict=True):
         logits = probe(features.to(device))[0]
         if not logits.isfinite().all():
-            raise ValueError("the probe has diverged; give a smaller --lr, or a --weight_decay below 2 / lr")
+            raise UserError("the probe has diverged; give a smaller --lr, or a --weight_decay below 2 / lr")
         hits.add(logits, labels.to(device))
     return dict(zip(("top1", "top5", "mean_per_class_recall"), hits.accuracies(), strict=True))
 
@@ -192,7 +193,7 @@ def _features(
     if args.load_features:
         train, test, record = load_features(Path(args.load_features))
         if args.slots:
-            raise ValueError("--slots chooses among a model's slots, and --load_features has features: leave out one")
+            raise UserError("--slots chooses among a model's slots, and --load_features has features: leave out one")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
         if not record:  # features of another program, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}

@@ -25,6 +25,7 @@ from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.collectives import rank_0_first
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of
 
@@ -87,7 +88,7 @@ def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> 
     if found is not None and roots is not None:
         path = Path(os.path.abspath(folder / found))
         if not any(path.is_relative_to(os.path.abspath(root)) for root in roots):
-            raise ValueError(
+            raise UserError(
                 f"the image {name!r} lies outside of {' and '.join(map(str, roots))}; annotations of strangers may "
                 "name any file. Give --allow_outside if you trust them"
             )
@@ -124,7 +125,7 @@ def require_few_missing(
     """
     allowed = MAX_MISSING if share is None else share
     if missing > allowed * total:
-        raise ValueError(f"{data}{missing} of {total} {problem}; at most {100 * allowed:g} % of them may be. {remedy}")
+        raise UserError(f"{data}{missing} of {total} {problem}; at most {100 * allowed:g} % of them may be. {remedy}")
 
 
 # By data path; and the result.
@@ -149,7 +150,7 @@ def open_evaluation_images(
     The built-in scenes are those of CLIP training, with independent attributes.
     """
     if not data_path:
-        raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
+        raise UserError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
     if names_scenes(data_path):
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
@@ -168,7 +169,7 @@ def plot_path(args: argparse.Namespace, name: str) -> Path:
     """Path of the plot beside the result; raises ValueError if the plot would overwrite the result."""
     path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
     if path.suffix == ".png":
-        raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
+        raise UserError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
     return path.with_suffix(".png")
 
 

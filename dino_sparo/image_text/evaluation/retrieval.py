@@ -33,6 +33,7 @@ from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_capti
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
 
@@ -80,7 +81,7 @@ def recall(
     """
     for candidates in (len(texts), len(images)):
         if max(k) > candidates:
-            raise ValueError(f"k={list(k)} of {candidates} candidates; give numbers from 1 to {candidates} with --k")
+            raise UserError(f"k={list(k)} of {candidates} candidates; give numbers from 1 to {candidates} with --k")
     blocks = [torch.empty(0, len(texts), device=scorer.device)]
     starts = range(0, len(images), IMAGE_CHUNK)
     share = starts[len(starts) * rank() // world_size() : len(starts) * (rank() + 1) // world_size()]
@@ -90,7 +91,7 @@ def recall(
         blocks.append(scorer.score_block(images[first : start + IMAGE_CHUNK], texts)[start - first :])
     scores = all_gather_ragged(torch.cat(blocks))
     if not scores.isfinite().all():
-        raise ValueError("the scores are not finite; the model is broken or overflowed")
+        raise UserError("the scores are not finite; the model is broken or overflowed")
     is_match = torch.zeros_like(scores, dtype=torch.bool)
     is_match[matches[:, 0], matches[:, 1]] = True
     return _mean_recall(scores, is_match, k), _mean_recall(scores.t(), is_match.t(), k)

@@ -22,6 +22,7 @@ from dino_sparo.image_text.pairs.batches import Captions, PairSource
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import contrastive_loss
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import progress
 
 MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
@@ -89,7 +90,7 @@ def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, P
     """
     number = min(round(share * len(source)), MAX_PAIRS)
     if not 0 < number < len(source):
-        raise ValueError(
+        raise UserError(
             f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves some on both sides"
         )
     order = np.random.default_rng(seed).permutation(len(source))

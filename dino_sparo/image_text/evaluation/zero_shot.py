@@ -27,6 +27,7 @@ from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open
 from dino_sparo.image_text.prompts import AUTO, open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.faults import UserError
 
 TOP = 5
 
@@ -93,14 +94,14 @@ def evaluate_zero_shot(
     for batch in scorer.image_batches(source):
         scores = scorer.score_block(batch.payload, classes.payload)
         if not scores.isfinite().all():
-            raise ValueError(f"scores of {source.name} are not finite; the model is broken or overflowed")
+            raise UserError(f"scores of {source.name} are not finite; the model is broken or overflowed")
         hits.add(scores, batch.labels)
         num_corrupt += batch.num_corrupt
     num_corrupt = int(all_reduce_sum(torch.tensor(num_corrupt, device=scorer.device)))
     hits.counts = all_reduce_sum(hits.counts).cpu()
     images, _, _, ties = hits.counts.sum(dim=0).tolist()
     if not images:
-        raise ValueError(f"none of {num_corrupt} images can be read; is the disk still there?")
+        raise UserError(f"none of {num_corrupt} images can be read; is the disk still there?")
     per_class = [(number, right) for number, right, _, _ in hits.counts.tolist()]
     return ZeroShotResult(*hits.accuracies(), images, num_corrupt, ties, per_class, classes.num_truncated)
 

@@ -36,6 +36,7 @@ from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_folder, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
 from dino_sparo.image_text.prompts import AUTO, open_classes, open_templates, prompts
+from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class PairPath:
         start = time.perf_counter()
         source = self._open()
         if self.negative_key is not None and source.negatives is None:
-            raise ValueError(
+            raise UserError(
                 f"negative_key={self.negative_key!r} is a column of a table, and data_path={self.data_path!r} is none"
             )
         if isinstance(source.images, FileSource | TarSource):
@@ -131,7 +132,7 @@ class PairPath:
         if not shards and not (is_file and path.lower().endswith(".json")):
             return self._open_without_captions()
         if split not in (None, ALL):
-            raise ValueError(
+            raise UserError(
                 f"data_path={self.data_path!r} has no split {split!r}; give the folder that holds the splits' shards "
                 "or tables, or a table with a column of splits"
             )
@@ -160,7 +161,7 @@ class PairPath:
             options: dict[str, Any] = {"default_split": self.default_split, "columns": self._columns}
             images = open_source(data_path, self.split, self.download, **options)
         if images.labels is None:
-            raise ValueError(
+            raise UserError(
                 f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table "
                 "with a column of captions, COCO's annotations, a folder of images with a .txt of the same name beside "
                 "each, or class folders"
@@ -191,7 +192,7 @@ def _check_left_out(source: PairSource, max_left_out: float) -> None:
         return
     message = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
     if number > (most := most_corrupt(max_left_out, total)):
-        raise ValueError(
+        raise UserError(
             f"{message}; that is more than the {most:.0f} that --max_corrupt {max_left_out} allows. Repair them, or "
             f"raise it"
         )

@@ -26,7 +26,7 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.tars import captions_in_json
-from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.faults import UserError, require
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class PairStream(IterableDataset):
         require("webdataset", "streamed shards")
         self.sources = [_expand(part) for part in data_path.split("::")]
         if weights is not None and (len(weights) != len(self.sources) or min(weights) < 0 or not sum(weights)):
-            raise ValueError(
+            raise UserError(
                 f"--shard_weights {weights}: give one number per source of --data_path, of which there are "
                 f"{len(self.sources)}, none negative and not all 0"
             )
@@ -106,7 +106,7 @@ class PairStream(IterableDataset):
             except CorruptImageError as error:
                 corrupt.append((error.location, error.reason))
         location, reason = corrupt[-1]
-        raise ValueError(
+        raise UserError(
             f"{MAX_CORRUPT_IN_A_ROW} samples in a row of {self.name} are no pairs, the last is {location} ({reason}); "
             "do the shards hold images with captions?"
         )
@@ -149,7 +149,7 @@ class _SkipShards:
     def __call__(self, error: Exception) -> bool:
         self.in_a_row += 1
         if self.in_a_row >= MAX_CORRUPT_IN_A_ROW:
-            raise ValueError(f"{self.in_a_row} errors in a row while reading {self.name}, the last is {error!r}")
+            raise UserError(f"{self.in_a_row} errors in a row while reading {self.name}, the last is {error!r}")
         logger.warning("the rest of a shard is left out: %r", error)
         return True
 
@@ -168,5 +168,5 @@ def _expand(part: str) -> list[str]:
         return webdataset.shardlists.expand_urls(part)
     shards = find_shards(os.path.expanduser(part))
     if not shards:
-        raise ValueError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
+        raise UserError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
     return shards

@@ -18,6 +18,7 @@ from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows, require_first_files
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
@@ -147,7 +148,7 @@ def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, li
             else:
                 captions[annotation["image_id"]].append(str(annotation["caption"]).strip())
     except (KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"annotations {path!r} are no COCO captions: they need `images` with `id` and `file_name`, and "
             f"`annotations` with `image_id` and `caption`; found the keys {keys}, missing is {error}"
         ) from error
@@ -158,6 +159,6 @@ def _files(name: str, folder: str, paths: PackedTexts) -> FileSource:
     """The image files; the first of them must exist."""
     packed = paths.packed()
     if not len(packed):
-        raise ValueError(f"{name} holds no pair of an image and a caption")
+        raise UserError(f"{name} holds no pair of an image and a caption")
     require_first_files(name, folder, packed, "give the folder that the names start from with --image_folder")
     return FileSource(name, folder, packed, None, None)

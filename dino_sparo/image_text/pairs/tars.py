@@ -25,6 +25,7 @@ from dino_sparo.data.sources.indexes import (
 )
 from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular, parse_json
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     if not len(index):
         endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
         wanted = CAPTION_ENDING if caption_key is None else JSON_ENDING
-        raise ValueError(
+        raise UserError(
             f"{name}: no sample has an image and a {wanted}; the members end in {', '.join(endings) or 'nothing'}; "
             "give --caption_key KEY to take captions from .json, or --caption_templates to make them from .cls"
         )

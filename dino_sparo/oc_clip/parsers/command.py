@@ -25,6 +25,7 @@ from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
 from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_rows
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256, parse_object, versions, write_json
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import progress, setup_logging
@@ -77,7 +78,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     if args.caption is not None:
         return show_graph(args)
     if args.output is None:
-        raise ValueError("--output is missing: give the file of graphs to write, such as --output graphs.jsonl")
+        raise UserError("--output is missing: give the file of graphs to write, such as --output graphs.jsonl")
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     rows: Iterable[Row]
@@ -107,11 +108,11 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
 def show_graph(args: argparse.Namespace) -> dict[str, Any]:
     """Print the graph of `--caption`; returns the line that a file would have."""
     if args.parser in DRAW:
-        raise ValueError(f"--parser {args.parser} draws captions and reads none; give --captions, or another --parser")
+        raise UserError(f"--parser {args.parser} draws captions and reads none; give --captions, or another --parser")
     with tempfile.TemporaryDirectory() as folder:
         (outcome,) = _open_parser(args, Path(folder) / "graph.jsonl").parse_all(iter([args.caption]))
     if outcome.graph is None:
-        raise ValueError(f"--caption {args.caption!r} has no graph: {outcome.problem}")
+        raise UserError(f"--caption {args.caption!r} has no graph: {outcome.problem}")
     graph, _ = normalize(outcome.graph, args.caption, args.max_nodes, args.max_relations)
     say(graph_in_words(graph))
     return graph_record(args.caption, graph)
@@ -178,7 +179,7 @@ def _open_parser(args: argparse.Namespace, output: Path) -> Parser:
         parser("a dog")  # loads spaCy's model before anything is written
         return parser
     if not args.model or bool(args.server) == args.local:
-        raise ValueError(
+        raise UserError(
             f"--parser llm with --model {args.model} --server {args.server} --local {args.local}: give --model, and "
             "either --server URL or --local"
         )
@@ -192,10 +193,10 @@ def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
     if not output.is_file() or not output.stat().st_size:
         return
     if not summary_path.is_file():
-        raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
+        raise UserError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
     before = parse_object(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
-        raise ValueError(
+        raise UserError(
             f"{summary_path} says that the output was written by {before}, not by {parser.record}; give another "
             "--output, or remove both files"
         )
@@ -211,7 +212,7 @@ def _read_rows(rows: Iterable[Row], run: Counter[str]) -> dict[Row, bool]:
         if row.caption:
             found[row] = False
     if not found:
-        raise ValueError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
+        raise UserError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
     return found
 
 

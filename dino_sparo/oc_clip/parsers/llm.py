@@ -22,7 +22,7 @@ from typing import Any
 
 from dino_sparo.oc_clip.graph import SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, Parser
-from dino_sparo.runtime.faults import MendableError, require
+from dino_sparo.runtime.faults import MendableError, UserError, require
 from dino_sparo.runtime.files import parse_json
 
 BACK_OFFS = 5
@@ -50,11 +50,11 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
     """
     answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
     if not answers:
-        raise ValueError("there is no JSON between [ANS] and [/ANS]")
+        raise UserError("there is no JSON between [ANS] and [/ANS]")
     try:
         record = parse_json(re.sub(r"^\s*```(?:json)?|```\s*$", "", answers[-1]))
     except ValueError as error:
-        raise ValueError(f"the text between [ANS] and [/ANS] is no JSON ({error})") from error
+        raise UserError(f"the text between [ANS] and [/ANS] is no JSON ({error})") from error
     listed = record.get("relationships") if isinstance(record, dict) else None
     if not isinstance(listed, list):
         return SceneGraph.from_json(record), 0
@@ -117,7 +117,7 @@ class Server:
                 "correct the address and its port. The same command resumes"
             ) from error
         except openai.APIError as error:
-            raise ValueError(f"the server refuses the request: {_one_line(error)}") from error
+            raise UserError(f"the server refuses the request: {_one_line(error)}") from error
         if not isinstance(answer, openai.types.chat.ChatCompletion):
             raise MendableError(
                 f"{self.url} answers, but not as OpenAI's protocol does; correct --server: it often ends with /v1"

@@ -44,6 +44,7 @@ from dino_sparo.oc_clip.graph import Relation, SceneGraph, comparable, spaced, w
 from dino_sparo.oc_clip.graph_files import hash_of, read_lines
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import parse_object, read_json
 from dino_sparo.runtime.logs import progress
 
@@ -197,7 +198,7 @@ class AnnotatedImages(Parser):
                 if image not in excluded:
                     self._draw(image, content, counts)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path}: image {number}, {image!r}, is not annotated as {kind} is ({type(error).__name__}: "
                     f"{error}); dino_sparo/oc_clip/parsers/rows.py describes the format"
                 ) from error
@@ -237,7 +238,7 @@ def annotated_images(path: str, kind: str) -> list[tuple[str, Any]]:
         return [(str(image["image_id"]), image) for image in content]
     except (AttributeError, KeyError, TypeError) as error:
         forms = {"vg": "a list of images with image_id", "gqa": "an object with one entry per image"}
-        raise ValueError(f"{path} is no file of {kind}, which is {forms[kind]}; found {content!s:.60}") from error
+        raise UserError(f"{path} is no file of {kind}, which is {forms[kind]}; found {content!s:.60}") from error
 
 
 def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:

@@ -38,6 +38,7 @@ from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUP
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import write_json
 from dino_sparo.runtime.launch import is_main
 
@@ -55,7 +56,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
     process = start_evaluation(args, several_results=True)
     if not args.data_root:
-        raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
+        raise UserError("--data_root is empty; give the folder that holds the benchmarks")
     if args.failures:
         require_matplotlib()
     rules = ImageRules.of(args, Path(args.data_root))
@@ -63,10 +64,10 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     if args.write_captions:
         return write_captions(benchmarks, Path(args.write_captions))
     if not args.pretrained_weights:
-        raise ValueError("--pretrained_weights is empty: there is nothing to evaluate; give one checkpoint or more")
+        raise UserError("--pretrained_weights is empty: there is nothing to evaluate; give one checkpoint or more")
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
-            raise ValueError(f"--pretrained_weights {weights}: there is no such file")
+            raise UserError(f"--pretrained_weights {weights}: there is no such file")
     if args.output_dir:
         result_folder(args.output_dir, "")
     results, written = {}, []
@@ -151,7 +152,7 @@ def evaluate(
             result["failures"] = failures[local.title].to_json()
         results[local.title] = result
     if not results:
-        raise ValueError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
+        raise UserError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
     whole = {
         "evaluation": "compositional benchmarks",
         "benchmarks": results,
@@ -245,7 +246,7 @@ def table(results: Mapping[str, Result]) -> str:
 def require_readable(local: LocalBenchmark, num_readable: int, max_missing: float) -> None:
     """Refuse a benchmark if too many of its questions have a missing or unreadable image; raises ValueError."""
     if not num_readable:
-        raise ValueError(f"{local.title}: none of the images in {local.images} can be read")
+        raise UserError(f"{local.title}: none of the images in {local.images} can be read")
     total = len(local.questions) + local.with_missing_image.total()
     problem = f"questions' images in {local.images} are missing or cannot be read"
     require_few_missing(total - num_readable, total, problem, max_missing)

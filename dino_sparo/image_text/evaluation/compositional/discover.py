@@ -18,6 +18,7 @@ from dino_sparo.image_text.evaluation.protocol import (
     image_path,
     require_few_missing,
 )
+from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +93,13 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     """Read all benchmarks of these names that lie below a folder."""
     root = rules.root
     if unknown := set(names) - set(BENCHMARKS):
-        raise ValueError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
+        raise UserError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
     if not root.is_dir():
-        raise ValueError(f"--data_root {str(root)!r} is no folder; give the one that holds the benchmarks")
+        raise UserError(f"--data_root {str(root)!r} is no folder; give the one that holds the benchmarks")
     candidates = list(folders_of(root, names))
     if not candidates:
         wanted = (f"{name} ({BENCHMARKS[name].files[0]}, from {BENCHMARKS[name].source})" for name in names)
-        raise ValueError(
+        raise UserError(
             f"--data_root {root} holds no benchmark; looked {MAX_DEPTH} folders deep for the annotations of "
             + "; ".join(wanted)
         )
@@ -111,7 +112,7 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
             logger.warning("%s: %s", local[-1].title, sentence)
     usable = [each for each in local if each.questions]
     if not usable:
-        raise ValueError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].missing[-1]}")
+        raise UserError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].missing[-1]}")
     return usable
 
 
@@ -119,11 +120,11 @@ def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
     """The benchmark of that name in `--data_root`; its images lie in `--images`, by default in `images` there."""
     benchmark = BENCHMARKS[name]
     if not args.data_root:
-        raise ValueError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
+        raise UserError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
     folder = Path(args.data_root)
     local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
     if not local.questions:
-        raise ValueError(f"{local.title}: {local.missing[-1]}")
+        raise UserError(f"{local.title}: {local.missing[-1]}")
     return local
 
 
@@ -137,7 +138,7 @@ def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix
     try:
         paths = find_images(images, names, roots)
     except ValueError as error:
-        raise ValueError(f"{title} in {folder}: {error}") from error
+        raise UserError(f"{title} in {folder}: {error}") from error
     missing = _missing_annotations(benchmark, folder, questions)
     files_of_part: dict[str, set[str]] = defaultdict(set)
     for question in questions:

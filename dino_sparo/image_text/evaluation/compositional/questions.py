@@ -31,6 +31,7 @@ from torch import Tensor
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -74,11 +75,11 @@ def questions_of(
             names = [image.name if isinstance(image, Crop) else image for image in question.images]
             for text in (question.split, *question.captions, *names):
                 if not isinstance(text, str):
-                    raise ValueError(f"{text!r:.80} is not text")
+                    raise UserError(f"{text!r:.80} is not text")
                 text.encode()  # a lone surrogate has no UTF-8
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise ValueError(f"{path}, {name}: expected {expected}; {reason}") from error
+            raise UserError(f"{path}, {name}: expected {expected}; {reason}") from error
         yield question
 
 
@@ -101,7 +102,7 @@ def json_reader(
                 continue
             entries = read_json(path)
             if not isinstance(entries, list | dict if keyed else list):
-                raise ValueError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
+                raise UserError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
             rows = entries.items() if isinstance(entries, dict) else enumerate(entries)
             yield from questions_of(
                 path, ((f"entry {key!r}", row) for key, row in rows), partial(make, split), expected
@@ -113,7 +114,7 @@ def json_reader(
 def list_of(value: Any, length: int | None = None) -> list[Any]:
     """A list in an entry, perhaps of a fixed length; raises ValueError for anything else, such as a text."""
     if not isinstance(value, list) or length not in (None, len(value)):
-        raise ValueError(f"{value!r:.80} is no list" + (f" of {length}" if length else ""))
+        raise UserError(f"{value!r:.80} is no list" + (f" of {length}" if length else ""))
     return value
 
 
@@ -268,7 +269,7 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
     rows = encoded.image_of[number, image], encoded.text_of[number, text]
     pairs = score_pairs(encoded.images, rows[0], encoded.texts, rows[1])
     if not pairs.isfinite().all():
-        raise ValueError("the scores are not finite; the model is broken or overflowed")
+        raise UserError("the scores are not finite; the model is broken or overflowed")
     scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
     scores[is_pair] = pairs
     answers = judge(scores, _filled([question.matches for question in encoded.questions]).to(pairs.device))

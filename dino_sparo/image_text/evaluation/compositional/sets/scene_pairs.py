@@ -25,6 +25,7 @@ from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph
 from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, Scenes
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
         files["swap_att"][str(number)] = {**entry, "negative_caption": negative, "swapped": attribute}
         chosen.append(index)
     if len(chosen) < num_pairs:
-        raise ValueError(f"num_pairs={num_pairs}, but only {len(chosen)} of {len(scenes)} scenes have two objects")
+        raise UserError(f"num_pairs={num_pairs}, but only {len(chosen)} of {len(scenes)} scenes have two objects")
     return chosen, files
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def read(folder: Path) -> Iterator[Question]:
         logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(files), len(FILES), ", ".join(files))
     files = files or {path.stem: path.name for path in sorted(folder.glob("*.json"))}
     if not files:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds none of {', '.join(FILES.values())}, nor any other JSON file; give the folder of them"
         )
     return json_reader(files, _question, "filename, caption and negative_caption", keyed=True)(folder)

@@ -21,6 +21,7 @@ from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COCO_FOLDERS, COCO_IMAGES
 from dino_sparo.image_text.evaluation.protocol import file_of
+from dino_sparo.runtime.faults import UserError
 
 PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
 REPOSITORY = "https://github.com/amitakamath/whatsup_vlms"
@@ -36,7 +37,7 @@ def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
     """Both objects and the preposition in an image's name such as `mug_left_of_table.jpeg`."""
     words = Path(path).stem.split("_")
     if len(words) < 3 or words[1] not in {word for pair in PAIRS for word in pair}:
-        raise ValueError(f"{path!r} names no preposition")
+        raise UserError(f"{path!r} names no preposition")
     return (words[0], words[-1]), words[1]
 
 
