@@ -23,9 +23,9 @@ from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, last_value, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError, UserError
+from dino_sparo.runtime.faults import FAULT_STATUS, UserError, is_correctable
 from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
-from dino_sparo.training.options import require_paths
+from dino_sparo.training.options import check_run
 
 if TYPE_CHECKING:  # submitit takes longer to import than --help may take
     import submitit
@@ -190,8 +190,8 @@ def additional_parameters(pairs: list[str]) -> dict[str, str]:
     parameters = {}
     for pair in pairs:
         key, _, value = pair.lstrip("-").partition("=")
-        if not (key and value):
-            raise UserError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
+        if not (re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", key) and value):
+            raise UserError(f"--slurm_additional {pair}: give KEY=VALUE, an option of sbatch as exclude=node17")
         parameters[key] = value
     return parameters
 
@@ -296,7 +296,7 @@ def submit(args: argparse.Namespace) -> "submitit.Job":
     """Hand the run to Slurm, or to this machine.
 
     Raises:
-        RuntimeError: there is no Slurm here.
+        UserError: there is no Slurm here.
         submitit.core.utils.FailedJobError: Slurm refused the job.
     """
     import submitit
@@ -308,7 +308,10 @@ def submit(args: argparse.Namespace) -> "submitit.Job":
     else:
         parameters |= {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
     requeues = {f"{cluster}_max_num_timeout": args.max_requeues}
-    executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **requeues)
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **requeues)
+    except RuntimeError as error:
+        raise UserError(f"{error} --local runs the job on this machine") from error
     executor.update_parameters(**parameters)
     return executor.submit(Trainer(args))
 
@@ -329,12 +332,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         # Checked now, not after an hour in the queue.
         check_submission(args)
         objective_of(args.module).check_options(args)
-        require_paths(args)
+        check_run(args)
         if args.dry_run:
             say(batch_script(args))
             return
         job = submit(args)
-    except (ValueError, OSError, RuntimeError, MissingPackageError, FailedJobError) as error:
+    except Exception as error:
+        if not is_correctable(error) and not isinstance(error, FailedJobError):
+            raise
         raise SystemExit(f"not submitted: {error}") from error
     say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
     say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")

@@ -86,6 +86,7 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
     [
         ("--local --nodes 2", "--local runs on this machine only, but --nodes is 2"),
         ("--slurm_additional exclude", "--slurm_additional exclude: give KEY=VALUE"),
+        ("--slurm_additional ex*lude=node17", "--slurm_additional ex*lude=node17: give KEY=VALUE"),
         ("--gres gpu:8", "--gres gpu:8: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number"),
         ("--gres gpu:a100:8", "--gres gpu:a100:8: give gpu or gpu:TYPE"),
         ("--gres gpu --device cpu", "--gres gpu asks for GPUs, but --device is cpu"),

@@ -46,7 +46,7 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
         _leave(128 + signal.SIGINT, logger, None, "ended by Ctrl-C")
     except Exception as error:
         if is_passing(error):
-            _leave(FAULT_STATUS, logger, error, f"{error}. {RESUME_HINT}")
+            _leave(FAULT_STATUS, logger, error, f"{without_traceback(str(error))}. {RESUME_HINT}")
         note_final()
         if is_correctable(error):
             _leave(1, logger, error)

@@ -7,9 +7,15 @@ A fault is no mistake of the user: a process, a worker, a GPU or the network fai
 import contextlib
 import errno
 import importlib.util
+import logging
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
@@ -19,6 +25,7 @@ PASSING = {
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
     *(errno.ENOMEM, errno.EMFILE, errno.ENFILE),
 }
+RETRY_SECONDS = (1.0, 5.0)  # before the second and the third try
 # Errors of a file that the user can correct: a wrong path, missing permission, a full disk.
 CORRECTABLE = {
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
@@ -50,6 +57,7 @@ PEER_SIGNS = (
     *("gloo/", "Gloo", "Connection closed by peer", "Connection reset by peer", "Application timeout"),
     *("Socket Timeout", "failed to connect", "connection was refused", "Timed out waiting"),
 )
+LATE_SIGNS = ("timed out", "timeout", "time out")
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
 # A GPU, its driver or a link failed, not the program.
 DEVICE_SIGNS = (
@@ -93,8 +101,30 @@ class PeerError(UserError):
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether an error says that a file cannot be read or written at the moment."""
-    return isinstance(error, OSError) and error.errno in PASSING
+    """Whether an error, or its cause, says that a file cannot be read or written at the moment."""
+    if isinstance(error, OSError):
+        return error.errno in PASSING
+    # torch hides the system's error behind a RuntimeError.
+    cause = error.__cause__ or (error.__context__ if isinstance(error, RuntimeError) else None)
+    return cause is not None and is_passing(cause)
+
+
+def retry(function: Callable[[], T], waits: Sequence[float] = RETRY_SECONDS) -> T:
+    """The function's result; after an error that `is_passing` it is called again, once after each of some seconds.
+
+    Raises:
+        FaultError: the last call failed by such an error, too.
+    """
+    try:
+        return function()
+    except Exception as error:
+        if not is_passing(error):
+            raise
+        if not waits:
+            raise FaultError(f"{error}. {RESUME_HINT}") from error
+        logger.warning("%s; trying again in %g s", error, waits[0])
+    time.sleep(waits[0])
+    return retry(function, waits[1:])
 
 
 def is_correctable(error: BaseException) -> bool:
@@ -148,11 +178,10 @@ def _rank() -> int:
 
 
 def peer_failed(timeout_min: float, text: str) -> str:
-    """The message about a process that did not answer a collective."""
-    return (
-        f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why. {RESUME_HINT} "
-        f"({text})"
-    )
+    """The message about a process that died, or that did not answer a collective within the time-out."""
+    is_late = any(sign in text.lower() for sign in LATE_SIGNS)
+    fate = f"did not answer for {timeout_min:g} minutes" if is_late else "died"
+    return f"another process {fate}; its log may say why. {RESUME_HINT} ({text})"
 
 
 def is_peer_fault(error: Exception) -> bool:

@@ -32,6 +32,7 @@ ASK_SECONDS = 0.02  # between two checks whether the others have come
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
 # The control group waits this many times as long as the main one: a rank works there for all others.
 CONTROL_FACTOR = 6.0
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Words in torch's errors which mean that processes share a GPU, or that its driver is too old: the user has to act.
 NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insufficient")
 
@@ -67,14 +68,42 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
+
+    Raises:
+        UserError: variables of torchrun are missing or contradict each other.
     """
-    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
-        return "torchrun", int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
+    given = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
+    if len(given) == len(TORCHRUN_VARIABLES):
+        return "torchrun", *_torchrun_ranks(given)
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     is_shell = has_terminal or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
     if {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys() and num_tasks > 1 and not is_shell:
         return "slurm", int(environ["SLURM_PROCID"]), num_tasks, int(environ["SLURM_LOCALID"])
+    if "RANK" in given or given.get("WORLD_SIZE", "1") != "1":
+        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in given)
+        raise UserError(
+            f"the environment has {_assignments(given)}, but no {missing}; start the processes with torchrun, or unset "
+            "these variables to train in one process"
+        )
     return "plain", 0, 1, 0
+
+
+def _torchrun_ranks(given: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, world size and local rank; UserError unless they are numbers, and the ranks lie below the world size."""
+    try:
+        rank, size, local_rank = (int(given[name]) for name in TORCHRUN_VARIABLES)
+    except ValueError:
+        rank, size, local_rank = -1, 0, -1
+    if not (0 <= rank < size and 0 <= local_rank < size):
+        raise UserError(
+            f"{_assignments(given)} in the environment: ranks are whole numbers from 0 to WORLD_SIZE - 1; start the "
+            "processes with torchrun, or unset these variables to train in one process"
+        )
+    return rank, size, local_rank
+
+
+def _assignments(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in variables.items())
 
 
 def is_only_a_peer() -> bool:
@@ -128,6 +157,11 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             raise UserError(
                 f"process {rank} of {size} cannot use {device}: {text}; each process needs a GPU of its own, and the "
                 "driver has to be new enough for torch"
+            ) from error
+        if "EADDRINUSE" in text:
+            raise FaultError(
+                "the port where the processes meet is in use, perhaps by another run; choose another port: torchrun "
+                f"--master_port, MASTER_PORT, or --dist_url tcp://HOST:PORT ({text})"
             ) from error
         hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
         raise FaultError(

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from dino_sparo.runtime.cli import printable
-from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,6 @@ class WandB:
     """Weights & Biases; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE=offline are its own variables."""
 
     def __init__(self, run: TrackedRun) -> None:
-        require("wandb", "runs on Weights & Biases")
         import wandb
 
         self.image_type: Any = wandb.Image
@@ -136,7 +135,6 @@ class Trackio(WandB):
     """Trackio, which keeps runs on this machine; TRACKIO_PROJECT and TRACKIO_SPACE_ID name another place."""
 
     def __init__(self, run: TrackedRun) -> None:
-        require("trackio", "runs on Trackio")
         import trackio
 
         self.image_type = trackio.Image

@@ -4,7 +4,7 @@ import argparse
 
 from dino_sparo.runtime.choices import PRECISIONS, TIMM, TRACKERS
 from dino_sparo.runtime.cli import Group, Option, positive_int, share
-from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.faults import INSTALL, UserError, require
 
 COMPUTE: Group = {
     "precision": Option(
@@ -63,11 +63,12 @@ RUN: Group = {
 }
 
 
-def require_paths(args: argparse.Namespace) -> None:
-    """Refuse a training without data or without a folder for its checkpoints.
+def check_run(args: argparse.Namespace) -> None:
+    """Refuse a training without data, without a folder for its checkpoints, or with a tracker that is not installed.
 
     Raises:
-        ValueError: names what is missing, and how to try the program without data.
+        UserError: names what is missing, and how to try the program without data.
+        MissingPackageError: says how to install the tracker.
     """
     missing = [f"--{name}" for name in ("data_path", "output_dir") if not getattr(args, name)]
     if missing:
@@ -75,6 +76,9 @@ def require_paths(args: argparse.Namespace) -> None:
             f"give {' and '.join(missing)}. Without data of your own, `--data_path scenes` trains on the built-in "
             "scenes; `dino-sparo demo` trains, evaluates and draws in minutes"
         )
+    for name in args.report_to:
+        if name in INSTALL:
+            require(name, f"runs with --report_to {name}")
 
 
 def check_start(args: argparse.Namespace) -> None:

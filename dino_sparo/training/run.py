@@ -25,7 +25,7 @@ from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.compile import compile_failures_named, compile_networks
 from dino_sparo.training.loop import train_one_epoch
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.options import require_paths
+from dino_sparo.training.options import check_run
 from dino_sparo.training.resume import Run, resume
 from dino_sparo.weights.folder import CheckpointFolder
 
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         FaultError: a process or a worker died or hangs; the same command resumes from the last checkpoint.
         RunStopped: a signal ended the run after it had saved.
     """
-    require_paths(args)
+    check_run(args)
     given = dict(vars(args))
     with (
         StopSignals() as signals,

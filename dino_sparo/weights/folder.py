@@ -4,11 +4,11 @@
 """
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,10 @@ from typing import Any
 import torch
 
 from dino_sparo.runtime.exits import ends_unnoticed
-from dino_sparo.runtime.faults import FaultError
+from dino_sparo.runtime.faults import retry
 from dino_sparo.weights.file import CheckpointError, verify_checkpoint
 
 logger = logging.getLogger(__name__)
-
-# Errors of reading that say nothing about the file: no memory, no descriptors, or a file server that is away.
-PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE)
 
 
 def save_checkpoint(
@@ -42,7 +39,12 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: the disk is full or the folder is read-only; nothing has changed.
+        FaultError: the disk or the file server cannot write at the moment, also at the third try; nothing has changed.
     """
+    retry(lambda: _save(checkpoint, path, previous, copies))
+
+
+def _save(checkpoint: Mapping[str, Any], path: Path, previous: Sequence[Path], copies: Sequence[Path]) -> None:
     temporary = {name: name.with_name(f".{name.name}.tmp") for name in (path, *previous, *copies)}
     try:
         for name in temporary.values():
@@ -160,10 +162,8 @@ class CheckpointFolder:
         reasons = []
         for path in candidates:
             try:
-                verify_checkpoint(path)
+                retry(partial(verify_checkpoint, path))
             except CheckpointError as error:
-                if getattr(error.__cause__, "errno", None) in PASSING:
-                    raise FaultError(f"{path} cannot be read now ({error.__cause__}); start again") from error
                 reasons.append((path, str(error)))
                 continue
             # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.

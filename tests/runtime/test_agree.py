@@ -80,5 +80,5 @@ def _require(values: list[int | str]) -> None:
 
 def test_values_that_differ_are_named_on_both_ranks(two_ranks: TwoRanks) -> None:
     assert two_ranks.errors(_require, [5, 5]) == ["", ""]
-    message = "ValueError: the processes disagree on the images: [5, 7], by rank; do they read the same folder?"
+    message = "UserError: the processes disagree on the images: [5, 7], by rank; do they read the same folder?"
     assert two_ranks.errors(_require, [5, 7]) == [message] * 2

@@ -19,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dino_sparo.runtime import logs
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.logs import HAS_LINES, EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
 from dino_sparo.runtime.trackers import TensorBoard, TrackedRun
@@ -249,7 +250,7 @@ def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path: Path, monkeyp
         ("log.txt", lambda: log.write_epoch({"epoch": 0})),
         ("page.html", lambda: write_text("new", tmp_path / "page.html")),
     ):
-        with pytest.raises(OSError, match=rf"{name} cannot be written \(No space left on device\); free some space"):
+        with pytest.raises(UserError, match=rf"{name} cannot be written \(No space left on device\); free some space"):
             write()
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]

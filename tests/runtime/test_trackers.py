@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from dino_sparo.__main__ import parse_keywords
 from dino_sparo.runtime import trackers
 from dino_sparo.runtime.choices import TRACKERS as NAMES
+from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.runtime.trackers import TRACKERS, TrackedRun, Trackers
+from dino_sparo.training.options import check_run
 
 PICTURE = np.zeros((3, 5, 3), dtype=np.uint8)
 
@@ -66,18 +69,14 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_missing_package_ends_a_training_before_its_first_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(package: str, purpose: str) -> NoReturn:
-        monkeypatch.undo()
-        monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-        trackers.require(package, purpose)
-        raise AssertionError
-
-    monkeypatch.setattr(trackers, "require", missing)
-    assert Trackers([name], TrackedRun(tmp_path)).open == {}
-    assert f"need the package {name}; install it with: pip install 'dino_sparo[{name}]'" in caplog.text
+    """The bug: the run trained on, and nothing tracked it."""
+    args = parse_keywords("train", {"data_path": "scenes", "output_dir": tmp_path, "report_to": [name]})
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(MissingPackageError, match=rf"package {name}; install it with: pip install 'dino_sparo\[{name}"):
+        check_run(args)
 
 
 def test_a_resumed_run_keeps_its_id_and_one_that_starts_over_gets_another(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from dino_sparo.runtime import faults
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.training import resume
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
@@ -176,8 +177,10 @@ def test_the_calls_of_a_save_are_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["no space", "input/output error"])
 def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_loss(
-    tmp_path: Path, number: int
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A full disk stays full; an input/output error may pass, so the save is tried again."""
+    monkeypatch.setattr(faults.time, "sleep", lambda seconds: None)
     failed = []
     for index, name, checkpoints in calls_of_a_save(tmp_path):
         folder = checkpoints.folder
@@ -196,7 +199,9 @@ def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_l
         assert steps_in(folder)[0] == 5
         assert len(set(steps_in(folder))) == KEEP, name
         assert not list(folder.glob(".*")), "a temporary file is left"
-    assert {"open", "write", "fsync", "read", "replace", "unlink"} <= set(failed)
+    expected = {"open", "write", "fsync", "read", "replace", "unlink"} if number == errno.ENOSPC else set()
+    assert expected <= set(failed)
+    assert bool(expected) == bool(failed)
 
 
 @pytest.mark.slow
@@ -249,8 +254,11 @@ def test_a_file_server_that_is_away_costs_no_checkpoint(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(zipfile.ZipFile, "testzip", stale)
-        with pytest.raises(FaultError, match=r"checkpoint.pth cannot be read now \(.*Stale file handle\); start again"):
+        patch.setattr(faults.time, "sleep", lambda seconds: None)
+        with pytest.raises(FaultError, match=r"Stale file handle.*Run the same command to resume"):
             checkpoints.find()
+        with pytest.raises(FaultError, match=r"Stale file handle.*Run the same command to resume"):
+            checkpoints.save(content(4))
     assert bytes_in(tmp_path / "run") == before
     assert checkpoints.find() == tmp_path / "run" / "checkpoint.pth"
 
