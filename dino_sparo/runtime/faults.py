@@ -104,8 +104,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether an error, or its cause, says that a file cannot be read or written at the moment."""
     if isinstance(error, OSError):
         return error.errno in PASSING
-    # torch hides the system's error behind a RuntimeError.
-    cause = error.__cause__ or (error.__context__ if isinstance(error, RuntimeError) else None)
+    # torch and zipfile raise errors of their own while they handle the system's.
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return cause is not None and is_passing(cause)
 
 

@@ -201,7 +201,7 @@ def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_l
         assert not list(folder.glob(".*")), "a temporary file is left"
     expected = {"open", "write", "fsync", "read", "replace", "unlink"} if number == errno.ENOSPC else set()
     assert expected <= set(failed)
-    assert bool(expected) == bool(failed)
+    assert bool(expected) == bool(failed), failed
 
 
 @pytest.mark.slow
