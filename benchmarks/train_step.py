@@ -43,7 +43,6 @@ from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
-from dino_sparo.training.loop import memory_report
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule, gradient_norms
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
@@ -389,13 +388,49 @@ def _measure_readout(
     section.tables[f"{readout}: a step"] = rows
     section.tables[f"{readout}: its parts, ms, each waited for"] = part_rows
     training = our_training(sizes, readout, "fp32", args.device, 0.1)
-    with memory_report(training) as memory:
+    with _memory_of_step(training) as memory:
         train_step(training, [batch], 0)
-    memory.pop("peak so far")
     section.tables[f"{readout}: memory of our step in fp32, MiB"] = [
         {part: size / 2**20 for part, size in memory.items()}
     ]
     return timings
+
+
+@contextlib.contextmanager
+def _memory_of_step(training: DINOObjective) -> Iterator[dict[str, int]]:
+    """Measure the step within this context; yields its parts, bytes by name, filled in at the end.
+
+    Activations are the tensors that the forward passes of one micro-batch keep for the backward pass.
+    """
+    updater = training.updater
+    weights = {parameter.untyped_storage().data_ptr() for parameter in updater.parameters}
+    kept: dict[int, int] = {}  # address of a storage -> its bytes
+    parts: dict[str, int] = {}
+    activations = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def release(tensor: Tensor) -> Tensor:
+        nonlocal activations
+        activations = max(activations, sum(kept.values()))
+        kept.clear()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, release):
+        yield parts
+    parts |= {
+        name: sum(t.nbytes for t in (*network.parameters(), *network.buffers()))
+        for name, network in training.networks.items()
+    }
+    parts["gradients"] = sum(parameter.nbytes for parameter in updater.parameters if parameter.requires_grad)
+    states = (value for state in updater.optimizer.state.values() for value in state.values())
+    parts["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
+    parts["activations"] = activations
+    parts["sum"] = sum(parts.values())
 
 
 def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[tuple[str, str, bool]]:

@@ -81,15 +81,6 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {}
-# Names of the version before -> words that replace them.
-OLD_COMMANDS = {
-    "select": "slots select",
-    "mask": "slots mask",
-    "slot-study": "slots study",
-    "slot-score": "slots score",
-    "demo-clip": "demo --method clip",
-    "demo-oc-clip": "demo --method oc-clip",
-}
 # Command -> entry of a checkpoint -> command that does the same for a CLIP or an OC-CLIP, by options of its own.
 FOR_OBJECTIVE = {
     "attention": {"clip": "pictures", "oc_clip": "oc-pictures"},
@@ -97,7 +88,6 @@ FOR_OBJECTIVE = {
 }
 HIDDEN = {hidden: name for name, hidden_names in FOR_OBJECTIVE.items() for hidden in hidden_names.values()}
 SYNONYMS = {f"train {name}": f"train-{name}" for name in ("simdino", "clip", "oc-clip")} | {"train dino": "train"}
-MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
 
 
 def command(
@@ -585,16 +575,13 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     """Parse a command's options and run it; a mistake in them ends with one line, not a traceback.
 
     Args:
-        name: a key of `COMMANDS`, or an old name.
+        name: a key of `COMMANDS`.
         words: the options; None: the command line's.
         prog: name of the command in `--help`; by default `dino-sparo NAME`.
 
     Returns:
         The command's result; an evaluation returns the content of its result file.
     """
-    if name in OLD_COMMANDS:
-        sys.stderr.write(f"dino-sparo {name} is now dino-sparo {OLD_COMMANDS[name]}\n")
-        return main([*OLD_COMMANDS[name].split(), *(sys.argv[1:] if words is None else words)])
     command = COMMANDS[name]
     if command.parser is None:
         return command.function(words)
@@ -630,8 +617,6 @@ def main(argv: Sequence[str] | None = None) -> Any:
         if name in HIDDEN:
             sys.stderr.write(f"dino-sparo {name} is now dino-sparo {HIDDEN[name]}\n")
         return run(command_for(name, words), words, prog=f"dino-sparo {HIDDEN.get(name, name)}")
-    if words and words[0] in MOVED:
-        raise SystemExit(f"dino-sparo {words[0]} is now {MOVED[words[0]]}, in a clone of the repository")
     parser = Parser(prog="dino-sparo", description=overview())
     parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
@@ -674,10 +659,10 @@ def command_for(name: str, words: Sequence[str]) -> str:
 
 
 def find_command(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The command that the first words name, by its present or its old name, and its options; None: none."""
+    """The command that the first words name, and its options; None: none."""
     for count in (2, 1):
         name = " ".join(words[:count]).replace("_", "-")
-        if (name := SYNONYMS.get(name, name)) in {**COMMANDS, **OLD_COMMANDS}:
+        if (name := SYNONYMS.get(name, name)) in COMMANDS:
             return name, list(words[count:])
     return None
 

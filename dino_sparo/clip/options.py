@@ -163,7 +163,6 @@ def select_parser() -> Parser:
         None,
         "Largest number of images to use, a random subset; by default all.",
         positive_int,
-        old_names=("max_images",),
     )
     keep = Option(
         None,
@@ -230,7 +229,6 @@ def pictures_parser() -> Parser:
             None,
             "Side of the central square in pixels; by default the training size. Larger sizes show finer maps.",
             positive_int,
-            old_names=("image_size",),
         ),
     }
     groups = {"view": size, "choice of slots and pairs": CHOICE}

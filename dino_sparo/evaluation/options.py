@@ -303,9 +303,7 @@ DRAWN_IMAGES: Group = {
         nargs="+",
         spellings=("image_size",),
     ),
-    "num_images": Option(
-        8, "Number of images taken from a folder, evenly spread.", positive_int, old_names=("max_images",)
-    ),
+    "num_images": Option(8, "Number of images taken from a folder, evenly spread.", positive_int),
 }
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
@@ -357,7 +355,6 @@ MASKED_IMAGES: Group = {
         None,
         "Side of the central square in pixels; by default twice the training size, for finer maps.",
         positive_int,
-        old_names=("image_size",),
     ),
 }
 MEASURES: Group = {

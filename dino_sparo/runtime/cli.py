@@ -112,7 +112,6 @@ class Option(NamedTuple):
         is_positional: given without name.
         is_required: the command ends without the option.
         spellings: further names without hyphens in front.
-        old_names: names in the version before, which print the new one.
     """
 
     default: Any
@@ -124,7 +123,6 @@ class Option(NamedTuple):
     is_positional: bool = False
     is_required: bool = False
     spellings: Sequence[str] = ()
-    old_names: Sequence[str] = ()
 
     def add_to(self, group: argparse._ArgumentGroup, name: str) -> None:
         """Add the option to a group of a parser."""
@@ -235,7 +233,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words, with those of the configuration file and of the preset before them."""
-        given = self._with_values([self._current_spelling(w) for w in map(str, sys.argv[1:] if args is None else args)])
+        given = self._with_values([with_underscores(str(word)) for word in (sys.argv[1:] if args is None else args)])
         words = given
         if (path := last_value(given, "--config")) is not None:
             self.source = f" --config {path}"
@@ -259,18 +257,6 @@ class Parser(argparse.ArgumentParser):
             f"{word}=true" if word in flags and next_word.lower() not in BOOLEANS else word
             for word, next_word in zip(words, following, strict=True)
         ]
-
-    def _current_spelling(self, word: str) -> str:
-        """A word of the command line, its option with underscores and with the new name."""
-        word = with_underscores(word)
-        if not word.startswith("--"):
-            return word
-        name, equals, value = word[2:].partition("=")
-        for new, option in self.options.items():
-            if name in option.old_names:
-                sys.stderr.write(f"{self.prog}: --{name} is now --{new}\n")
-                name = new
-        return f"--{name}{equals}{value}"
 
     def _words_of_config(self, path: Path) -> list[str]:
         """The options of a configuration file as a command line."""
@@ -301,7 +287,7 @@ class Parser(argparse.ArgumentParser):
         known = {action.dest: action for action in self._actions if not action.option_strings}
         words, positional = [], []
         for given_name, value in keywords.items():
-            name = self._current_spelling(f"--{given_name}")[2:]
+            name = given_name.replace("-", "_")
             action = known.get(name) or self._option_string_actions.get(f"--{name}")
             takes_several = action is not None and action.nargs not in (None, "?")
             if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not takes_several):

@@ -23,7 +23,6 @@ OPTIONS: Group = {
         "Models to compare: read-outs with dino and clip, by default sparo; with oc-clip oc_clip, cls and sparo, by "
         "default all.",
         nargs="+",
-        old_names=("readouts",),
     ),
     "seeds": Option([0], "Random seeds; one training run each."),
     "output_dir": Option(None, "Where everything is written; by default in output/."),

@@ -9,10 +9,8 @@ for batches of the epoch:
 docs/architecture.md lists every call from here to the optimizer.
 """
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator
 from signal import Signals
 from typing import Any
 
@@ -24,7 +22,7 @@ from dino_sparo.data.loader import to_device
 from dino_sparo.runtime.collectives import all_gather_object
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.launch import rank, world_size
-from dino_sparo.runtime.logs import EpochClock, RunLog, peak_memory
+from dino_sparo.runtime.logs import EpochClock, RunLog
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.objective import UNREADABLE, Objective, StepReport, TrainingBatch
 from dino_sparo.training.resume import Run
@@ -67,9 +65,7 @@ def train_one_epoch(
     while updater.step < last_step and stop is None:
         watchdog.beat()
         batches = clock.fetch(batches_on_device, updater.accum_steps)
-        is_measured = run.args.memory_report and run.step == run.first_step
-        with memory_report(objective) if is_measured else contextlib.nullcontext():
-            report = objective.step(batches, epoch, is_last=updater.step == last_step - 1)
+        report = objective.step(batches, epoch, is_last=updater.step == last_step - 1)
         unread.log_numbers(log)  # of the steps before: meanwhile the device computes this one
         run.meters.update(loss=report.loss, **report.scalars)
         unread.add(updater.step, report, batches)
@@ -184,42 +180,3 @@ def raise_nonfinite(unread: UnreadReports, objective: Objective[Any], epoch: int
         f"step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look at these "
         f"{noun}s"
     )
-
-
-@contextlib.contextmanager
-def memory_report(objective: Objective[Any]) -> Iterator[dict[str, int]]:
-    """Measure the step within this context and log its parts; yields them, bytes by part, filled in at the end.
-
-    Activations are the tensors that the forward passes of one micro-batch keep for the backward pass.
-    """
-    updater = objective.updater
-    weights = {parameter.untyped_storage().data_ptr() for parameter in updater.parameters}
-    kept: dict[int, int] = {}  # address of a storage -> its bytes
-    parts: dict[str, int] = {}
-    activations = 0
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    def release(tensor: Tensor) -> Tensor:
-        nonlocal activations
-        activations = max(activations, sum(kept.values()))
-        kept.clear()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, release):
-        yield parts
-    parts |= {
-        name: sum(t.nbytes for t in (*network.parameters(), *network.buffers()))
-        for name, network in objective.networks.items()
-    }
-    parts["gradients"] = sum(parameter.nbytes for parameter in updater.parameters if parameter.requires_grad)
-    states = (value for state in updater.optimizer.state.values() for value in state.values())
-    parts["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
-    parts["activations"] = activations
-    parts |= {"sum": sum(parts.values()), "peak so far": peak_memory(updater.device)}
-    for part, size in parts.items():
-        logger.info("memory of a step: %-12s %8.1f MiB", part, size / 2**20)

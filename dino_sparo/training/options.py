@@ -22,9 +22,6 @@ COMPUTE: Group = {
     "grad_checkpointing": Option(
         False, "Recompute the trained encoders' activations in the backward pass: less memory, a third slower."
     ),
-    "memory_report": Option(
-        False, "Log how much memory weights, gradients, optimizer and activations take in the first step."
-    ),
 }
 LAYER_DECAY = Option(
     None,

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
-    *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix", "report_to", "run_name"),
+    *("grad_checkpointing", "max_image_mb", "max_image_mpix", "report_to", "run_name"),
 }
 
 
@@ -70,7 +70,6 @@ class Run:
         best_score: the highest so far, percent.
         unlogged_epoch: the means of an epoch that is trained and saved, and not yet evaluated and logged.
         saved_step: of the newest checkpoint; None before the first.
-        first_step: step at which this process began.
     """
 
     objective: Objective[Any]
@@ -82,7 +81,6 @@ class Run:
     best_score: float = 0.0
     unlogged_epoch: dict[str, float] | None = None
     saved_step: int | None = None
-    first_step: int = 0
 
     def __post_init__(self) -> None:
         self.begin_epoch()
@@ -200,7 +198,6 @@ def resume(run: Run) -> int | None:
         rescale(run, checkpoint)
     warn_of_differences(run, checkpoint, path)
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.step)
-    run.first_step = run.step
     return None if has_other_batch else run.step
 
 

@@ -262,7 +262,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys):
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth")
-    options = ["--pretrained_weights", weights, "--data_path", pairs]
+    options = ["--pretrained_weights", weights, "--data_root", pairs]
     for folder, colours in (("three", ("red", "green", "blue")), ("two", ("red", "cyan"))):
         for colour in colours:
             paint(tmp_path / folder / colour / "0.png", colour)
@@ -299,7 +299,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
 @pytest.mark.slow
 def test_the_same_command_writes_the_same_files(pairs, tmp_path):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
-    options = ["--pretrained_weights", weights, "--data_path", pairs, "--images", pairs / "images"]
+    options = ["--pretrained_weights", weights, "--data_root", pairs, "--images", pairs / "images"]
     written = []
     for _ in range(2):
         run(*options, "--parts", "dimension", "--epochs", 3, "--output", tmp_path / "out" / "mask.json")
@@ -316,7 +316,7 @@ def test_wide_masks_are_drawn_as_an_area(tmp_path):
 
 def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
-    options = ["--pretrained_weights", str(weights), "--data_path", str(pairs), "--device", "cpu"]
+    options = ["--pretrained_weights", str(weights), "--data_root", str(pairs), "--device", "cpu"]
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
         run_command("slots mask", options)
     assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text

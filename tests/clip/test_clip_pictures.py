@@ -268,7 +268,7 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     assert "asked for" in found["rule"]
     selection = SlotSelection((4, 2), 5, load_clip(weights).record["sha256"])
     (tmp_path / "slots.json").write_text(json.dumps(selection.to_dict()))
-    found = run(*options, *table, "--slots", tmp_path / "slots.json", "--image_size", 64)
+    found = run(*options, *table, "--slots", tmp_path / "slots.json", "--img_size", 64)
     assert [slot["slot"] for slot in found["slots"]] == [4, 2]
     assert found["image_size"] == 64
 
@@ -282,7 +282,7 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
         (["--slots", "nowhere.json"], "does not exist"),
         (["--min_cosine", 0], r"min_cosine=0.0 is not a share; give a number in \(0, 1\]"),
         (["--min_sharpness", 1.5], "min_sharpness=1.5 is not a share"),
-        (["--image_size", 5], "smaller than one patch"),
+        (["--img_size", 5], "smaller than one patch"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, weights, tmp_path):

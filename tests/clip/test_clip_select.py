@@ -191,7 +191,7 @@ def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_pa
 def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_path):
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", seed=3)
     options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
-    result = run(*options, "--max_images", 20)
+    result = run(*options, "--num_images", 20)
     accuracies = [point["top1_choosing"] for point in result["curve"]]
     assert len(result["slots"]) == accuracies.index(max(accuracies)) + 1
     assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (10, 10)

@@ -344,14 +344,6 @@ def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
     assert checkpoint_of(stopped)["step"] == 3 * (26 // batch)
 
 
-def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        run(tmp_path, epochs=1, max_steps=1, memory_report="")
-    assert all(
-        f"memory of a step: {part}" in caplog.text for part in ("model", "gradients", "optimizer", "activations")
-    )
-
-
 @pytest.mark.slow
 def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     run(tmp_path / "plain", epochs=1)
@@ -748,7 +740,6 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "caption_templates": None,
         "allow_rescale": False,
         "compile": "auto",
-        "memory_report": False,
         "split": None,
         "split_column": None,
         "max_image_mb": 256.0,

@@ -24,14 +24,14 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-6
 UNCOMPARED = {"versions", "sha256", "path", "pretrained_weights"}
 ON_CPU = ("--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "16")
 MODEL = ("--pretrained_weights", "checkpoint.pth", *ON_CPU)
-PAIRS = (*MODEL, "--data_path", "pairs", "--images", "pairs/images")
+PAIRS = (*MODEL, "--data_root", "pairs", "--images", "pairs/images")
 
 # Result file without its ending -> command and options.
 EVALUATIONS: dict[str, tuple[object, ...]] = {
     "zero_shot": ("zero-shot", *MODEL, "--data_path", "scenes:60:32"),
     "retrieval": ("retrieval", *MODEL, "--data_path", "scenes:40:32"),
     "sugarcrepe": ("sugarcrepe", *PAIRS),
-    "winoground": ("winoground", *MODEL, "--data_path", "winoground", "--images", "pairs/images"),
+    "winoground": ("winoground", *MODEL, "--data_root", "winoground", "--images", "pairs/images"),
     "probe": ("clip-probe", *MODEL, "--data_path", "scenes:60:32", "--epochs", 2, "--probe_batch_size", 12),
     "slots": ("slots select", *MODEL, "--data_path", "scenes:44:32", "--keep", 2),
     "mask": ("slots mask", *PAIRS, "--epochs", 3, "--mask_batch_size", 12, "--evaluate", "scenes:40:32"),
@@ -52,7 +52,7 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
 
 def write_data(folder: Path) -> None:
     """True and false captions as SugarCrepe's, and two scenes with their captions as an example of Winoground's."""
-    command("scene-pairs", "--output_dir", folder / "pairs", "--num_pairs", 30, "--image_size", 32)
+    command("scene-pairs", "--output_dir", folder / "pairs", "--num_pairs", 30, "--img_size", 32)
     entries = list(json.loads((folder / "pairs" / "swap_obj.json").read_text()).values())
     lines = []
     for number, (first, second) in enumerate(zip(entries[::2], entries[1::2], strict=True)):

@@ -509,7 +509,7 @@ def test_the_side_of_the_view_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
     asked = mock.Mock(side_effect=ValueError("nothing is surveyed"))
     monkeypatch.setattr(command, "survey_objects", asked)
     with pytest.raises(SystemExit):
-        score("--pretrained_weights", checkpoint(tmp_path, "cls"), "--data_path", "scenes:20:32", "--image_size", 32)
+        score("--pretrained_weights", checkpoint(tmp_path, "cls"), "--data_path", "scenes:20:32", "--img_size", 32)
     assert asked.call_args.args[3].size == [32]
 
 

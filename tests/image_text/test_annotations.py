@@ -189,7 +189,7 @@ def crepe(tmp_path: Path) -> Path:
 def test_images_outside_of_data_root_are_refused_unless_they_are_allowed(crepe, tmp_path):
     weights = small_checkpoint(tmp_path / "checkpoint.pth")
     commands = {
-        "sugarcrepe": ("--pretrained_weights", weights, "--data_path", crepe),
+        "sugarcrepe": ("--pretrained_weights", weights, "--data_root", crepe),
         "compositional": ("--pretrained_weights", weights, "--data_root", crepe),
     }
     for name, options in commands.items():

@@ -134,7 +134,7 @@ def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(c
         100.0, 1, 0
     )
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
-    result = run("--pretrained_weights", weights, "--data_path", crepe, "--max_missing", 0.4)
+    result = run("--pretrained_weights", weights, "--data_root", crepe, "--max_missing", 0.4)
     assert (result["pairs"]["num_pairs"], result["pairs"]["num_without_image"]) == (6, 2)
     for path in images.iterdir():
         path.write_bytes(b"no image")
@@ -160,7 +160,7 @@ def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crep
     assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
     assert "of SugarCrepe's" not in caplog.text
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
-    result = run("--pretrained_weights", weights, "--data_path", other, "--images", crepe / "images")
+    result = run("--pretrained_weights", weights, "--data_root", other, "--images", crepe / "images")
     assert "macro_groups" not in result
     assert (result["groups"], result["splits"].keys()) == ({}, {"seen", "unseen"})
     lines = capsys.readouterr().out.splitlines()[3:7]
@@ -207,7 +207,7 @@ def test_swaps_by_hand():
 
 def test_the_same_options_write_the_same_files(tmp_path):
     for name in ("one", "two"):
-        run_command("scene-pairs", ["--output_dir", str(tmp_path / name), "--num_pairs", "3", "--image_size", "24"])
+        run_command("scene-pairs", ["--output_dir", str(tmp_path / name), "--num_pairs", "3", "--img_size", "24"])
     files = [sorted(p.relative_to(tmp_path / name) for p in (tmp_path / name).rglob("*.*")) for name in ("one", "two")]
     assert files[0] == files[1]
     assert len(files[0]) == 5
@@ -225,7 +225,7 @@ def test_more_pairs_than_scenes_with_two_objects_are_refused():
 
 def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(crepe, capsys):
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
-    options = ("--pretrained_weights", weights, "--data_path", crepe)
+    options = ("--pretrained_weights", weights, "--data_root", crepe)
     result = run(*options)
     path = weights.parent / "sugarcrepe.json"
     assert json.loads(path.read_text()) == result

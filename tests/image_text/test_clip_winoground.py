@@ -105,11 +105,11 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
     assert answers[1] is None
     assert scores_of(answers[:1]) == [[True] * 3]
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", "cls")
-    result = run("--pretrained_weights", weights, "--data_path", tmp_path, "--max_missing", 0.7)
+    result = run("--pretrained_weights", weights, "--data_root", tmp_path, "--max_missing", 0.7)
     assert (result["num_examples"], result["examples"]["num_left_out"]) == (1, 3)
     write(tmp_path, rows[1:2])
     with pytest.raises(ValueError, match="none of 1 questions is left"):
-        run("--pretrained_weights", weights, "--data_path", tmp_path)
+        run("--pretrained_weights", weights, "--data_root", tmp_path)
 
 
 def test_a_file_that_is_missing_or_empty_is_refused(tmp_path):
@@ -117,12 +117,12 @@ def test_a_file_that_is_missing_or_empty_is_refused(tmp_path):
         list(read(tmp_path))
     (tmp_path / "examples.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="none of 0 questions is left"):
-        run("--data_path", tmp_path)
+        run("--data_root", tmp_path)
 
 
 def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, capsys):
     weights = small_checkpoint(data / "run" / "checkpoint.pth", "cls")
-    options = ("--pretrained_weights", weights, "--data_path", data)
+    options = ("--pretrained_weights", weights, "--data_root", data)
     result = run(*options)
     path = weights.parent / "winoground.json"
     assert json.loads(path.read_text()) == result

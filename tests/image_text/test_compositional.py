@@ -248,7 +248,7 @@ def data(tmp_path: Path) -> Path:
         "green.png,Desert,Cat,Dog,Default,Default,bottom",
     ]  # fmt: skip
     (root / "pug" / "labels.csv").write_text("\n".join([header, *rows]) + "\n")
-    run_command("scene-pairs", ["--output_dir", str(root / "scenes"), "--num_pairs", "4", "--image_size", "24"])
+    run_command("scene-pairs", ["--output_dir", str(root / "scenes"), "--num_pairs", "4", "--img_size", "24"])
     split = root / "run" / "seen50" / "data"
     write_json(split / "split.json", {})
     write_json(
@@ -493,10 +493,10 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     assert "* SugarCrepe: " in printed
 
     for _ in range(2):  # into a new folder, and into one that is there
-        assert run(*options, "--output", tmp_path / "results") == results
+        assert run(*options, "--output_dir", tmp_path / "results") == results
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file; give the path of a folder"):
-        run(*options, "--output", tmp_path / "file")
+        run(*options, "--output_dir", tmp_path / "file")
     assert {path.name for path in (tmp_path / "results").iterdir()} == {
         "compositional_sparo.json", "compositional_cls.json"
     }  # fmt: skip
@@ -517,7 +517,7 @@ def test_sugarcrepe_has_the_numbers_of_its_own_command(data, tmp_path):
     weights = small_checkpoint(tmp_path / "checkpoint.pth")
     (result,) = run("--pretrained_weights", weights, "--data_root", data, "--benchmarks", "sugarcrepe")
     own = evaluate(
-        "sugarcrepe", "--pretrained_weights", weights, "--data_path", data / "sugar-crepe" / "data", "--images",
+        "sugarcrepe", "--pretrained_weights", weights, "--data_root", data / "sugar-crepe" / "data", "--images",
         data / "coco" / "val2017",
     )  # fmt: skip
     found = result["benchmarks"]["SugarCrepe"]
@@ -625,7 +625,7 @@ def test_the_limits_of_images_reach_the_file(name, tmp_path, monkeypatch):
     monkeypatch.setattr(image_source, "read_image", read)
     data = {
         "retrieval": ("--data_path", tmp_path / "images", "--captions", tmp_path / "captions.txt", "--k", 1),
-        "sugarcrepe": ("--data_path", tmp_path),
+        "sugarcrepe": ("--data_root", tmp_path),
         "compositional": ("--data_root", tmp_path, "--failures", 1),
     }
     limits = ("--max_image_mb", 1, "--max_image_mpix", 2, "--max_value", 4095)

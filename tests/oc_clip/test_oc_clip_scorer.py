@@ -357,7 +357,7 @@ def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
 ) -> None:
     """Regression: they were parsed and had no effect."""
     path = weights if kind == "oc_clip" else clip_fakes.small_checkpoint(crepe / "clip.pth")
-    refused("sugarcrepe", "--pretrained_weights", path, "--data_path", crepe, "--device", "cpu", *option)
+    refused("sugarcrepe", "--pretrained_weights", path, "--data_root", crepe, "--device", "cpu", *option)
     assert f"{option[0]} is for open_clip's weights" in error_line(caplog)
 
 

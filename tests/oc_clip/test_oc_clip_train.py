@@ -331,13 +331,6 @@ def test_a_clip_checkpoint_is_not_resumed_and_other_graphs_are_another_run_not_a
         run(tmp_path / "clip")
 
 
-def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        run(tmp_path, epochs=1, max_steps=1, memory_report="")
-    parts = ("model", "gradients", "optimizer", "activations")
-    assert all(f"memory of a step: {part}" in caplog.text for part in parts)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

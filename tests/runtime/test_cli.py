@@ -27,7 +27,6 @@ from dino_sparo.__main__ import (
     COMMANDS,
     FOR_OBJECTIVE,
     HIDDEN,
-    OLD_COMMANDS,
     SYNONYMS,
     command_for,
     find_command,
@@ -38,7 +37,7 @@ from dino_sparo.__main__ import (
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import MAX_SHOWN, Option, Parser, bool_flag
+from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
 from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
@@ -132,7 +131,6 @@ NEW: dict[str, Any] = {
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "koleo_weight": 0.0,
-    "memory_report": False,
     "report_to": ("tensorboard",),
     "run_name": None,
 }
@@ -667,7 +665,7 @@ def test_a_training_writes_the_configuration_that_repeats_it(command: str, words
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-# Help, sections, old names.
+# Help, sections, synonyms.
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
@@ -704,15 +702,6 @@ def test_commands_are_listed_in_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert titles[:-1] == ["train:", "evaluate and use an encoder:", "slots:", "image and text:", "data:", "demos:"]
 
 
-@pytest.mark.parametrize(("old", "new"), sorted(OLD_COMMANDS.items()))
-def test_an_old_command_works_and_prints_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([old, "--help"])
-    printed = capsys.readouterr()
-    assert printed.out.startswith(f"usage: dino-sparo {new.split(' --')[0]} [options]")
-    assert printed.err == f"dino-sparo {old} is now dino-sparo {new}\n"
-
-
 @pytest.mark.parametrize(("words", "name"), sorted(SYNONYMS.items()))
 def test_train_takes_the_objective_as_a_word(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -731,13 +720,6 @@ def test_hyphens_and_underscores_are_equal() -> None:
     assert parse("--batch-size-per-gpu 7 --use-bn-in-head") == expected
     assert parse("--batch-size_per-gpu=7 --use-bn_in_head=on") == expected
     assert find_command(["zero_shot", "--x"]) == ("zero-shot", ["--x"])
-
-
-def test_an_old_option_works_and_prints_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser({"a": {"img_size": Option(3, "Size.", old_names=("image_size",))}}, prog="x")
-    assert parser.parse_args(["--image-size", "5"]).img_size == 5
-    assert capsys.readouterr().err == "x: --image_size is now --img_size\n"
-    assert parser.parse_keywords({"image_size": 7}).img_size == 7
 
 
 def test_a_flag_takes_true_or_false_and_no_other_word() -> None:
@@ -774,32 +756,6 @@ def test_a_merged_command_works_and_prints_the_new_one(
     printed = capsys.readouterr()
     assert printed.out.split("\n\n")[1] == COMMANDS[hidden].summary
     assert printed.err == f"dino-sparo {hidden} is now dino-sparo {name}\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        ("attention", "max_images", "num_images"),
-        ("slots select", "max_images", "num_images"),
-        ("slots score", "image_size", "img_size"),
-        ("pictures", "image_size", "img_size"),
-        ("scene-pairs", "image_size", "img_size"),
-        ("sugarcrepe", "data_path", "data_root"),
-        ("winoground", "data_path", "data_root"),
-        ("slots mask", "data_path", "data_root"),
-        ("compositional", "output", "output_dir"),
-        ("demo", "readouts", "models"),
-    ],
-)
-def test_one_thing_has_one_name_and_old_names_work(
-    command: str, old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = parser_of(command)
-    required = [word for action in options(parser) for word in required_words(action)]
-    args = parser.parse_args([*required, f"--{old}", "7"])
-    assert str(getattr(args, new)) in ("7", "['7']")
-    assert capsys.readouterr().err == f"dino-sparo {command}: --{old} is now --{new}\n"
-    assert not hasattr(args, old)
 
 
 def test_the_references_names_of_attention_stay() -> None:

@@ -22,7 +22,6 @@ from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
-from dino_sparo.training.loop import memory_report
 
 CPU = torch.device("cpu")
 
@@ -164,31 +163,6 @@ def test_only_an_error_of_the_compiler_is_named_as_one() -> None:
         with pytest.raises(RuntimeError, match=text) as caught, compile_failures_named():
             raise RuntimeError(text)
         assert not isinstance(caught.value, CompileError)
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_memory_report_counts_weights_states_and_the_activations_of_one_micro_batch(
-    tmp_path: Path, parts: int
-) -> None:
-    training, batch = small_training(tmp_path, freeze_last_layer=0)
-    with memory_report(training) as memory:
-        train_step(training, [batch] * parts, epoch=0)
-    trained = sum(parameter.nbytes for parameter in training.network.parameters() if parameter.requires_grad)
-    assert memory["gradients"] == trained
-    assert memory["optimizer"] == pytest.approx(2 * trained, rel=0.01)  # and a number of steps for each parameter
-    assert memory["student"] == memory["teacher"] > trained
-    assert memory["activations"] > 4 * 2 * 3 * 32  # logits of the student alone
-    assert memory["sum"] == sum(memory[name] for name in (*training.networks, "gradients", "optimizer", "activations"))
-
-
-def test_activations_of_two_micro_batches_are_those_of_one(tmp_path: Path) -> None:
-    found = []
-    for parts in (1, 2):
-        training, batch = small_training(tmp_path)
-        with memory_report(training) as memory:
-            train_step(training, [batch] * parts, epoch=0)
-        found.append(memory["activations"])
-    assert found[1] == pytest.approx(found[0], rel=0.1)
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ IMAGE_RULES: Group = {
     **ANNOTATED_IMAGES,
 }
 QUESTIONS: Group = {
-    "data_root": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs.", old_names=("data_path",)),
+    "data_root": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs."),
     "images": Option(None, "Folder of the images; by default `images` in --data_root."),
     **IMAGE_RULES,
 }
@@ -161,7 +161,7 @@ def sugarcrepe_parser() -> Parser:
 
 def winoground_parser() -> Parser:
     """The options of the command `winoground`."""
-    folder = Option("", "Folder with Winoground's examples.jsonl.", old_names=("data_path",))
+    folder = Option("", "Folder with Winoground's examples.jsonl.")
     return evaluation_parser("winoground.json", {"questions": QUESTIONS | {"data_root": folder}})
 
 
@@ -191,7 +191,7 @@ COMPARISON: Group = {
 
 def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
-    folder = Option(None, "Folder of the results; by default beside each checkpoint.", old_names=("output",))
+    folder = Option(None, "Folder of the results; by default beside each checkpoint.")
     groups = {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON}
     return Parser(groups | computation({"output_dir": folder}))
 
@@ -237,7 +237,7 @@ def scene_pairs_parser() -> Parser:
     scenes: Group = {
         "output_dir": Option(None, "Folder to write to.", is_required=True),
         "num_pairs": Option(1000, "Scenes, each with one entry in either file.", positive_int),
-        "img_size": Option(SCENE_SIZE, "Side in pixels.", positive_int, old_names=("image_size",)),
+        "img_size": Option(SCENE_SIZE, "Side in pixels.", positive_int),
         "split": Option("val", "val was not trained on.", choices=("train", "val")),
         "seed": Option(0, "Another seed gives other scenes."),
     }
