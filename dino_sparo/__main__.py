@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import getdoc
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo._version import __version__
@@ -26,7 +25,7 @@ from dino_sparo.evaluation import options as evaluation_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
-from dino_sparo.runtime.cli import Parser, last_value, read_config, say, with_underscores
+from dino_sparo.runtime.cli import Parser, path, read_config, say, values_of, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, explain_full_memory, require
@@ -620,14 +619,14 @@ def main(argv: Sequence[str] | None = None) -> Any:
     parser = Parser(prog="dino-sparo", description=overview())
     parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
-    if (path := last_value(words, "--config")) is not None:
+    if files := values_of(words, "--config"):
         try:
-            named = read_config(Path(path)).get("command")
+            named = read_config(files[-1]).get("command")
         except ValueError as error:
             parser.error(str(error))
         if named in COMMANDS:
             return run(command_for(named, words), words, prog=f"dino-sparo {named}")
-        parser.error(f"--config {path} names no command; give the command first, or a line like `command: train`")
+        parser.error(f"--config {files[-1]} names no command; give the command first, or a line like `command: train`")
     name = parser.parse_known_args(words)[0].command
     if name is not None:
         inner = [command for command in COMMANDS if command.startswith(f"{name} ")]
@@ -645,14 +644,14 @@ def command_for(name: str, words: Sequence[str]) -> str:
     words = [with_underscores(word) for word in words]
     if name not in FOR_OBJECTIVE or any(word.partition("=")[0] == "--image_encoder" for word in words):
         return name
-    weights, config = last_value(words, "--pretrained_weights"), last_value(words, "--config")
-    if not weights and not config:
+    weights, files = values_of(words, "--pretrained_weights"), values_of(words, "--config")
+    if not weights and not files:
         return name
     from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
 
     try:
-        path = weights or str(read_config(Path(str(config))).get("pretrained_weights"))
-        kind = image_text_kind(load_checkpoint(path, verify=False, mmap=True))  # the command reads the weights
+        file = path(weights[-1] if weights else str(read_config(files[-1]).get("pretrained_weights")))
+        kind = image_text_kind(load_checkpoint(file, verify=False, mmap=True))  # the command reads the weights
     except Exception:  # a hub or a missing package may raise anything
         return name
     return FOR_OBJECTIVE[name].get(str(kind), name)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
-from dino_sparo.runtime.cli import Group, Option, Parser, last_value, positive_int, say
+from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, say, values_of
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, UserError, is_correctable
 from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
@@ -144,18 +144,19 @@ JOB: Group = {
         None,
         "Request GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters without --gpus-per-node. --ngpus "
         "gives the number.",
+        str,
         metavar="gpu[:TYPE]",
     ),
     "timeout_min": Option(2800, "Time limit of the job in minutes.", positive_int),
-    "partition": Option(None, "Partition; the cluster's default if not given."),
+    "partition": Option(None, "Partition; the cluster's default if not given.", str),
     "mem_gb_per_gpu": Option(None, "Main memory per GPU in GB.", positive_int),
     "cpus_per_task": Option(10, "CPU cores per GPU; match --num_workers.", positive_int),
-    "account": Option(None, "Account to charge."),
-    "qos": Option(None, "Quality of service."),
-    "constraint": Option(None, "Features the nodes must have."),
-    "comment": Option(None, "Message to the scheduler."),
-    "name": Option("dino_sparo", "Name of the job."),
-    "slurm_additional": Option([], "Other options of sbatch, such as exclude=node17.", metavar="KEY=VALUE"),
+    "account": Option(None, "Account to charge.", str),
+    "qos": Option(None, "Quality of service.", str),
+    "constraint": Option(None, "Features the nodes must have.", str),
+    "comment": Option(None, "Message to the scheduler.", str),
+    "name": Option("dino_sparo", "Name of the job.", str),
+    "slurm_additional": Option([], "Other options of sbatch, such as exclude=node17.", str, metavar="KEY=VALUE"),
     "job_dir": Option(None, "Folder of the job's own files; default: OUTPUT_DIR/%%j."),
     "max_requeues": Option(
         10,
@@ -323,7 +324,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         argv: options; None: the command line's. Those of the trainer depend on `--module` among them.
         prog: what `--help` calls the command.
     """
-    module = last_value(sys.argv[1:] if argv is None else argv, "--module")
+    module = (values_of(sys.argv[1:] if argv is None else argv, "--module") or ["main_dino"])[-1]
     parser = get_submission_parser(module if module in PARSERS else "main_dino", prog)
     args = parser.parse_args(argv)
     from submitit.core.utils import FailedJobError

@@ -105,7 +105,7 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
 
 def clip_scores(trained: Trained, run: RunCommand) -> Scores:
     """Zero-shot accuracy, and accuracy on true against swapped captions."""
-    data_path, pairs = trained.data.split()
+    data_path, pairs = trained.data.split(maxsplit=1)
     return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}
 
 
@@ -149,8 +149,9 @@ class Study:
     differences: Sequence[tuple[str, str]] = ()
 
     def options(self, variant: str, lr: float, seed: int) -> dict[str, str]:
-        """All options of a run except its data and its folder."""
+        """All options of a run except its data and its folder; several values of one are words of a text."""
         options = {**self.recipe, **self.variants[variant], "lr": lr, "seed": seed, "device": "cpu"}
+        options = {name: " ".join(value) if isinstance(value, list) else value for name, value in options.items()}
         return {name: str(value) for name, value in options.items() if name != "data_path" and value is not None}
 
     def quality(self, result: Mapping[str, Any]) -> float:

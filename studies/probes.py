@@ -27,10 +27,11 @@ DEMO = "demo"  # the encoder in this package, of the scenes
 PROBES, RANDOM = ("linear", "sparo", "ep", "attention"), "random slots"
 SIZES = {option: TRAINING[option] for option in SLOT_SIZES.values()}
 # 90 epochs of the paper have 28,000 steps with batches of 4096; these are few images in small batches.
+RATES = [1, 3, 10, 30, 100]
 PROTOCOL = {
     "epochs": 30,
     "val_freq": 30,
-    "lr": "1 3 10 30 100",
+    "lr": " ".join(map(str, RATES)),
     "img_size": 32,
     "num_workers": 0,
     "device": "cpu",
@@ -51,7 +52,7 @@ def get_args_parser() -> Parser:
 
 def measure(weights: Path | str, folder: Path, seed: int, data: str, command: RunCommand) -> dict[str, dict[str, Any]]:
     """Probe -> accuracy with its best learning rate, and numbers of parameters."""
-    shared = [*option_words({"data_path": data, "seed": seed, **PROTOCOL}), "--fast"]
+    shared = [*option_words({"data_path": data, "seed": seed, **PROTOCOL, "lr": RATES}), "--fast"]
     random = with_random_slots(Trained(folder, "", seed, data), weights=weights)
 
     def best(weights: Path | str, part: str, *probes: str) -> dict[str, dict[str, Any]]:

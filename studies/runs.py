@@ -182,8 +182,9 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
     study: Study = STUDIES[one.study]
     resumed, before = (folder / "checkpoint.pth").exists(), _processor_seconds()
     diverged = ""
+    words = {**{name: text.split() for name, text in options.items()}, "data_path": options["data_path"]}
     try:
-        run(study.commands.get(one.variant, study.command), option_words({**options, "output_dir": folder}))
+        run(study.commands.get(one.variant, study.command), option_words({**words, "output_dir": folder}))
     except SystemExit as end:  # the command has said why, in one line
         if not isinstance(end.__context__, NonFiniteLossError):
             raise

@@ -22,10 +22,10 @@ from dino_sparo.runtime.cli import (
     Group,
     Option,
     Parser,
-    any_number,
     bool_flag,
     positive_int,
     positive_number,
+    share_above_0,
     share_below_1,
 )
 from dino_sparo.runtime.faults import UserError
@@ -100,6 +100,7 @@ NEGATIVE_KEY = Option(
     None,
     "Column of a table with one false caption per image. The image is compared with this caption and all "
     "captions of the batch, as in NegCLIP. An empty cell is an empty caption.",
+    str,
 )
 FREEZE = Option(
     None,
@@ -120,6 +121,7 @@ READOUT: Group = {
         "sparo",
         f"How tokens become the encoding, one of {', '.join(sorted(TOWERS))}: sparo replaces the last block by slots, "
         "cls is class token and end token as in CLIP, gap averages all tokens.",
+        str,
     ),
     **SLOT_SIZES,
     "embed_dim": Option(512, "Width of the encoding of a read-out without slots.", positive_int),
@@ -178,6 +180,7 @@ MASK: Group = {
     "parts": Option(
         PER_SLOT,
         "Unit that has a weight: slot, dimension, or for models without slots a number of equal contiguous parts.",
+        str,
     ),
     "epochs": Option(100, "Passes over the pairs.", positive_int),
     "lr": Option(0.02, "Learning rate of SGD.", positive_number),
@@ -213,10 +216,12 @@ CHOICE: Group = {
     "max_slots": Option(3, "Number of slots to show, if --slots is not given.", positive_int),
     "max_columns": Option(4, "Number of pairs to show.", positive_int),
     "min_cosine": Option(
-        Criteria().min_cosine, "Choose slots whose cosine between image and caption is at least this.", any_number
+        Criteria().min_cosine, "Choose slots whose cosine between image and caption is at least this.", share_above_0
     ),
     "min_sharpness": Option(
-        Criteria().min_sharpness, "Choose slots that give at least this share of their attention to one word."
+        Criteria().min_sharpness,
+        "Choose slots that give at least this share of their attention to one word.",
+        share_above_0,
     ),
 }
 

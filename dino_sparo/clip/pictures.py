@@ -25,7 +25,7 @@ from dino_sparo.clip.subsets import check_fits
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.pixels import Picture, heat
-from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
+from dino_sparo.evaluation.attention.maps import class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import parse_selection
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
@@ -63,8 +63,6 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     device = begin_pictures(args)
     criteria = Criteria(args.min_cosine, args.min_sharpness)
-    for name, value in criteria._asdict().items():
-        check_share(name, value)
     loaded = load_clip(args.pretrained_weights)
     config = loaded.model.config
     if not config.image.kind.has_slots:

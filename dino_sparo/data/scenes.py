@@ -8,6 +8,7 @@ Other experiments make their own scenes with `place_one`, `place_pair`, `turned_
 """
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Bool, Float, Int64
@@ -128,8 +129,8 @@ def _processes_of_the_loader() -> int:
 
 
 def names_scenes(data_path: str) -> bool:
-    """Whether a data path is `scenes`, with or without numbers."""
-    return data_path.partition(":")[0] == "scenes"
+    """Whether a data path is `scenes`, with or without numbers, and no file or folder has that name."""
+    return data_path.partition(":")[0] == "scenes" and not Path(data_path).exists()
 
 
 def parse_scenes_spec(spec: str) -> tuple[int, int]:

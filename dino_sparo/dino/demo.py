@@ -19,9 +19,7 @@ from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import read_config, say
 from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, spread, start_demo, train_and_score
 
-RECIPE = read_config(Path(__file__).with_name("demo.yaml"))
-# Several values of an option are words of a string, as the studies' results record them.
-TRAINING = {name: " ".join(value) if isinstance(value, list) else value for name, value in RECIPE.items()}
+TRAINING = read_config(Path(__file__).with_name("demo.yaml"))
 EVALUATION_DATA = "scenes:4000:48"
 SHORT = {"data_path": "scenes:640:48", "epochs": "2"}
 SHORT_EVALUATION_DATA = "scenes:500:48"

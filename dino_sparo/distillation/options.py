@@ -53,6 +53,7 @@ ENCODER: Group = {
         "vit_small",
         f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm, "
         "such as timm/resnet50. vit_micro is for laptops.",
+        str,
     ),
     "patch_size": Option(
         None,
@@ -65,6 +66,7 @@ ENCODER: Group = {
         f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
         "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, gap "
         "averages all tokens.",
+        str,
     ),
     **shared.SLOT_SIZES,
     "pre_norm": Option(False, "Use CLIP's vision transformer, as --init_from with a CLIP needs; not for timm/NAME."),

@@ -190,7 +190,7 @@ def run_names(weights: Sequence[str]) -> list[str]:
     """Short names of checkpoints: folder and file, and as many folders above as make the names differ."""
     if all(path == "demo" and not Path(path).exists() for path in weights):  # the encoder in this package
         return list(weights)
-    paths = [Path(path).expanduser().absolute().parts[1:] for path in weights]
+    paths = [Path(path).absolute().parts[1:] for path in weights]
     depth = 2
     while len({path[-depth:] for path in paths}) < len(set(paths)):
         depth += 1

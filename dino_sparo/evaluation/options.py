@@ -9,7 +9,7 @@ from dino_sparo.runtime.cli import (
     number_from_0,
     positive_int,
     positive_number,
-    share,
+    share_above_0,
     whole_number,
 )
 
@@ -20,7 +20,7 @@ VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers 
 
 ENCODER: Group = {
     **shared.CHECKPOINT,
-    "readout": Option(None, "Read-out of an untrained encoder without a checkpoint; by default sparo."),
+    "readout": Option(None, "Read-out of an untrained encoder without a checkpoint; by default sparo.", str),
     "seed": Option(0, "Random seed of untrained weights, probes, crops and random choices."),
 }
 IMAGES: Group = {
@@ -163,7 +163,7 @@ def linear_parser() -> Parser:
 
 
 EMBEDDINGS: Group = {
-    "split": Option(None, "Name of the split to embed, or all; by default the split that training uses."),
+    "split": Option(None, "Name of the split to embed, or all; by default the split that training uses.", str),
     "what": Option(
         ["encoding"],
         "Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, "
@@ -216,7 +216,7 @@ def cluster_parser() -> Parser:
 
 MEASURED_IMAGES: Group = {
     "data_path": Option("", "The images: any data that training takes."),
-    "split": Option(None, "Name of the split to measure, or all; by default the split that training uses."),
+    "split": Option(None, "Name of the split to measure, or all; by default the split that training uses.", str),
     "download": shared.DOWNLOAD,
     "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),
 }
@@ -308,7 +308,9 @@ DRAWN_IMAGES: Group = {
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
     "threshold": Option(
-        None, "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.", share
+        None,
+        "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.",
+        share_above_0,
     ),
     "save_each": Option(False, "Also write one PNG per map."),
     "figure_format": shared.FIGURE_FORMAT,
@@ -358,7 +360,7 @@ MASKED_IMAGES: Group = {
     ),
 }
 MEASURES: Group = {
-    "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO.", share),
+    "share": Option(0.6, "Share of a map's mass that is kept for the Jaccard index, as in DINO.", share_above_0),
     "maps": Option(
         None,
         "Number of maps to score, as a mean over 5 random subsets per image; by default all maps. To compare "
@@ -415,7 +417,9 @@ PUSHED: Group = {
     "checkpoint": Option(
         None, "A checkpoint of this package or of facebookresearch/dino, or an export.", is_positional=True
     ),
-    "repository": Option(None, "USER/NAME on the Hugging Face hub; created if it does not exist.", is_positional=True),
+    "repository": Option(
+        None, "USER/NAME on the Hugging Face hub; created if it does not exist.", str, is_positional=True
+    ),
     "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
     "private": Option(False, "Create a private repository."),
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_below_1
+from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, share_below_1
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE, IMAGE_LIMITS, NORMALIZATION, PRETRAINED, SPLIT_COLUMN, TRAINING_DATA
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
@@ -24,11 +24,12 @@ AUTO = "auto"  # class names, or templates, of the set of images itself
 FOREIGN_OPTION = "--{name} is for open_clip's weights, but {source} says how its model is built; leave it out"
 
 PAIR_KEYS: Group = {
-    "image_key": Option(None, "Column of the images' paths in a table, if its name is not recognised."),
+    "image_key": Option(None, "Column of the images' paths in a table, if its name is not recognised.", str),
     "caption_key": Option(
         None,
         "Column of the captions in a table, if its name is not recognised. For shards: the key of the caption "
         "in the .json members; by default the .txt members are the captions.",
+        str,
     ),
     "image_folder": Option(
         None, "Folder to which the paths in a table or in annotations are relative; by default the folder of that file."
@@ -53,7 +54,7 @@ PAIRS: Group = {
     "shard_weights": Option(
         None,
         "Sampling weight of each source of --data_path (separated by ::) in a stream; by default its number of shards.",
-        float,
+        number_from_0,
         nargs="+",
     ),
     **PAIR_KEYS,
@@ -87,6 +88,7 @@ IMAGE_ENCODER: Group = {
     "arch": Option(
         "vit_base",
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm.",
+        str,
     ),
     "patch_size": Option(
         None,

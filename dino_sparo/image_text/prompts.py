@@ -117,8 +117,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 def set_name(data_path: str) -> str | None:
     """The key of `PROMPT_SETS` for a data path: `scenes`, or the name of a torchvision set; else None."""
     name = data_path.partition(":")[0]
-    is_known = name == "scenes" or (name in TORCHVISION_SETS and not Path(data_path).exists())
-    return name if is_known else None
+    return name if name in ("scenes", *TORCHVISION_SETS) and not Path(data_path).exists() else None
 
 
 def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
     if spec in PARSERS:
         parser = PARSERS[spec]()
         return CaptionGraphs(parser, parser.record, **caps)
-    path = Path(spec).expanduser()
+    path = Path(spec)
     if not path.is_file() or path.suffix == ".gz":
         raise UserError(
             f"graphs={spec!r} is no file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo parse "

@@ -42,7 +42,7 @@ CAPTION_GRAPHS: Group = {
         "built-in scenes and captions made from templates; spacy must be installed.",
     ),
     "val_graphs": Option(None, "Scene graphs of the captions in --val_path; by default the value of --graphs."),
-    "graph_key": Option(None, "For shards, instead of --graphs: the key of the graph in the .json members."),
+    "graph_key": Option(None, "For shards, instead of --graphs: the key of the graph in the .json members.", str),
     **GRAPH_SIZES,
 }
 BINDING: Group = {
@@ -146,15 +146,15 @@ CAPTIONS: Group = {
         "or any pairs that training reads: shards, scenes, class folders. For --parser vg: region_graphs.json; "
         "for gqa: GQA's scene graphs.",
     ),
-    "caption": Option(None, "Show the graph of this one caption, and write nothing.", metavar="TEXT"),
-    "caption_key": Option(None, "Column or key of the captions, if its name is not recognised."),
-    "image_key": Option(None, "Column of the images in a table, if its name is not recognised."),
+    "caption": Option(None, "Show the graph of this one caption, and write nothing.", str, metavar="TEXT"),
+    "caption_key": Option(None, "Column or key of the captions, if its name is not recognised.", str),
+    "image_key": Option(None, "Column of the images in a table, if its name is not recognised.", str),
     "image_folder": Option(
         None,
         "Folder to which the images' paths are relative; by default the table's folder. With COCO's "
         "annotations, vg and gqa, the output names images only if this option is given.",
     ),
-    "split": Option("all", "Part of the pairs: a split's name, or all."),
+    "split": Option("all", "Part of the pairs: a split's name, or all.", str),
 }
 CAPTION_PARSER: Group = {
     "parser": Option(
@@ -167,6 +167,7 @@ CAPTION_PARSER: Group = {
         None,
         "For llm: address of a server with OpenAI's protocol, such as http://localhost:8000/v1. All captions are sent "
         "there. The key comes from the environment variable OPENAI_API_KEY.",
+        str,
     ),
     "model": Option(None, "For llm: name of the model on the server, or with --local the model's folder."),
     "local": Option(False, "For llm: run the model here, with transformers."),

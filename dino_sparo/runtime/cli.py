@@ -7,6 +7,7 @@ touches no device, asks no network. It imports no torch either, so that `--help`
 
 import argparse
 import difflib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from types import NoneType
 from typing import Any, NamedTuple, NoReturn
 
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import open_regular
 
 
 def printable(words: str, keep: str = "") -> str:
@@ -51,6 +53,8 @@ def number(kind: type[int] | type[float], fits: Callable[[float], bool], valid: 
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}; give {valid}") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite; give {valid}")
         if not fits(value):
             raise argparse.ArgumentTypeError(f"{text}: give {valid}")
         return value
@@ -64,10 +68,16 @@ whole_number = number(int, lambda value: value >= 0, "0 or more")
 number_from_0 = number(float, lambda value: value >= 0, "0 or more")
 any_number = number(float, lambda value: True, "one such as 0.5")
 share = number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+share_above_0 = number(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 share_below_1 = number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 
 
 BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+def path(text: str) -> str:
+    """The type of every option that may be a path: `~`, also that of `cifar10:~/data`, becomes the home folder."""
+    return ":".join(os.path.expanduser(part) for part in text.split(":"))
 
 
 def bool_flag(text: str) -> bool:
@@ -77,6 +87,7 @@ def bool_flag(text: str) -> bool:
     return BOOLEANS[text.lower()]
 
 
+MAX_CONFIG_BYTES = 1 << 16  # all options of a command take 4 KB
 MAX_SHOWN = 15
 # `--help` of a command with more options than that shows these alone; `--help-all` shows all.
 MAIN_OPTIONS = {
@@ -89,13 +100,13 @@ MAIN_OPTIONS = {
     *("nodes", "ngpus", "partition", "timeout_min", "dry_run"),
 }
 
-# Type of a default -> type of the option, unless it names another.
+# Type of a default -> type of the option, unless it names another. A text may be a path, unless the option says `str`.
 TYPES: dict[type, Callable[[str], Any]] = {
     bool: bool_flag,
     int: whole_number,
     float: number_from_0,
-    str: str,
-    NoneType: str,
+    str: path,
+    NoneType: path,
 }
 
 
@@ -232,15 +243,28 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words, with those of the configuration file and of the preset before them."""
-        given = self._with_values([with_underscores(str(word)) for word in (sys.argv[1:] if args is None else args)])
-        words = given
-        if (path := last_value(given, "--config")) is not None:
-            self.source = f" --config {path}"
-            words = self._words_of_config(Path(path)) + given
-        if self.presets and (preset := last_value(words, "--preset")) in self.presets:
-            words = self._words_of_config(self.presets[str(preset)]) + words
-        parsed, rest = super().parse_known_args(words, namespace)
+        """Parse words. Other values come from `namespace`, else from `--config`, else from `--preset`.
+
+        Args:
+            args: the words; None: the command line's.
+            namespace: options from Python, which are checked as words are.
+        """
+        words = self._with_values([with_underscores(str(word)) for word in (sys.argv[1:] if args is None else args)])
+        layers = [vars(namespace)] if namespace is not None else []
+        if files := values_of(words, "--config"):
+            self.source = f" --config {files[-1]}"
+            if len(files) > 1:
+                self.error(f"--config is given {len(files)} times; give it once")
+            layers = [self._config(files[0]), *layers]
+        preset = (values_of(words, "--preset") or [str(layers[0].get("preset")) if layers else ""])[-1]
+        if preset in self.presets:
+            layers = [self._config(self.presets[preset]), *layers]
+        parsed = argparse.Namespace()
+        for layer in layers:
+            self._set_values(layer, parsed)
+        for action in self._actions:
+            action.required = action.required and action.dest not in parsed
+        parsed, rest = super().parse_known_args(words, parsed)
         parsed.__dict__.pop("config", None)
         if parsed.__dict__.pop("print_config", False) and not rest:
             say(config_text(vars(parsed), self.command).rstrip())
@@ -258,49 +282,51 @@ class Parser(argparse.ArgumentParser):
             for word, next_word in zip(words, following, strict=True)
         ]
 
-    def _words_of_config(self, path: Path) -> list[str]:
-        """The options of a configuration file as a command line."""
+    def _config(self, file: str | Path) -> dict[str, Any]:
+        """The options of a configuration file, which may name no other command than this one."""
         try:
-            values = read_config(path)
-        except ValueError as error:
+            values = read_config(file)
+        except UserError as error:
             self.error(str(error))
         command = values.pop("command", None)
         if None not in (command, self.command) and command != self.command:
             self.error(f"the file is for the command {command}")
-        return self.words(values)
+        return values
 
     def parse_keywords(self, keywords: Mapping[str, Any]) -> argparse.Namespace:
-        """Parse option names with their values, as a call from Python gives them.
+        """Parse option names with their values, as a call from Python gives them; None: the option is left out.
 
         Raises:
             ValueError: one line, without the name of the command: an unknown option with the nearest ones, a value of
                 another type, a value that is not among the choices.
         """
         self.raises_errors = True
-        try:
-            return self.parse_args(self.words(keywords))
-        finally:
-            self.raises_errors = False
+        given = {name: value for name, value in keywords.items() if value is not None}
+        words = [f"--{name}={given.pop(name)}" for name in ("config", "preset") if name in given]
+        return self.parse_args(words, argparse.Namespace(**given))
 
-    def words(self, keywords: Mapping[str, Any]) -> list[str]:
-        """Option names with their values -> the command line that says the same; None: the option is left out."""
-        known = {action.dest: action for action in self._actions if not action.option_strings}
-        words, positional = [], []
-        for given_name, value in keywords.items():
+    def _set_values(self, values: Mapping[str, Any], namespace: argparse.Namespace) -> None:
+        """Set options that are given by name, with the checks of the command line; None leaves an option out."""
+        positional = {action.dest: action for action in self._actions if not action.option_strings}
+        seen: set[str] = set()
+        for given_name, value in values.items():
             name = given_name.replace("-", "_")
-            action = known.get(name) or self._option_string_actions.get(f"--{name}")
-            takes_several = action is not None and action.nargs not in (None, "?")
-            if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not takes_several):
-                self.error(f"argument --{name}: expected one value, not {value}")
-            if value is None or (value == [] and getattr(action, "nargs", None) != "*"):
+            action = positional.get(name) or self._option_string_actions.get(f"--{name}")
+            if action is None or action.dest not in self.options:
+                self.error(f"unrecognized arguments: --{name}={value}")
+            if action.dest in seen:
+                self.error(f"argument --{name}: given twice")
+            seen.add(action.dest)
+            if value is None or value == action.default == []:
                 continue
-            if isinstance(value, (list, tuple)):
-                words += [f"--{name}", *map(str, value)]
-            elif action is not None and not action.option_strings:
-                positional.append(str(value))
-            else:
-                words.append(f"--{name}={value}")
-        return positional + words
+            texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+            try:
+                if isinstance(value, Mapping) or self._match_argument(action, "A" * len(texts)) < len(texts):
+                    wanted = "one value" if action.nargs in (None, "?") else f"{action.nargs} values"
+                    raise argparse.ArgumentError(action, f"expected {wanted}, not {value}")
+                setattr(namespace, action.dest, self._get_values(action, texts))
+            except argparse.ArgumentError as error:
+                self.error(str(error))
 
     def error(self, message: str) -> NoReturn:
         """End with exit status 2 and one line that names the nearest options; `parse_keywords` raises it instead."""
@@ -327,33 +353,53 @@ def with_underscores(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-def last_value(words: Sequence[str], option: str) -> str | None:
-    """The value that a command line gives an option; None: none."""
-    value = None
+def values_of(words: Sequence[str], option: str) -> list[str]:
+    """The values that a command line gives an option, in its order."""
+    values = []
     for word, following in zip(words, [*words, None][1:], strict=True):
-        if word == option:
-            value = following
+        if word == option and following is not None:
+            values.append(following)
         elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-    return value
+            values.append(word.partition("=")[2])
+    return values
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(file_path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options of a configuration file: texts, lists of texts, or None.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or holds something else.
     """
     import yaml  # not above: most commands come without a file
 
     try:
-        # The plain loader leaves types to the options: 1e-3 is no number in YAML, and `off` would be a boolean.
-        values = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with open_regular(os.path.expanduser(file_path)) as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise UserError(f"the file is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration?")
+        # Types are left to the options: 1e-3 is no number in YAML, and `off` would be a boolean.
+        root = yaml.compose(text, yaml.BaseLoader)
+    except RecursionError:
+        raise UserError("the file is nested too deeply; give lines like `epochs: 100`") from None
+    except (OSError, yaml.YAMLError) as error:
         raise UserError(f"the file cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
+    if not isinstance(root, yaml.MappingNode):
         raise UserError("the file holds no options; give lines like `epochs: 100`")
-    return {name: None if value in ("", "null", "~") else value for name, value in values.items()}
+    values: dict[str, Any] = {}
+    for key, node in root.value:
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        if not all(isinstance(item, yaml.ScalarNode) for item in (key, *items)):
+            line = key.start_mark.line + 1
+            raise UserError(f"line {line} of the file gives neither `option: value` nor `option: [value, value]`")
+        name = key.value.replace("-", "_")
+        if name in values:
+            raise UserError(f"the file gives {name} twice; leave one of the lines out")
+        if isinstance(node, yaml.SequenceNode):
+            values[name] = [item.value for item in items]
+        else:
+            is_null = node.style is None and node.value in ("", "null", "~")  # in quotes they are texts
+            values[name] = None if is_null else node.value
+    return values
 
 
 def config_text(options: Mapping[str, Any], command: str | None = None) -> str:

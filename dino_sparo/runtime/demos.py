@@ -22,11 +22,12 @@ OPTIONS: Group = {
         None,
         "Models to compare: read-outs with dino and clip, by default sparo; with oc-clip oc_clip, cls and sparo, by "
         "default all.",
+        str,
         nargs="+",
     ),
     "seeds": Option([0], "Random seeds; one training run each."),
     "output_dir": Option(None, "Where everything is written; by default in output/."),
-    "device": Option("cpu", "auto, cpu or cuda."),
+    "device": Option("cpu", "auto, cpu or cuda.", str),
     "short": Option(False, "Train for a minute only, to see that all parts work."),
 }
 
@@ -37,8 +38,9 @@ def demo_parser() -> Parser:
 
 
 def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options as a command line; several values of one are words of a string."""
-    return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
+    """Options as a command line; several values of one are a list."""
+    values = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
 
 
 def spread(values: Sequence[int | float], unit: str = " %") -> str:

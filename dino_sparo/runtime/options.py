@@ -21,12 +21,12 @@ PRETRAINED = Option(
     False,
     "Start a model timm/NAME from timm's weights, which are downloaded once. Without a network, give --init_from FILE.",
 )
-DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.")
+DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.", str)
 
 DEVICE: Group = {
     "device": DEVICE_OPTION,
     "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
-    "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm."),
+    "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm.", str),
     "dist_timeout_min": Option(
         10.0, "Minutes that a process waits for others, or images, before the run ends.", positive_number
     ),
@@ -46,7 +46,7 @@ CHECKPOINT: Group = {
         "A checkpoint, an export or released weights; timm/NAME: a model of timm with timm's weights, which are "
         "downloaded once; demo: the small encoder of this package.",
     ),
-    "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student."),
+    "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student.", str),
     "untrained": Option(
         False,
         "Evaluate random weights, as a control. The architecture is the checkpoint's, or without a checkpoint "
@@ -58,6 +58,7 @@ FOREIGN_WEIGHTS: Group = {
         None,
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
         "it.",
+        str,
     ),
     "patch_size": Option(
         None,
@@ -94,10 +95,12 @@ EVALUATION_LIMITS: Group = {
         help=f"Value of 16-bit images that becomes white. By default the value of the training, else {MAX_VALUE}.",
     ),
 }
-SPLIT_COLUMN: Group = {"split_column": Option(None, "Column of the splits in a table, if its name is not recognised.")}
+SPLIT_COLUMN: Group = {
+    "split_column": Option(None, "Column of the splits in a table, if its name is not recognised.", str)
+}
 COLUMNS: Group = {
-    "path_column": Option(None, "Column of the paths in a table, if its name is not recognised."),
-    "label_column": Option(None, "Column of the labels in a table, if its name is not recognised."),
+    "path_column": Option(None, "Column of the paths in a table, if its name is not recognised.", str),
+    "label_column": Option(None, "Column of the labels in a table, if its name is not recognised.", str),
     **SPLIT_COLUMN,
 }
 NORMALIZATION: Group = {
@@ -126,6 +129,7 @@ TRAINING_DATA: Group = {
         None,
         "Split to train on: the name of a subfolder, list, table or shards in --data_path, or a word in a "
         "table's column of splits. all: all images. By default train, if there is such a split, else all.",
+        str,
     ),
     "download": DOWNLOAD,
     "max_corrupt": Option(

@@ -55,7 +55,7 @@ RUN: Group = {
         choices=TRACKERS,
         nargs="*",
     ),
-    "run_name": Option(None, "Name of the run in the trackers; by default the name of --output_dir."),
+    "run_name": Option(None, "Name of the run in the trackers; by default the name of --output_dir.", str),
     "seed": Option(0, "Random seed of weights, order of the data, crops and all other random choices."),
 }
 

@@ -25,8 +25,9 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
     monkeypatch.setattr(demos, "SHORT_NUM_PAIRS", 6)
     monkeypatch.setattr(demos, "SHORT_NUM_IMAGES", 20)
-    [run] = run_command("demo", ["--method", "clip", "--short", "--models", "cls", "--output_dir", str(tmp_path)])
-    assert json.loads((tmp_path / "demo.json").read_text()) == [run]
+    folder = tmp_path / "my demo"
+    [run] = run_command("demo", ["--method", "clip", "--short", "--models", "cls", "--output_dir", str(folder)])
+    assert json.loads((folder / "demo.json").read_text()) == [run]
     assert all(0 <= run[score] <= 100 for score in CHANCE)
     folder = Path(run["folder"])
     assert {"checkpoint.pth", "zero_shot.json", "sugarcrepe.json"} <= {path.name for path in folder.iterdir()}

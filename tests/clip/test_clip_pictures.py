@@ -280,8 +280,6 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
         (["--slots", 1, 1], "slot 1 twice"),
         (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots, or numbers"),
         (["--slots", "nowhere.json"], "does not exist"),
-        (["--min_cosine", 0], r"min_cosine=0.0 is not a share; give a number in \(0, 1\]"),
-        (["--min_sharpness", 1.5], "min_sharpness=1.5 is not a share"),
         (["--img_size", 5], "smaller than one patch"),
     ],
 )

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
+from dino_sparo.data.scenes import names_scenes
 from dino_sparo.data.sources import (
     TORCHVISION_SETS,
     CorruptImageError,
@@ -26,6 +27,8 @@ from dino_sparo.data.sources import (
     indexes,
     open_source,
 )
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.prompts import set_name
 
 
 @pytest.fixture(autouse=True)
@@ -171,6 +174,18 @@ def test_names_that_are_not_utf8_are_read(root: Path) -> None:
     except OSError:
         pytest.skip("the file system takes UTF-8 only")
     assert_shows(open_source(str(root)), 0, 3)
+
+
+@pytest.mark.parametrize("name", ["scenes", "scenes:9:32", "cifar10"])
+def test_an_existing_folder_comes_before_a_set_of_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write(tmp_path / name / f"{number}.png")
+    assert len(open_source(name)) == len(open_evaluation_images(name)) == 3
+    assert set_name(name) is None
+    assert not names_scenes(name)
 
 
 def test_a_folder_without_images_is_an_error(root: Path) -> None:

@@ -18,11 +18,12 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
     monkeypatch.setattr(demo, "SHORT_EVALUATION_DATA", "scenes:60:48")
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
-    [run] = run_command("demo", ["--short", "--models", readout, "--output_dir", str(tmp_path)])
+    folder = tmp_path / "my demo"
+    [run] = run_command("demo", ["--short", "--models", readout, "--output_dir", str(folder)])
     printed = capsys.readouterr().out
     for state in ("untrained", "trained"):
         assert 0 <= run[state]["20-NN"] <= 100
         assert f"{readout:<10}{state:<12}" in printed
-    names = {path.name for path in (tmp_path / f"{readout}_seed0").iterdir()}
+    names = {path.name for path in (folder / f"{readout}_seed0").iterdir()}
     assert {"attention.png", "curve.png", "knn.json", "linear.json", "checkpoint.pth"} <= names
     assert "atlas.html" not in names

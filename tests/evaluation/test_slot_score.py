@@ -667,7 +667,6 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
     for words, message in (
         (("--pretrained_weights", gap), "readout='gap' averages all tokens and has none"),
         (("--pretrained_weights", cls, "--match", cls), "readout='cls' of .* has no slots"),
-        (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
         (("--pretrained_weights", cls, "--num_images", 1), "1 images have objects in view.*needs at least 2"),
         (("--pretrained_weights", cls, "--maps", 5), "maps=5, but the encoder has 4; give 1 to 4, or leave --maps out"),
     ):

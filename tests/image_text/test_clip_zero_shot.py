@@ -505,7 +505,7 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
     torch.set_num_threads(1)
     scenes = ("--data_path", "scenes:23:32")
     trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
-    commands = {"zero-shot": scenes, "retrieval": scenes, "sugarcrepe": ("--data_path", pairs), "clip-probe": trained}
+    commands = {"zero-shot": scenes, "retrieval": scenes, "sugarcrepe": ("--data_root", pairs), "clip-probe": trained}
     for name, options in commands.items():
         place = (
             "--dist_url",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from dino_sparo.__main__ import (
 )
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.oc_clip.binding import BindingConfig
-from dino_sparo.runtime import choices
+from dino_sparo.runtime import choices, cli
 from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
 from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
 from dino_sparo.runtime.precision import PRECISIONS
@@ -138,6 +139,13 @@ NEW: dict[str, Any] = {
 # Accepted and ignored by the code: launchers of old pass the first, the environment says what counts; the parser
 # reads the second, the choice of the command the third.
 IGNORED = {"local_rank", "preset", "image_encoder"}
+# Texts that are no paths. Any other text may be one, and its `~` becomes the home folder.
+NO_PATHS = {
+    *("account", "arch", "benchmarks", "caption", "caption_key", "checkpoint_key", "comment", "constraint", "device"),
+    *("dist_url", "graph_key", "gres", "image_key", "label_column", "models", "name", "negative_key", "partition"),
+    *("parts", "path_column", "qos", "readout", "repository", "run_name", "server", "slurm_additional", "split"),
+    "split_column",
+}
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
 
@@ -260,8 +268,11 @@ def test_what_cannot_be_parsed_is_named(words: str, message: str, capsys: pytest
         ("train", "--patch_size 0", "0: give a positive number"),
         ("train", "--max_steps 0", "0: give a positive number"),
         ("train", "--lr -1", "-1: give 0 or more"),
+        ("train", "--lr inf", "inf is not finite; give 0 or more"),
+        ("train", "--norm_mean nan", "nan is not finite; give one such as 0.5"),
+        ("train-clip", "--shard_weights 1 inf", "inf is not finite; give 0 or more"),
         ("train-clip", "--beta2 1", "1: give a number from 0 to below 1"),
-        ("train-clip", "--max_corrupt nan", "nan: give a number from 0 to 1"),
+        ("train-clip", "--max_corrupt nan", "nan is not finite; give a number from 0 to 1"),
         ("train-clip", "--batch_size 0", "0: give a positive number"),
         ("train-clip", "--preset cc4m", "invalid choice: 'cc4m' (choose from"),
         ("train-oc-clip", "--ent_coef 0", "0: give a positive number"),
@@ -272,7 +283,11 @@ def test_what_cannot_be_parsed_is_named(words: str, message: str, capsys: pytest
         ("slots select", "--keep 0", "0: give a positive number"),
         ("pictures", "--max_slots -1", "-1: give a positive number"),
         ("oc-pictures", "--pairs 0 -1", "-1: give 0 or more"),
-        ("attention", "--threshold 1.5", "1.5: give a number from 0 to 1"),
+        ("attention", "--threshold 1.5", "1.5: give a number above 0 and at most 1"),
+        ("attention", "--threshold 0", "0: give a number above 0 and at most 1"),
+        ("slots score", "--share 0", "0: give a number above 0 and at most 1"),
+        ("pictures", "--min_cosine 0", "0: give a number above 0 and at most 1"),
+        ("pictures", "--min_sharpness 1.5", "1.5: give a number above 0 and at most 1"),
     ],
 )
 def test_a_number_out_of_its_range_is_refused(
@@ -581,13 +596,29 @@ def test_options_come_from_a_file_and_the_command_line_overrides_it(tmp_path: Pa
     assert args == parse(f"{words} --batch_size_per_gpu 16 --epochs 3")
 
 
+# Each list holds the one before ten times.
+ALIASES = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join(10 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefghijk"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("epoch: 3", "unrecognized arguments: --epoch=3; did you mean --epochs?"),
         ("epochs: many", "argument --epochs: 'many' is not a whole number; give a positive number"),
         ("epochs: [1, 2]", "argument --epochs: expected one value, not ['1', '2']"),
-        ("epochs: {a: 1}", "argument --epochs: expected one value, not {'a': '1'}"),
+        ("epochs: {a: 1}", "line 1 of the file gives neither `option: value` nor `option: [value, value]`"),
+        ("epochs: 1\nlr: [[1]]", "line 2 of the file gives neither `option: value` nor `option: [value, value]`"),
+        ("? [epochs]\n: 1", "line 1 of the file gives neither `option: value` nor `option: [value, value]`"),
+        ("epochs: 1\nepochs: 2", "the file gives epochs twice; leave one of the lines out"),
+        ("out-dim: 1\nout_dim: 1", "the file gives out_dim twice; leave one of the lines out"),
+        ("lr: inf", "argument --lr: inf is not finite; give 0 or more"),
+        ("global_crops_scale: [0.1, 0.2, 0.3]", "argument --global_crops_scale: expected 2 values, not ['0.1', '0.2'"),
+        ("config: other.yaml", "unrecognized arguments: --config=other.yaml; did you mean --config?"),
+        ("a: [" * 10_000, "the file is nested too deeply; give lines like `epochs: 100`"),
+        ("lr: " + "[" * 10_000, "the file is nested too deeply; give lines like `epochs: 100`"),
+        (ALIASES, "line 2 of the file gives neither `option: value` nor `option: [value, value]`"),
+        ("".join(f"k{i}: 1\n" for i in range(300_000)), "the file is larger than 65536 bytes; is it a configuration?"),
+        ("".join(f"k{i}: 1\n" for i in range(5000)), "unrecognized arguments: --k0=1"),
         ("optimizer: adam", "argument --optimizer: invalid choice: 'adam' (choose from 'adamw', 'lars', 'sgd')"),
         ("command: train-clip", "the file is for the command train-clip"),
         ("- epochs", "the file holds no options; give lines like `epochs: 100`"),
@@ -605,6 +636,91 @@ def test_a_mistake_in_a_configuration_is_one_line(
     assert error.count("\n") == 1
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_keywords("train", {"config": path})
+
+
+def test_an_option_under_two_names_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.yaml", "image_path: a.png\ndata_path: b.png")
+    for keywords in ({"config": path}, {"image_path": "a.png", "data_path": "b.png"}):
+        with pytest.raises(ValueError, match="argument --data_path: given twice"):
+            parse_keywords("attention", keywords)
+
+
+def test_positional_words_and_lists_of_a_configuration_leave_those_of_the_command_line_alone(tmp_path: Path) -> None:
+    """Regression: the file's positional was one too many, and a list at its end took the command line's."""
+    path = write(tmp_path / "run.yaml", "folder: a\nclusters: 3\nshow_channels: [1, 2]\n")
+    for words, folder in (([], "a"), (["b"], "b")):
+        for line in ([*words, "--config", path], ["--config", path, *words]):
+            args = parser_of("cluster").parse_args(line)
+            assert (args.folder, args.clusters, args.show_channels) == (folder, 3, [1, 2])
+
+
+def test_a_text_that_reads_null_survives_a_printed_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"run_name": "null", "split": "~", "data_path": "my 'data': [x] é #", "path_column": ""}
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", *(f"--{name}={value}" for name, value in names.items()), "--print_config"])
+    path = write(tmp_path / "run.yaml", capsys.readouterr().out)
+    assert vars(parse(f"--config {path}")).items() >= names.items()
+
+
+def test_two_configurations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "run.yaml", "epochs: 3")
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--config", path, f"--config={path}"])
+    assert "--config is given 2 times; give it once" in capsys.readouterr().err
+
+
+def test_a_pipe_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--config", str(path)])
+        assert "is a folder, a pipe or a device, not a regular file" in capsys.readouterr().err
+
+
+# Paths.
+
+
+def test_every_text_may_be_a_path_unless_it_is_listed_here() -> None:
+    parsers = [*(make() for make in PARSERS.values()), submit.get_submission_parser()]
+    texts = {action.dest for parser in parsers for action in options(parser) if action.type is str}
+    assert texts == NO_PATHS
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_the_home_folder_is_expanded_in_every_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/my home")
+    actions = [a for a in options(PARSERS[name]()) if a.type is cli.path and not a.choices]
+    for action in actions:
+        given, expected = (
+            ["~/my data", "x:~/b::~/c", "~"],
+            ["/my home/my data", "x:/my home/b::/my home/c", "/my home"],
+        )
+        for one, other in zip(given, expected, strict=True):
+            values = [one] if action.nargs else one
+            # Other positional words are needed, too.
+            keywords = {a.dest: "x" for a in options(PARSERS[name]()) if a.required} | {action.dest: values}
+            config = write(tmp_path / "run.yaml", json.dumps(keywords))
+            written = [] if not action.option_strings else required_options(name, action)
+            words = [*written, f"{action.option_strings[0]}={one}"] if action.option_strings else None
+            parsed = [parse_keywords(name, keywords), parse_keywords(name, {"config": config})]
+            parsed += [] if words is None else [PARSERS[name]().parse_args(words)]
+            for args in parsed:
+                assert getattr(args, action.dest) == ([other] if action.nargs else other)
+
+
+def required_options(name: str, besides: argparse.Action) -> list[str]:
+    """Words for the options that a command requires."""
+    return [word for a in options(PARSERS[name]()) if a.dest != besides.dest for word in required_words(a)]
+
+
+def test_the_home_folder_is_expanded_in_the_name_of_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "run.yaml", "epochs: 3")
+    assert parse("--config=~/run.yaml").epochs == parse_keywords("train", {"config": "~/run.yaml"}).epochs == 3
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def open_source(
     subfolders are splits; the log says so. Names that begin with a dot and empty classes are skipped.
 
     Args:
-        data_path: see the list at the top of this file. An existing path comes before a torchvision set's name.
+        data_path: see the list at the top of this file. An existing path comes before the name of a set or of scenes.
         split: name of a split: a subfolder, list, table or shards of that name, a table's rows by its column of splits,
             torchvision's training or test images, held-out scenes; "test" serves as "val" where there is no "val".
             "all" opens everything. None opens the default split where splits are recognised, else everything.
@@ -145,11 +145,11 @@ def _open(
 ) -> tuple[ImageSource, str]:
     """The source of a data path, and the log's words for how it was opened."""
     opener = OPENERS.get(data_path.partition(":")[0])
-    if opener is not None:
+    if opener is not None and not os.path.exists(data_path):
         columns.refuse_for(data_path)
         return opener(data_path, split or default_split), "ready"
     refuse_remote(data_path)
-    path = os.path.expanduser(data_path)
+    path = data_path
     if os.path.isdir(path):
         split = split or split_of_folder(path, default_split)
         chosen = [path] if split == ALL else find_split(path, split)

@@ -88,15 +88,14 @@ def split_of_folder(root: str, default_split: str) -> str:
 
 def resolve_split(data_path: str, split: str | None, default_split: str) -> tuple[str, list[str], str | None]:
     """The file or folder of a split, its tar shards if any, and the split that is still to be chosen in it."""
-    path = os.path.expanduser(data_path)
-    if not os.path.isdir(path):
-        return path, find_shards(path), split
-    split = split or split_of_folder(path, default_split)
-    chosen = [path] if split == ALL else find_split(path, split)
+    if not os.path.isdir(data_path):
+        return data_path, find_shards(data_path), split
+    split = split or split_of_folder(data_path, default_split)
+    chosen = [data_path] if split == ALL else find_split(data_path, split)
     if not os.path.isdir(chosen[0]):
         return chosen[0], chosen if chosen[0].endswith(".tar") else [], ALL
     shards = find_shards(chosen[0])
-    return path, shards, ALL if shards else split
+    return data_path, shards, ALL if shards else split
 
 
 def open_folder(

@@ -225,7 +225,7 @@ def expand_shards(pattern: str) -> list[str]:
     """
     shards: list[str] = []
     for part in pattern.split("::"):
-        for name in _expand_braces(os.path.expanduser(part)):
+        for name in _expand_braces(part):
             matches = [name] if os.path.isfile(name) else sorted(glob.glob(name))
             if not matches:
                 raise UserError(

@@ -1,6 +1,5 @@
 """The name of one of torchvision's sets and its folder -> the source of its images."""
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,7 +79,6 @@ def open_torchvision(
     if split not in by_split:
         raise UserError(f"torchvision set {name!r} has no split {split!r}; choose train or val")
     arguments = by_split[split]
-    folder = os.path.expanduser(folder)
     try:
         dataset = entry.build(folder, download=download, **arguments)
     except (RuntimeError, OSError, ImportError) as error:

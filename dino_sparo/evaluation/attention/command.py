@@ -85,8 +85,8 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
     is_image = image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))
-    if is_image and Path(image_path).expanduser().is_file():
-        return [(image_path, read_image(str(Path(image_path).expanduser()), image_path, limits=limits))]
+    if is_image and Path(image_path).is_file():
+        return [(image_path, read_image(image_path, image_path, limits=limits))]
     source = open_source(image_path, ALL, limits=limits)
     images: Images = []
     for index in spread_out(source, max_images):

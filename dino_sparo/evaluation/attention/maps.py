@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dino_sparo.draw.pixels import maps_grid, to_pixels
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.faults import UserError
 
 # Cosine similarity from which two maps look the same to the eye; our choice.
 NEAR_DUPLICATE = 0.95
@@ -131,7 +130,6 @@ def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.nda
 
     Maps are non-negative and may have any sum; 1 takes every patch that got any attention.
     """
-    check_share("share", share)
     mass = heatmap.reshape(*heatmap.shape[:-2], -1).astype(np.float64)
     order = np.argsort(-mass, axis=-1, kind="stable")
     ordered = np.take_along_axis(mass, order, axis=-1)
@@ -160,9 +158,3 @@ def letters_of_groups(groups: Int[np.ndarray, " maps"]) -> list[str]:
     shared = np.flatnonzero(np.bincount(groups) > 1).tolist()
     letters = {group: f"{chr(ord('A') + i % 26)}{i // 26 or ''}" for i, group in enumerate(shared)}
     return [letters.get(group, "") for group in groups.tolist()]
-
-
-def check_share(name: str, value: float) -> None:
-    """Raise ValueError with the option's name unless its value is in (0, 1]."""
-    if not 0 < value <= 1:
-        raise UserError(f"{name}={value} is not a share; give a number in (0, 1]")

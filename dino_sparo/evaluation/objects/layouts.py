@@ -86,7 +86,7 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
 
 def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits = DEFAULT_LIMITS) -> ObjectSource:
     """Images with objects, in one of the layouts at the top of this file; `limits` as in `open_source`."""
-    root = Path(data_path).expanduser()
+    root = Path(data_path)
     is_voc = (root / "SegmentationObject").is_dir()
     if masks is not None and (is_voc or names_scenes(data_path)):
         raise UserError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
@@ -101,7 +101,7 @@ def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits =
         if not ((root / "images").is_dir() and (root / "masks").is_dir()):
             raise UserError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
         return _open_pairs(root / "images", root / "masks", limits)
-    path = Path(masks).expanduser()
+    path = Path(masks)
     if path.suffix.lower() == ".json":
         return _open_coco(root, path, limits)
     if not path.is_dir():

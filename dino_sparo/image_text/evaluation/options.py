@@ -54,7 +54,7 @@ SEVERAL_MODELS: Group = {
     **MODEL,
     "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or OpenCLIP's weights."),
 }
-SPLIT = Option(None, "Name of a split of the images, or all. By default val, if there is such a split, else all.")
+SPLIT = Option(None, "Name of a split of the images, or all. By default val, if there is such a split, else all.", str)
 LABELLED_IMAGES: Group = {
     "data_path": Option("", "Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes."),
     "split": SPLIT,
@@ -143,7 +143,7 @@ def zero_shot_parser() -> Parser:
 CAPTIONED_IMAGES: Group = {
     "data_path": Option("", "Folder of the images, or pairs without --captions: tables, shards, scenes."),
     "captions": Option("", "Karpathy's or COCO's JSON, or Flickr's lines of image and caption."),
-    "split": Option(None, "Split to evaluate; by default test for Karpathy's JSON, else val."),
+    "split": Option(None, "Split to evaluate; by default test for Karpathy's JSON, else val.", str),
     **ANNOTATED_IMAGES,
 }
 
@@ -167,7 +167,7 @@ def winoground_parser() -> Parser:
 
 BENCHMARKS: Group = {
     "data_root": Option("", "Folder of the benchmarks; every benchmark in it or in its subfolders is evaluated."),
-    "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", nargs="+"),
+    "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", str, nargs="+"),
     "images": Option(None, "Folder of the images; docs/compositional.md lists the default folders."),
     **IMAGE_RULES,
     "write_captions": Option(
@@ -204,7 +204,7 @@ def order_captions_parser() -> Parser:
             "Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's lines.",
             is_required=True,
         ),
-        "split": Option(None, "Split of Karpathy's JSON, by default test."),
+        "split": Option(None, "Split of Karpathy's JSON, by default test.", str),
     }
     result: Group = {
         "output": Option(None, "File to write; dino-sparo compositional looks for coco_order.json.", is_required=True),

@@ -117,7 +117,7 @@ class PairPath:
             return self._open_without_captions()
         refuse_remote(self.data_path)
         # First, because the caption of an image named `train.jpg` is no list of a split.
-        root, names = os.path.expanduser(self.data_path), ["", self.default_split]
+        root, names = self.data_path, ["", self.default_split]
         if self.split is not None:
             names = ["" if self.split == ALL else self.split]
         for folder in (os.path.join(root, name) for name in names):

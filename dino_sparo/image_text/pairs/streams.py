@@ -10,7 +10,6 @@ So a run without interruption is reproducible; a resumed run begins another stre
 
 import itertools
 import logging
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -166,7 +165,7 @@ def _expand(part: str) -> list[str]:
         import webdataset
 
         return webdataset.shardlists.expand_urls(part)
-    shards = find_shards(os.path.expanduser(part))
+    shards = find_shards(part)
     if not shards:
         raise UserError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
     return shards

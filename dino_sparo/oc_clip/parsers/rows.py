@@ -87,23 +87,22 @@ def open_rows(
             have images only if it is given.
         split: rows, or part of a folder, to use.
     """
-    path = os.path.expanduser(data_path)
-    ending = Path(path).suffix.lower()
+    ending = Path(data_path).suffix.lower()
     keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
-    folder = seen_from(output_folder, image_folder or os.path.dirname(path))
-    if not os.path.isfile(path) or ending not in (".txt", ".json", *TABLE_ENDINGS):
+    folder = seen_from(output_folder, image_folder or os.path.dirname(data_path))
+    if not os.path.isfile(data_path) or ending not in (".txt", ".json", *TABLE_ENDINGS):
         yield from _pair_rows(data_path, output_folder, split, caption_key=caption_key, image_folder=image_folder)
     elif ending == ".txt":
-        for _, _, line in read_lines(path):
+        for _, _, line in read_lines(data_path):
             yield Row(line.decode("utf-8-sig", "replace").strip())
     elif ending == ".json":
-        yield from _json_rows(path, keys, folder if image_folder else None)
-    elif ending == ".jsonl" and not _is_table(path, caption_key):
-        for number, _, line in read_lines(path):
-            yield from map(Row, texts_in(parse_object(line, f"{path}:{number}"), keys))
+        yield from _json_rows(data_path, keys, folder if image_folder else None)
+    elif ending == ".jsonl" and not _is_table(data_path, caption_key):
+        for number, _, line in read_lines(data_path):
+            yield from map(Row, texts_in(parse_object(line, f"{data_path}:{number}"), keys))
     else:
         columns = replace(IMAGES, is_required=False).named(image_key), CAPTIONS.named(caption_key)
-        for _, (image, caption) in TableRows(path, columns, split=split):
+        for _, (image, caption) in TableRows(data_path, columns, split=split):
             yield Row(caption.strip(), os.path.join(folder, image.strip()) if image.strip() else None)
 
 

@@ -27,6 +27,7 @@ from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer, Scorer
 
 TITLE = "The clearest errors"
 SHEET_ERRORS = 6  # errors on a sheet; the page has all
+MAX_LETTERS = 1000  # of a caption; the result file has all
 LAYOUT = Layout((160, 160), per_line=5, side=290)
 MARKS = {"true": (60, 190, 100), "false": (240, 90, 75)}  # behind words that differ
 MARK_LEVEL = 0.22
@@ -137,7 +138,8 @@ def write_failures(
 def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
     """The image of an error, and beside it the true and the false caption with their scores and maps."""
     kinds: tuple[Literal["true", "false"], ...] = ("true", "false")
-    captions = differing(failure.true_caption.split(), failure.false_caption.split())
+    true, false = (text[:MAX_LETTERS] for text in (failure.true_caption, failure.false_caption))
+    captions = differing(true.split(), false.split())
     scores = failure.true_score, failure.false_score
     bands = []
     for kind, caption, score, each in zip(kinds, captions, scores, maps, strict=True):
