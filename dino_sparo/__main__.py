@@ -13,7 +13,8 @@ import argparse
 import difflib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,11 +26,14 @@ from dino_sparo.evaluation import options as evaluation_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
-from dino_sparo.runtime.cli import Parser, path, read_config, say, values_of, with_underscores
+from dino_sparo.runtime.choices import ARCHITECTURES, READOUTS, TIMM
+from dino_sparo.runtime.cli import Parser, path, printable, read_config, say, values_of, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, explain_full_memory, require
+from dino_sparo.runtime.files import require_inputs
 from dino_sparo.simdino import options as simdino_options
+from dino_sparo.training.options import check_run
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.scorer import Scorer
@@ -48,6 +52,20 @@ UNUSED_OPTIONS: dict[str, dict[str, str]] = {
         "it out",
         **OF_FOREIGN_WEIGHTS,
     },
+}
+
+# Option -> valid names, as far as they are known without torch; the reference calls some architectures deit.
+KNOWN_NAMES: dict[str, Collection[str]] = {
+    "arch": {*ARCHITECTURES, *(name.replace("vit", "deit") for name in ARCHITECTURES)},
+    "readout": {*READOUTS, *clip_options.TOWERS},
+    "benchmarks": image_text_options.BENCHMARK_NAMES,
+}
+
+# Checks of a training's options that need no torch; the training makes them once more.
+CHECKS = {
+    **dict.fromkeys(("train", "train-simdino"), dino_options.check_options),
+    "train-clip": clip_options.check_options,
+    "train-oc-clip": oc_clip_options.check_options,
 }
 
 # Sections of the overview.
@@ -585,8 +603,26 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     if command.parser is None:
         return command.function(words)
     args = parser_of(name, prog).parse_args(words)
+    if "torch" not in sys.modules:  # else a file of the user's may have added names, and torch costs no more time
+        refuse_early(args, name)
     with errors_in_one_line(logger), explain_full_memory(vars(args)):
         return command.function(args)
+
+
+def refuse_early(args: argparse.Namespace, command: str) -> None:
+    """End with one line and status 1 if options are wrong: without torch, which takes seconds to import."""
+    try:
+        require_inputs(vars(args))
+        for option, known in KNOWN_NAMES.items():
+            given = getattr(args, option, None) or []
+            for name in given if isinstance(given, list) else [given]:
+                if name not in known and not name.startswith(TIMM):
+                    raise UserError(f"--{option} {name} is unknown; choose one of {', '.join(sorted(known))}")
+        if command in CHECKS:
+            check_run(args)
+            CHECKS[command](argparse.Namespace(**vars(args)))  # a copy, since checks fill in values
+    except UserError as error:
+        raise SystemExit(f"{time.strftime('%H:%M:%S')} E {printable(str(error))}") from error
 
 
 def parse_keywords(name: str, keywords: Mapping[str, Any]) -> argparse.Namespace:

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dino_sparo.__main__ import main as dino_sparo_main
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.weights.checkpoint import load_encoder
 from studies import __main__ as script
@@ -420,13 +419,3 @@ def test_a_study_that_is_asked_to_stop_saves_its_run_and_leaves_no_process(tmp_p
     assert group_ends(study.pid, within_s=30)
     assert (folder / "checkpoint.pth").exists()
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-
-
-@pytest.mark.parametrize("name", ["oc-splits", "sweep"])
-def test_the_old_name_of_an_experiment_names_the_new_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=f"^dino-sparo {name} is now python -m studies {name}, in a clone"):
-        dino_sparo_main([name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        script.main([name, "--help"])
-    assert ended.value.code == 0
-    assert f"usage: studies {name}" in capsys.readouterr().out

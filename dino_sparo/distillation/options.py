@@ -165,10 +165,14 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would fit.
     """
-    from dino_sparo.models.backbone import has_stochastic_depth, own_patch_size  # not above: parsing needs no torch
+    if args.arch.startswith(TIMM):
+        from dino_sparo.models.backbone import has_stochastic_depth, own_patch_size  # not above: parsing needs no torch
 
-    if args.patch_size is None:
-        args.patch_size = own_patch_size(args.arch)
+        args.patch_size = args.patch_size or own_patch_size(args.arch)
+        if args.drop_path_rate == DROP_PATH_RATE and not has_stochastic_depth(args.arch):
+            args.drop_path_rate = 0.0
+            logger.warning("--drop_path_rate 0 instead of %s: %s has no stochastic depth", DROP_PATH_RATE, args.arch)
+    args.patch_size = args.patch_size or PATCH_SIZE
     for name in ("init_head", "init_optimizer"):
         if (value := getattr(args, name)) and not args.init_from:
             raise UserError(f"--{name} {str(value).lower()} needs --init_from FILE; give it, or leave --{name} out")
@@ -177,9 +181,6 @@ def check_options(args: argparse.Namespace) -> None:
             f"--init_optimizer true with --init_head {args.init_head}: moments belong to the weights of a checkpoint; "
             "leave one of the two out"
         )
-    if args.drop_path_rate == DROP_PATH_RATE and not has_stochastic_depth(args.arch):
-        args.drop_path_rate = 0.0
-        logger.warning("--drop_path_rate 0 instead of %s: %s has no stochastic depth", DROP_PATH_RATE, args.arch)
     for name in ("freeze_backbone_epochs", "warmup_epochs"):
         if (value := getattr(args, name) or 0) > args.epochs:
             raise UserError(f"--{name} {value} is longer than the run of {args.epochs} epochs; shorten it")

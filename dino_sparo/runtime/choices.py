@@ -50,6 +50,7 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
 
 # The read-outs that `--help` of DINO's training and its demo name; all of them stand in `readouts.READOUTS`.
 DINO_READOUTS = ("cls", "gap", "sparo")
+READOUTS = (*DINO_READOUTS, *CROSS_ATTENTION, "gap_then_norm", "fdt", "fdt_raw", "ep", "attention", "eos")
 # The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")

@@ -243,19 +243,15 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words. Other values come from `namespace`, else from `--config`, else from `--preset`.
-
-        Args:
-            args: the words; None: the command line's.
-            namespace: options from Python, which are checked as words are.
-        """
+        """Parse words; else values come from `namespace`, unchecked so far, from `--config`, or from `--preset`."""
         words = self._with_values([with_underscores(str(word)) for word in (sys.argv[1:] if args is None else args)])
         layers = [vars(namespace)] if namespace is not None else []
-        if files := values_of(words, "--config"):
-            self.source = f" --config {files[-1]}"
-            if len(files) > 1:
-                self.error(f"--config is given {len(files)} times; give it once")
-            layers = [self._config(files[0]), *layers]
+        files = values_of(words, "--config")
+        if len(files) > 1:
+            self.error(f"--config is given {len(files)} times; give it once")
+        for file in files:
+            self.source = f" --config {file}"
+            layers = [self._config(file), *layers]
         preset = (values_of(words, "--preset") or [str(layers[0].get("preset")) if layers else ""])[-1]
         if preset in self.presets:
             layers = [self._config(self.presets[preset]), *layers]

@@ -23,6 +23,13 @@ from dino_sparo._version import __version__
 from dino_sparo.runtime.faults import FaultError, UserError, is_passing
 
 HASH_BLOCK_BYTES = 1 << 20
+WEIGHTS, WEIGHTS_ENDINGS = ("pretrained_weights", "match", "compare"), (".pth", ".pt", ".bin", ".safetensors")
+# Options that name files or folders to read.
+INPUTS = (
+    *WEIGHTS,
+    *("data_path", "data_root", "captions", "graphs", "val_path", "val_graphs", "zero_shot_path", "images", "masks"),
+    *("image_folder", "atlas", "exclude_images", "symmetric", "val"),
+)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -33,6 +40,19 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         os.close(descriptor)
         raise OSError(0, "is a folder, a pipe or a device, not a regular file", os.fspath(path))
     return open(descriptor, "rb")
+
+
+def require_inputs(options: Mapping[str, Any]) -> None:
+    """Refuse options that name a file or folder that does not exist; patterns, addresses and names of sets pass."""
+    names = ("load_features",) if options.get("load_features") else INPUTS
+    for name in names:
+        given = options.get(name) or []
+        for text in given if isinstance(given, list) else [given]:
+            is_name = Path(text).name == text and not Path(text).suffix
+            # The weights of a folder's name may be a repository of the hub, or a model of timm.
+            is_name = is_name or (name in WEIGHTS and text.count("/") == 1 and not text.endswith(WEIGHTS_ENDINGS))
+            if not is_name and not re.search(r"[:*?\[{]", text) and not os.path.exists(text):
+                raise UserError(f"--{name} {text} does not exist (in {os.getcwd()}); give a file or folder that does")
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -95,7 +95,7 @@ def check_whole_patches(args: argparse.Namespace, *sizes: str) -> None:
     patch = args.patch_size
     for name in sizes:
         size = getattr(args, name)
-        if size < patch or size % patch:
+        if patch is not None and (size < patch or size % patch):
             raise UserError(
                 f"--{name} {size} px is not a multiple of --patch_size {patch} px; the nearest that fits is "
                 f"{max(round(size / patch), 1) * patch}"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,10 @@ def test_a_scorer_without_maps_is_drawn_with_its_images_alone(tmp_path):
     paths = write_failures(scorer, "colours", failures, tmp_path / "out_failures")
     assert [path.name for path in paths] == ["out_failures.html", "out_failures_A_b_c.png"]
     assert 'class="shot"' not in paths[0].read_text()
+    long = replace(failure, true_caption="a " * 50_000, false_caption="b" * 100_000)
+    begin = time.monotonic()
+    write_failures(scorer, "colours", {"Long": Failures(1, 1, 0, [long])}, tmp_path / "long")
+    assert time.monotonic() - begin < 20  # regression: 40 s
     assert write_failures(scorer, "colours", {"None": Failures(1, 0, 0, [])}, tmp_path / "no") == [tmp_path / "no.html"]
 
 

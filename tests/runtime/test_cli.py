@@ -36,9 +36,13 @@ from dino_sparo.__main__ import (
     parser_of,
 )
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
+from dino_sparo.models.readouts import READOUTS
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices, cli
 from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
+from dino_sparo.runtime.files import require_inputs
 from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
@@ -387,6 +391,55 @@ assert "torch" not in sys.modules
     assert "--no_such_option" in done.stderr or "required" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train", "give --data_path and --output_dir. Without data"),
+        ("train --data_path no/folder --output_dir r", "--data_path no/folder does not exist (in "),
+        (
+            "train --data_path scenes --output_dir r --arch vit_smal",
+            "--arch vit_smal is unknown; choose one of deit_base",
+        ),
+        (
+            "train --data_path scenes --output_dir r --readout spar",
+            "--readout spar is unknown; choose one of attention",
+        ),
+        ("train-simdino --data_path scenes --output_dir r --epochs 1 --warmup_epochs 2", "--warmup_epochs 2 is longer"),
+        ("train-clip --data_path scenes --output_dir r --epoch_pairs 3", "--shards indexed with --epoch_pairs 3"),
+        ("train-oc-clip --data_path scenes --output_dir r --val_share 0.5 --val_path scenes", "--val_share 0.5 with"),
+        ("compositional --benchmarks unknown --data_root .", "--benchmarks unknown is unknown; choose one of aro-att"),
+        ("knn --pretrained_weights no.pth --data_path scenes", "--pretrained_weights no.pth does not exist (in "),
+        ("zero-shot --pretrained_weights demo --data_path /no/folder", "--data_path /no/folder does not exist (in "),
+    ],
+)
+def test_wrong_values_are_refused_before_torch_is_imported(words: str, message: str) -> None:
+    """Regression: each took the ten seconds of torch's import, and more."""
+    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+    program += "from dino_sparo.__main__ import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (1, "False\n"), done.stderr
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d E {re.escape(message)}.*\n", done.stderr)
+
+
+def test_names_that_are_no_paths_are_no_missing_inputs(tmp_path: Path) -> None:
+    names = ["demo", "timm/vit_tiny_patch16_224", "USER/name.v1", "", str(tmp_path)]
+    for name in names:
+        require_inputs({"pretrained_weights": name})
+    for name in (
+        "scenes:8",
+        "cifar10:no/folder",
+        "no/{0..3}.tar",
+        "no/*.tar",
+        "https://no/a.tar",
+        "pipe:cat no/a",
+        "x",
+    ):
+        require_inputs({"data_path": name, "val_path": None})
+    require_inputs({"load_features": str(tmp_path), "data_path": "no/folder", "pretrained_weights": ["no.pth"]})
+    with pytest.raises(ValueError, match=r"--pretrained_weights runs/b.pth does not exist"):
+        require_inputs({"pretrained_weights": ["demo", "runs/b.pth"]})
+
+
 def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
         (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
@@ -474,6 +527,8 @@ def test_importing_the_package_imports_no_torch() -> None:
     ("names", "table"),
     [
         (choices.OPTIMIZERS, OPTIMIZERS),
+        (choices.READOUTS, READOUTS),
+        (BENCHMARK_NAMES, BENCHMARKS),
         (choices.PRECISIONS, PRECISIONS),
         (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
     ],

@@ -19,6 +19,11 @@ from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION, DOWNLOAD, EVALUATI
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
 
+BENCHMARK_NAMES = (
+    *("sugarcrepe", "winoground", "aro-relation", "aro-attribution", "coco-order", "flickr-order", "vl-checklist"),
+    *("whatsup-a", "whatsup-b", "coco-spatial", "gqa-spatial", "pug-spar", "scene-pairs", "oc-splits"),
+)
+
 PRECISION = Option(
     "fp32",
     "Precision of the model; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
