@@ -30,7 +30,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES, READOUTS, TIMM
 from dino_sparo.runtime.cli import Parser, path, printable, read_config, say, values_of, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.faults import UserError, explain_full_memory, require
+from dino_sparo.runtime.faults import MissingPackageError, UserError, explain_full_memory, require
 from dino_sparo.runtime.files import require_inputs
 from dino_sparo.simdino import options as simdino_options
 from dino_sparo.training.options import check_run
@@ -621,7 +621,7 @@ def refuse_early(args: argparse.Namespace, command: str) -> None:
         if command in CHECKS:
             check_run(args)
             CHECKS[command](argparse.Namespace(**vars(args)))  # a copy, since checks fill in values
-    except UserError as error:
+    except (UserError, MissingPackageError) as error:
         raise SystemExit(f"{time.strftime('%H:%M:%S')} E {printable(str(error))}") from error
 
 

@@ -41,8 +41,8 @@ class FakeRun:
             return None
         assert name == "sugarcrepe"
         assert Path(options["images"]).is_dir()
-        is_shuffled = Path(options["data_path"]).name == "shuffled"
-        tests = [path.stem for path in Path(options["data_path"]).glob("*.json")]
+        is_shuffled = Path(options["data_root"]).name == "shuffled"
+        tests = [path.stem for path in Path(options["data_root"]).glob("*.json")]
         found = {test: 50.0 if is_shuffled else ACCURACIES.get(test, 60.0) for test in tests}
         return {"splits": {test: {"accuracy": value, "num_ties": 1, "num_pairs": 4} for test, value in found.items()}}
 
