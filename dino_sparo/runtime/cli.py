@@ -315,10 +315,12 @@ class Parser(argparse.ArgumentParser):
             seen.add(action.dest)
             if value is None or value == action.default == []:
                 continue
-            texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+            is_list, is_single = isinstance(value, (list, tuple)), action.nargs in (None, "?")
+            texts = list(map(str, value)) if is_list else [str(value)]
             try:
-                if isinstance(value, Mapping) or self._match_argument(action, "A" * len(texts)) < len(texts):
-                    wanted = "one value" if action.nargs in (None, "?") else f"{action.nargs} values"
+                is_wrong = isinstance(value, Mapping) or (is_list and is_single)
+                if is_wrong or self._match_argument(action, "A" * len(texts)) < len(texts):
+                    wanted = "one value" if is_single else f"{action.nargs} values"
                     raise argparse.ArgumentError(action, f"expected {wanted}, not {value}")
                 setattr(namespace, action.dest, self._get_values(action, texts))
             except argparse.ArgumentError as error:

@@ -664,6 +664,7 @@ ALIASES = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join(10 * [f'*{a}'])}]\n" f
         ("epochs: {a: 1}", "line 1 of the file gives neither `option: value` nor `option: [value, value]`"),
         ("epochs: 1\nlr: [[1]]", "line 2 of the file gives neither `option: value` nor `option: [value, value]`"),
         ("? [epochs]\n: 1", "line 1 of the file gives neither `option: value` nor `option: [value, value]`"),
+        ("epochs: [1]", "argument --epochs: expected one value, not ['1']"),
         ("epochs: 1\nepochs: 2", "the file gives epochs twice; leave one of the lines out"),
         ("out-dim: 1\nout_dim: 1", "the file gives out_dim twice; leave one of the lines out"),
         ("lr: inf", "argument --lr: inf is not finite; give 0 or more"),

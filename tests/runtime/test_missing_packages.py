@@ -51,14 +51,14 @@ def ends_in_one_line(package: str, *command: str) -> str:
         ),
         (
             "webdataset",
-            "dino_sparo train-clip --data_path a.tar --shards streamed --epoch_pairs 256 --output_dir {}",
+            "dino_sparo train-clip --data_path {}/a.tar --shards streamed --epoch_pairs 256 --output_dir {}",
             "dino_sparo[clip]",
         ),
         ("entmax", "dino_sparo train-clip --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
         ("matplotlib", "studies sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),
         ("spacy", "dino_sparo parse --parser spacy --captions scenes --output {}/g", "python -m spacy download"),
-        ("nltk", "dino_sparo order-captions --captions x.json --output {}/o.json", "nltk.downloader punkt_tab"),
+        ("nltk", "dino_sparo order-captions --captions {}/x.json --output {}/o.json", "nltk.downloader punkt_tab"),
         (
             "openai",
             "dino_sparo parse --parser llm --model m --server http://localhost:1 --captions scenes --output {}/g",
@@ -72,6 +72,8 @@ def test_a_missing_package_ends_the_command_in_one_line(
 ) -> None:
     small = "--batch_size 4 --arch vit_micro --patch_size 8 --img_size 16 --num_workers 0 --device cpu --num_codes 7"
     small += " --warmup_steps 0 --epochs 1"
+    for name in ("w", "a.tar", "x.json"):
+        (tmp_path / name).touch()
     words = [word.format(tmp_path) for word in command.split()]
     said = ends_in_one_line(package, *words, *(small.split() if package == "entmax" else ()))
     assert f"package {package}; install it with: " in said
