@@ -46,7 +46,7 @@ EXTRAS = {
 }
 INSTALL = {
     **{package: f"pip install 'dino_sparo[{extra}]'" for extra, packages in EXTRAS.items() for package in packages},
-    **{package: f"pip install {package}" for package in ("transformers", "requests")},
+    **{package: f"pip install {package}" for package in ("transformers", "requests", "pyarrow")},
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
     "nltk": "pip install nltk && python -m nltk.downloader punkt_tab",

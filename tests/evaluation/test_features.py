@@ -182,6 +182,10 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
         load_features(tmp_path)
     features = Features(torch.ones(7, 3), torch.arange(7), torch.arange(7))
     save_features(tmp_path, features, features, {})
+    torch.save(torch.arange(7) + 1, tmp_path / "testlabels.pth")
+    with pytest.raises(ValueError, match=r"testlabels\.pth is missing, damaged or of another run"):
+        load_features(tmp_path)
+    (tmp_path / "features.json").unlink()  # the reference writes none
     torch.save(torch.arange(5), tmp_path / "testlabels.pth")
     with pytest.raises(ValueError, match=r"shape \(7, 3\) and testlabels.pth \(5,\)"):
         load_features(tmp_path)
@@ -234,7 +238,7 @@ def test_a_flipped_bit_in_cached_features_is_refused_with_file_and_remedy(tmp_pa
     features = Features(torch.randn(7, 3), torch.arange(7), torch.arange(7))
     save_features(tmp_path, features, features, {"encoder": {"sha256": "ab12", "epoch": 3}})
     _, _, record = load_features(tmp_path)
-    for path in sorted(tmp_path.glob("*.pth")):
+    for path in sorted(tmp_path.iterdir()):
         whole = path.read_bytes()
         for place in rng.integers(len(whole), size=40).tolist():
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << int(rng.integers(8))]) + whole[place + 1 :])
