@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 GATHER_ROWS = 16384  # features that all processes together exchange at a time: gathering needs little extra memory
 MAX_NAMED = 5  # unreadable images named in the log
-CHECK_ROWS = 1024  # features that are added in float64 at a time
+CHECKED_ROWS = 1024  # features that are in float64 at a time
+WARNINGS: list[str] = []  # about the features of the evaluation that runs, for its result
 # Spread of features that are nearly equal, our choice. Of untrained ViTs it is 0.8 on scenes, 0.08 on smooth images.
 NEARLY_EQUAL = 0.01
 # The reference's names.
@@ -58,19 +59,16 @@ class Features:
         labels: (images,) int64, on the same device.
         indices: (images,) int64, place of each image in its source, ascending.
         num_corrupt: images left out because they could not be read.
-        warnings: of `FeatureCheck`.
     """
 
     features: Float[Tensor, "images F"]
     labels: Int[Tensor, " images"]
     indices: Int[Tensor, " images"]
     num_corrupt: int = 0
-    warnings: Sequence[str] = ()
 
     def to(self, device: torch.device) -> "Features":
         """The same on another device."""
-        features, labels, indices = (part.to(device) for part in (self.features, self.labels, self.indices))
-        return replace(self, features=features, labels=labels, indices=indices)
+        return Features(self.features.to(device), self.labels.to(device), self.indices.to(device), self.num_corrupt)
 
     def share(self) -> "Features":
         """This process' part, contiguous, as `ShardSampler` deals it; a copy, so that the rest can be freed."""
@@ -78,7 +76,7 @@ class Features:
         rows = slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
         features, labels, indices = (part[rows].clone() for part in (self.features, self.labels, self.indices))
         num_corrupt = self.num_corrupt if is_main() else 0
-        return Features(features, labels, indices, num_corrupt, self.warnings) if world_size() > 1 else self
+        return Features(features, labels, indices, num_corrupt) if world_size() > 1 else self
 
     def normalize_(self) -> "Features":
         """Scale every feature to length one, in place."""
@@ -86,47 +84,27 @@ class Features:
         return self
 
 
-class FeatureCheck:
-    """Whether features say something: they are finite, and not nearly equal for all images.
+def check_features(features: Float[Tensor, "images F"], name: str, device: torch.device | None = None) -> list[str]:
+    """Refuse features that are not finite; a warning, also logged and in the result, if all are nearly equal.
 
         spread^2 = 1 - |mean x|^2 / mean |x|^2,  0 if all features x are equal
 
-    Args:
-        name: of the features, for messages.
+    `name` is that of the features in messages. With a `device` the features of all processes count.
     """
-
-    def __init__(self, name: str) -> None:
-        self.name, self.sums, self.squares, self.count = name, torch.zeros(0, dtype=torch.float64), 0.0, 0
-
-    def add(self, features: Float[Tensor, "images F"]) -> None:
-        """Add features of some images."""
-        for rows in features.split(CHECK_ROWS):
-            rows = rows.double()
-            self.sums = rows.sum(dim=0) if not self.count else self.sums + rows.sum(dim=0)
-            self.squares, self.count = self.squares + rows.square().sum(), self.count + len(rows)
-
-    def warnings(self, device: torch.device | None = None) -> list[str]:
-        """The warning, also logged, if all features are nearly equal; with a `device`, those of all processes.
-
-        Raises:
-            UserError: features are not finite.
-        """
-        sums, squares, count = self.sums, float(self.squares), self.count
-        if device is not None and world_size() > 1:
-            width = int(all_gather_ragged(torch.tensor([len(sums)], device=device)).max())
-            totals = torch.tensor([squares, count], dtype=torch.float64, device=device)
-            totals = all_reduce_sum(torch.cat((totals, F.pad(sums.to(device), (0, width - len(sums))))))
-            (squares, count), sums = totals[:2].tolist(), totals[2:]
-        if not math.isfinite(squares):
-            raise UserError(
-                f"{self.name}: features are not finite; the encoder is broken, or overflowed (try --precision fp32)"
-            )
-        if count < 2 or squares - float(sums.square().sum()) / count > NEARLY_EQUAL**2 * squares:
-            return []
-        message = f"{self.name}: the features of all images are nearly equal, so no result of them means anything"
-        if is_main():
-            logger.warning("%s", message)
-        return [message]
+    parts = map(Tensor.double, features.split(CHECKED_ROWS))
+    rows = (torch.cat((part, part.square().sum(1, keepdim=True), part.new_ones(len(part), 1)), 1) for part in parts)
+    sums = torch.stack([part.sum(dim=0) for part in rows]).sum(dim=0)
+    if device is not None and world_size() > 1:
+        width = int(all_gather_ragged(torch.tensor([len(sums)], device=device)).max())
+        sums = all_reduce_sum(F.pad(sums.to(device), (width - len(sums), 0)))
+    squares, count = sums[-2:].tolist()
+    if not math.isfinite(squares):
+        raise UserError(f"{name}: features are not finite; the encoder is broken, or --precision is too narrow")
+    if count < 2 or squares - float(sums[:-2].square().sum()) / count > NEARLY_EQUAL**2 * squares:
+        return []
+    WARNINGS.append(f"{name}: the features of all images are nearly equal, so results of them mean nothing")
+    logger.warning("%s", WARNINGS[-1])
+    return WARNINGS[-1:]
 
 
 def extract_split(
@@ -177,10 +155,8 @@ def extract_split(
         count += len(kept)
         num_corrupt += len(batch.indices) - len(kept)
     where = features.device
-    check = FeatureCheck(source.name)
-    check.add(features[:count])
+    check_features(features[:count], source.name, device)
     own = Features(features[:count], torch.cat(labels).to(where), torch.cat(indices).to(where), num_corrupt)
-    own = replace(own, warnings=check.warnings(device))
     return gather_features(own, device) if gather else own
 
 
@@ -263,7 +239,7 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
             features[rows.to(storage)] = block.to(storage)
     if not is_kept:
         return part
-    return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()), part.warnings)
+    return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
 def total_images(share: Features, device: torch.device) -> tuple[int, int]:
@@ -350,6 +326,7 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
             if features.ndim != 2 or labels.shape != features.shape[:1]:
                 shapes = f"{tuple(features.shape)} and {names[1]} {tuple(labels.shape)}"
                 raise UserError(f"{folder / names[0]} has shape {shapes}; expected (images, F) and (images,)")
+            check_features(features, str(folder / names[0]))
             splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
     except ValueError as error:
         raise UserError(f"{error}; write the features again with --dump_features {folder}") from error

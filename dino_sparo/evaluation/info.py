@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.embed.store import load_embeddings, read_record
 from dino_sparo.evaluation.features import CACHE_FILES, load_features
@@ -74,6 +76,7 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
     content = load_checkpoint(path)
     networks = [name for name in NETWORKS if name in content]
     encoder = encoder_of(content, path, (networks or NETWORKS)[0])
+    _require_finite(content, file)
     origin, args, pair = origin_of(content, file), content.get("args", {}), image_text_entry(content)
     has_checksums, is_export = zipfile.is_zipfile(file), "sha256" in content
     recipe = origin["recipe"] or {}
@@ -98,6 +101,14 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
         **_training(origin),
         "versions": content.get("versions"),
     }
+
+
+def _require_finite(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse weights that are not finite, of any network in a file."""
+    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
+    for name, value in ((name, value) for part in parts for name, value in part.items()):
+        if isinstance(value, Tensor) and not value.isfinite().all():
+            raise UserError(f"{file} is damaged: the weights {name} are not finite; take an earlier checkpoint")
 
 
 def _training(origin: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,11 +75,11 @@ def file_sha256(path: Path) -> str:
 
 def checksum(path: Path) -> dict[str, Any]:
     """Size of a file in bytes, and its CRC-32, hexadecimal."""
-    size = crc = 0
+    crc = 0
     with open_regular(path) as file:
         while block := file.read(HASH_BLOCK_BYTES):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return {"bytes": size, "crc32": f"{crc:08x}"}
+            crc = zlib.crc32(block, crc)
+        return {"bytes": file.tell(), "crc32": f"{crc:08x}"}
 
 
 def versions(**more: str) -> dict[str, str]:

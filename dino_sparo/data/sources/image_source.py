@@ -86,13 +86,9 @@ class PackedStrings:
 
 
 class FileSource:
-    """Images that are files, by paths that are absolute or relative to `root`.
+    """Images that are files, by paths that are absolute or relative to `root`."""
 
-    Attributes:
-        chosen_split: the split of a table whose rows they are; None without a column of splits.
-    """
-
-    chosen_split: str | None = None
+    chosen_split: str | None = None  # of a table with a column of splits
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.features import FeatureCheck
+from dino_sparo.evaluation.features import check_features
 from dino_sparo.runtime import files
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import differences, write_json, write_record, writing
@@ -34,7 +34,7 @@ from dino_sparo.runtime.files import differences, write_json, write_record, writ
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
 INDEXES = ("index.parquet", "index.csv")
 RECORDED = {"settings", "encoder", "features", "images", "complete"}  # entries that every record has
-CHECKED_ROWS = 4096  # about as many, evenly spaced, show whether all features are equal
+SAMPLED_BYTES = 1 << 26  # about as many show whether all features are equal
 CHUNK_BATCHES = 16  # most batches between two files in `chunks/`
 MIN_CHUNKS = 64  # fewer if there are fewer batches: a killed run repeats little
 BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
@@ -54,24 +54,29 @@ class Embeddings:
     index: dict[str, list[str]]
     record: dict[str, Any]
 
-    def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
-        """Features in memory, float32, each image's numbers in one vector of length one."""
+    def array(self, kind: str, slot: int | None = None) -> np.ndarray:
+        """The features of a kind, (images, ...), or of one of its slots; UserError if the folder has none."""
         array = self.arrays.get(kind)
         if array is None:
             raise UserError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
         if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
             raise UserError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
-        features = np.asarray(array[rows] if slot is None else array[rows, slot], dtype=np.float32)
+        return array if slot is None else array[:, slot]
+
+    def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
+        """Features in memory, float32, each image's numbers in one vector of length one."""
+        features = np.asarray(self.array(kind, slot)[rows], dtype=np.float32)
         features = features.reshape(len(features), -1)
+        if not np.isfinite(features).all():
+            raise UserError(f"{kind}: features are not finite; embed again, with an encoder that is not broken")
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.maximum(lengths, np.finfo(np.float32).tiny)
 
-    def check(self, kind: str, folder: str, slot: int | None = None) -> list[str]:
-        """Refuse `vectors` that are not finite; the warning if all of them are nearly equal."""
-        check = FeatureCheck(f"{kind} in {folder}")
-        for start in range(0, len(self.index["path"]), BLOCK_ROWS):
-            check.add(torch.from_numpy(self.vectors(kind, slice(start, start + BLOCK_ROWS), slot)))
-        return check.warnings()
+
+def check_sample(array: np.ndarray, name: str) -> list[str]:
+    """`check_features` of evenly spaced rows of an array (images, ...)."""
+    rows = np.array(array[:: 1 + array.nbytes // SAMPLED_BYTES], dtype=np.float32)
+    return check_features(torch.from_numpy(rows).flatten(1), name)
 
 
 def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
@@ -258,10 +263,7 @@ class EmbeddingWriter:
                 os.fsync(file.fileno())
             os.replace(self._copy(name), self._path(name))
             rows = np.load(self._path(name), mmap_mode="r")
-        check = FeatureCheck(f"{name} in {self.folder}")
-        for row in range(0, len(rows), max(1, len(rows) // CHECKED_ROWS)):
-            check.add(torch.from_numpy(rows[row].reshape(1, -1).copy()))
-        return check.warnings()
+        return check_sample(rows, f"{name} in {self.folder}")
 
     def _copy(self, name: str) -> Path:
         return self.folder / CHUNKS / f"{name}.npy"
