@@ -302,7 +302,8 @@ def view_record(transform: EvalTransform) -> dict[str, Any]:
 
 def write_result(result: dict[str, Any], table: str, path: Path) -> None:
     """Print the table and write the result, with the warnings about its features, on rank 0."""
-    result["warnings"] = list(WARNINGS)
+    if WARNINGS:
+        result["warnings"] = list(WARNINGS)
     if is_main():
         say(table)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         "labels": _agreement(embeddings.index["label"], clusters),
         "clusters": [_describe(number, rows, embeddings, examples[number]) for number, rows in enumerate(order)],
         "versions": versions(sklearn="scikit-learn"),
-        "warnings": found,
+        **({"warnings": found} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
     for path in old:  # the page and the map are not always drawn again

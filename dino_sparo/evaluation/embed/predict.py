@@ -69,7 +69,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             if folder == args.val or any(other.index["label"])
         },
         "versions": versions(sklearn="scikit-learn"),
-        "warnings": warnings,
+        **({"warnings": warnings} if warnings else {}),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.images:
