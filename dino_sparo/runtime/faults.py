@@ -26,8 +26,9 @@ PASSING = {
     *(errno.ENOMEM, errno.EMFILE, errno.ENFILE),
 }
 RETRY_SECONDS = (1.0, 5.0)  # before the second and the third try
-# Errors of a file that the user can correct: a wrong path, missing permission, a full disk.
+# Errors of a file that the user can correct: a wrong path, missing permission, a full disk; 0 is of `open_regular`.
 CORRECTABLE = {
+    0,
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
 }

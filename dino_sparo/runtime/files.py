@@ -156,7 +156,8 @@ def read_record(path: Path, verify: bool = True) -> dict[str, Any]:
         FileNotFoundError: there is no record.
     """
     try:
-        record: dict[str, Any] = parse_object(path.read_bytes(), str(path))
+        with open_regular(path) as file:
+            record: dict[str, Any] = parse_object(file.read(), str(path))
     except UserError as error:
         raise UserError(f"{path} is damaged ({error.__cause__ or error})") from error
     crc = record.pop("crc32", None)

@@ -230,6 +230,10 @@ def test_files_of_another_encoder_are_refused(weights: Path, photographs: Path, 
     shutil.copy(tmp_path / "other" / "encoding.npy", tmp_path / "out")
     with pytest.raises(ValueError, match=r"encoding\.npy is missing, damaged or of another run"):
         load_embeddings(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out")
+    embed(weights, photographs, tmp_path / "out", "--overwrite")
+    load_embeddings(tmp_path / "out")
 
 
 def test_a_second_run_in_the_folder_is_refused(
@@ -447,9 +451,10 @@ def test_a_disk_with_less_space_than_needed_is_refused_before_anything_is_writte
 def test_what_is_no_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no embeddings"):
         load_embeddings(tmp_path)
-    (tmp_path / "embedding.json").write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        load_embeddings(tmp_path)
+    for content, message in (("{", "damaged"), ("[1]", "damaged"), ('{"a": 1}', "is not of dino-sparo embed")):
+        (tmp_path / "embedding.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(tmp_path)
 
 
 def test_the_folder_of_images_and_of_the_result_are_needed(weights: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -154,7 +154,7 @@ class EmbeddingWriter:
             UserError: the folder holds other embeddings, or files of others; or the disk is too small.
         """
         try:
-            saved = read_record(self.folder)
+            saved = read_record(self.folder, verify=True)
         except UserError:
             if not overwrite:
                 raise
