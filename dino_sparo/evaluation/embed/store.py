@@ -28,7 +28,7 @@ from jaxtyping import Float
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import check_features
 from dino_sparo.runtime import files
-from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.faults import UserError, is_passing, require
 from dino_sparo.runtime.files import differences, write_json, write_record, writing
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
@@ -96,6 +96,8 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
         if {record["num_images"]} != {len(index["path"]), *map(len, arrays.values())}:
             raise ValueError("rows are missing, or its files are of two runs")
     except (OSError, ValueError, KeyError, SyntaxError) as error:  # earlier versions wrote no checksums
+        if is_passing(error):
+            raise
         raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
     return Embeddings(arrays, index, record)
 
