@@ -110,7 +110,7 @@ def score_slots(
         num_slots: L.
     """
     classes = scorer.encode_classes(names, templates)
-    images, others = _finite_features(scorer, source), _finite_features(scorer, held_out)
+    images, others = _image_features(scorer, source), _image_features(scorer, held_out)
     by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     units = F.normalize(by_slot, dim=2)
     alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
@@ -135,13 +135,11 @@ def score_slots(
     )
 
 
-def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
+def _image_features(scorer: DotProductScorer, source: ImageSource) -> Features:
     """The images' features on the CPU."""
     images = scorer.image_features(source, torch.device("cpu"))
     if not len(images.features):
         raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
-    if not images.features.isfinite().all():
-        raise UserError(f"features of {source.name} are not finite; the model is broken or overflowed")
     return images
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.embed.store import load_embeddings, read_record
 from dino_sparo.evaluation.features import CACHE_FILES, load_features
@@ -27,6 +29,7 @@ from dino_sparo.weights.checkpoint import (
 from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import in_percent, origin_of, scores_of
 
+CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
 COMMANDS = {"DINO": "train", "SimDINO": "train-simdino", "CLIP": "train-clip", "OC-CLIP": "train-oc-clip"}
 
@@ -73,6 +76,7 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
     content = load_checkpoint(path)
     networks = [name for name in NETWORKS if name in content]
     encoder = encoder_of(content, path, (networks or NETWORKS)[0])
+    _require_finite(content, file)
     origin, args, pair = origin_of(content, file), content.get("args", {}), image_text_entry(content)
     has_checksums, is_export = zipfile.is_zipfile(file), "sha256" in content
     recipe = origin["recipe"] or {}
@@ -90,13 +94,21 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
     return {
         "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
         "kind": "checkpoint of a training" if args else "export" if is_export else "weights",
-        "damaged": "no: the checksums fit" if has_checksums or is_export else "not known: there are no checksums",
+        "damaged": CHECKED if has_checksums or is_export else UNCHECKED,
         "encoder": encoder.summary,
         "text": pair and {name: value for name, value in pair["text"].items() if not isinstance(value, dict)},
         "networks": networks or network_name(content, "teacher"),
         **_training(origin),
         "versions": content.get("versions"),
     }
+
+
+def _require_finite(content: Mapping[str, Any], file: Path) -> None:
+    """Refuse weights that are not finite, of any network in a file."""
+    parts = [content, *(part for part in content.values() if isinstance(part, Mapping))]
+    for name, value in ((name, value) for part in parts for name, value in part.items()):
+        if isinstance(value, Tensor) and not value.isfinite().all():
+            raise UserError(f"{file} is damaged: the weights {name} are not finite; take an earlier checkpoint")
 
 
 def _training(origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,17 +146,11 @@ def _describe_onnx(file: Path) -> dict[str, Any]:
 def _describe_embeddings(folder: Path) -> dict[str, Any]:
     record = read_record(folder) or {}
     if record["complete"]:
-        try:
-            embeddings = load_embeddings(folder)
-            lengths = {len(embeddings.index["path"]), *map(len, embeddings.arrays.values())}
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
-        if lengths != {record["num_images"]}:
-            raise UserError(f"{folder} is damaged: rows are missing, or its files are of two runs; embed again")
+        load_embeddings(folder)
     return {
         "folder": folder,
         "kind": "embeddings",
-        "damaged": "no: arrays and index have a row per image",
+        "damaged": CHECKED if record.get("files") else UNCHECKED,
         "complete": "yes" if record["complete"] else "no: run the same embed command again to resume",
         "features": {name: "x".join(map(str, shape)) for name, shape in record["features"].items()},
         "images": record.get("num_images"),
@@ -158,7 +164,7 @@ def _describe_features(folder: Path) -> dict[str, Any]:
     return {
         "folder": folder,
         "kind": "cached features of --dump_features",
-        "damaged": "no: the checksums fit" if record else "not known: there are no checksums",
+        "damaged": CHECKED if record else UNCHECKED,
         "features": {"train": "x".join(map(str, train.features.shape)), "val": "x".join(map(str, val.features.shape))},
         **_facts(record),
     }

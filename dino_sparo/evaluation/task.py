@@ -20,7 +20,7 @@ from torch import Tensor
 from dino_sparo.data.dataset import align_classes, open_images, require_labels
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
-from dino_sparo.evaluation.features import Features, extract_split
+from dino_sparo.evaluation.features import WARNINGS, Features, extract_split
 from dino_sparo.evaluation.slots.choice import keep_encoder_slots
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
@@ -168,6 +168,7 @@ class EvaluationTask:
         if is_only_a_peer():
             return None
         setup_logging()
+        WARNINGS.clear()
         return cls(args, select_device(args.device))
 
     @cached_property
@@ -279,6 +280,7 @@ def start_evaluation(args: argparse.Namespace, several_results: bool = False) ->
         raise UserError(f"--output {output} is a file; give a folder")
     if output and not several_results and os.path.isdir(output):
         raise UserError(f"--output {output} is a folder; give the path of a file")
+    WARNINGS.clear()
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     require_same_options(vars(args))
     set_tf32(allowed=args.precision == "tf32")
@@ -299,7 +301,9 @@ def view_record(transform: EvalTransform) -> dict[str, Any]:
 
 
 def write_result(result: dict[str, Any], table: str, path: Path) -> None:
-    """Print the table and write the result, on rank 0."""
+    """Print the table and write the result, with the warnings about its features, on rank 0."""
+    if WARNINGS:
+        result["warnings"] = list(WARNINGS)
     if is_main():
         say(table)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,9 @@ PASSING = {
     *(errno.ENOMEM, errno.EMFILE, errno.ENFILE),
 }
 RETRY_SECONDS = (1.0, 5.0)  # before the second and the third try
-# Errors of a file that the user can correct: a wrong path, missing permission, a full disk.
+# Errors of a file that the user can correct: a wrong path, missing permission, a full disk; 0 is of `open_regular`.
 CORRECTABLE = {
+    0,
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
 }
@@ -46,7 +47,7 @@ EXTRAS = {
 }
 INSTALL = {
     **{package: f"pip install 'dino_sparo[{extra}]'" for extra, packages in EXTRAS.items() for package in packages},
-    **{package: f"pip install {package}" for package in ("transformers", "requests")},
+    **{package: f"pip install {package}" for package in ("transformers", "requests", "pyarrow")},
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
     "nltk": "pip install nltk && python -m nltk.downloader punkt_tab",

@@ -1,4 +1,4 @@
-"""Files: regular files only are read; JSON of bounded depth is read, strict JSON is written; hashes and versions.
+"""Files: regular files only are read; JSON of bounded depth is read, strict JSON is written; checksums and versions.
 
 Files may come from strangers: reading a named pipe may never end, and deeply nested JSON exhausts the stack.
 """
@@ -14,7 +14,8 @@ import platform
 import re
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def checksum(path: Path) -> dict[str, Any]:
+    """Size of a file in bytes, and its CRC-32, hexadecimal."""
+    crc = 0
+    with open_regular(path) as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+        return {"bytes": file.tell(), "crc32": f"{crc:08x}"}
+
+
 def versions(**more: str) -> dict[str, str]:
     """Versions of the packages that results depend on; `more` are names and distributions of further packages."""
     import torch  # not above: files are read before torch is imported
@@ -150,6 +160,38 @@ def write_text(text: str, path: Path) -> None:
 def write_json(values: dict[str, Any], path: Path) -> None:
     """Write plain values so that `path` always holds a whole file, the old or the new."""
     write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", path)
+
+
+def write_record(record: Mapping[str, Any], path: Path, files: Iterable[str] = ()) -> None:
+    """Write the record of files beside it: with size and CRC-32 of each, and the CRC-32 of the record itself."""
+    record = plain({**record, "files": {name: checksum(path.with_name(name)) for name in files}})
+    write_json({**record, "crc32": _crc32_of(record)}, path)
+
+
+def read_record(path: Path, verify: bool = True) -> dict[str, Any]:
+    """The record that `write_record` wrote; without the entry "files" an earlier version wrote it, without checksums.
+
+    Raises:
+        UserError: the record is damaged, or with `verify` a file is missing, damaged or of another record.
+        FileNotFoundError: there is no record.
+    """
+    try:
+        with open_regular(path) as file:
+            record: dict[str, Any] = parse_object(file.read(), str(path))
+    except UserError as error:
+        raise UserError(f"{path} is damaged ({error.__cause__ or error})") from error
+    crc = record.pop("crc32", None)
+    if (crc or "files" in record) and crc != _crc32_of(record):
+        raise UserError(f"{path} is damaged: its checksum is wrong")
+    for name, recorded in record.get("files", {}).items() if verify else ():
+        file = path.parent / name
+        if not file.is_file() or checksum(file) != recorded:
+            raise UserError(f"{file} is missing, damaged or of another run: size and checksum in {path.name} differ")
+    return record
+
+
+def _crc32_of(record: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record).encode()):08x}"
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:

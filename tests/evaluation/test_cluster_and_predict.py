@@ -134,6 +134,44 @@ def test_one_slot_clusters_by_its_numbers_alone(tmp_path: Path) -> None:
         load_embeddings(folder).vectors("slots", slot=5)
 
 
+def test_equal_features_are_clustered_and_named(labelled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: t-SNE of equal features ended the process with a segmentation fault."""
+    np.save(labelled / "encoding.npy", np.ones((sum(SIZES), DIM), np.float32))
+    result = run("cluster", [str(labelled), "--clusters", "3"])
+    assert [entry["num_images"] for entry in result["clusters"]] == [sum(SIZES)]
+    assert "clusters.png is not drawn: a map needs 3 images with different features" in caplog.text
+    assert ["nearly equal" in text for text in result["warnings"]] == [True]
+    assert result["warnings"][0] in caplog.messages
+
+
+@pytest.mark.parametrize("name", ["cluster", "predict"])
+def test_features_that_are_not_finite_are_refused(name: str, labelled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    np.save(labelled / "encoding.npy", np.full((sum(SIZES), DIM), np.nan, np.float32))
+    with pytest.raises(SystemExit):
+        run(name, [str(labelled), *(["--clusters", "2"] if name == "cluster" else [])])
+    assert "features are not finite" in caplog.text
+
+
+def test_a_map_of_two_images_is_left_out_and_an_old_one_is_removed(labelled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("cluster", [str(labelled), "--clusters", "2", "--output_dir", str(out)])
+    small = write_embeddings(tmp_path / "small", tmp_path / "few", sizes=(1, 1))
+    run("cluster", [str(small), "--clusters", "2", "--output_dir", str(out), "--overwrite"])
+    assert not (out / "clusters.png").exists()
+
+
+def test_a_class_with_a_single_image_is_predicted_but_not_cross_validated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: one such class refused the whole command."""
+    folder = write_embeddings(tmp_path / "embeddings", tmp_path / "images", sizes=(4, 1, 3))
+    result = run("predict", [str(folder)])
+    assert "1 classes with a single image are not cross-validated, such as 'b'" in caplog.text
+    assert (result["classes"], result["num_labelled"]) == (["a", "b", "c"], 8)
+    assert result["cross_validation"]["left_out_classes"] == ["b"]
+    assert (result["cross_validation"]["accuracy"], result["cross_validation"]["folds"]) == (100, 3)
+
+
 def test_predictions_name_the_groups_of_new_images(labelled: Path, tmp_path: Path) -> None:
     new = write_embeddings(tmp_path / "new", tmp_path / "others", sizes=(2, 5, 3), seed=1)
     result = run("predict", [str(labelled), "--images", str(new), "--top", "2", "--val", str(labelled)])
@@ -147,17 +185,23 @@ def test_predictions_name_the_groups_of_new_images(labelled: Path, tmp_path: Pat
     assert result["cross_validation"]["folds"] == 5
 
 
-@pytest.mark.parametrize(("images", "is_warned"), [("same", True), ("copied", True), ("new", False)])
+@pytest.mark.parametrize(
+    ("images", "is_warned"), [("same", True), ("copied", True), ("half precision", True), ("new", False)]
+)
 def test_predicting_the_labelled_images_themselves_is_warned_of(
     images: str, is_warned: bool, labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = labelled if images == "same" else tmp_path / images
     if images == "copied":
         shutil.copytree(labelled, folder)
-    elif images == "new":
-        write_embeddings(folder, tmp_path / "others", seed=1)
-    assert run("predict", [str(labelled), "--images", str(folder)])["accuracy_on"] == {str(folder): 100}
-    assert (f"{folder} has the images that the classifier is fitted on" in caplog.text) == is_warned
+    elif images in ("new", "half precision"):
+        write_embeddings(folder, tmp_path / "others" if images == "new" else tmp_path / "images", seed=images == "new")
+    if images == "half precision":
+        np.save(folder / "encoding.npy", np.load(folder / "encoding.npy").astype(np.float16))
+    result = run("predict", [str(labelled), "--images", str(folder)])
+    assert result["accuracy_on"] == {str(folder): 100}
+    assert (f"{folder} has the images that the classifier is fitted on (23 of 23)" in caplog.text) == is_warned
+    assert len(result.get("warnings", [])) == is_warned
 
 
 def test_wrong_labels_lower_the_accuracy_by_cross_validation(labelled: Path, tmp_path: Path) -> None:
@@ -193,6 +237,32 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path, caplog: 
         run(name, words)
     assert re.search("already; give another --output(_dir)?, or --overwrite", caplog.text)
     run(name, [*words, "--overwrite"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--images", "EMBEDDINGS", "--output", "p.json"], "p.json names the table"),
+        (["--images", "EMBEDDINGS", "--output", "config.csv"], "config.json exists already"),
+        (["--output", "config.csv"], "config.json exists already"),
+        (["--folds", "1"], "--folds 1: cross-validation needs at least 2"),
+    ],
+)
+def test_predict_overwrites_no_json_and_not_its_own_table(
+    words: list[str],
+    message: str,
+    labelled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("mine")
+    with pytest.raises(SystemExit):
+        run("predict", [str(labelled), *[str(labelled) if word == "EMBEDDINGS" else word for word in words]])
+    assert message in caplog.text
+    assert Path("config.json").read_text() == "mine"
+    assert not Path("p.json").exists()
 
 
 @pytest.mark.parametrize(

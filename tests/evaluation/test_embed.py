@@ -1,8 +1,11 @@
 """Embeddings on disk: what they hold, unreadable images, kills and resumes, several processes, bad input."""
 
+import contextlib
 import csv
 import json
+import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
+from dino_sparo.runtime.lock import RunLock
 from dino_sparo.weights.checkpoint import encoder_description, load_encoder
 
 NUM_IMAGES, SIDE = 11, 16
@@ -98,31 +102,42 @@ def test_unreadable_images_have_no_row_and_are_listed_with_the_reason(
     assert (record["num_images"], record["num_unreadable"]) == (NUM_IMAGES - 2, 2)
 
 
-@pytest.mark.parametrize("moment", ["write", "finish_chunk", "_keep_rows"])
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_killed_run_resumes_to_the_same_bytes(
-    moment: str, call: int, weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def killed_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which ends the process in a call of this number."""
+    calls = iter(range(1, call))
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments, **keywords)
+
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "call"),
+    [
+        *((EmbeddingWriter, name, call) for name in ("write", "finish_chunk", "_keep_rows") for call in (1, 2, 3)),
+        *((store, "write_record", call) for call in (1, 2)),
+        *((store, name, 1) for name in ("_write_index", "write_csv")),
+        *((store.os, "replace", call) for call in (1, 2, 3, 5)),
+        (store.shutil, "rmtree", 2),
+    ],
+    ids=str,
+)
+def test_a_killed_run_resumes_to_the_same_bytes_and_leaves_nothing_behind(
+    where: Any, name: str, call: int, weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The bug: a kill behind the last file left `chunks/` for ever."""
     (photographs / "b" / "4.png").write_bytes(b"no image")
     monkeypatch.setattr(store, "CHUNK_BATCHES", 2)
     monkeypatch.setattr(store, "MIN_CHUNKS", 1)
     options = ("--what", "slots", "cls", "mean")
     embed(weights, photographs, tmp_path / "undisturbed", *options)
-    count, method = 0, getattr(EmbeddingWriter, moment)
-
-    def killed(self: EmbeddingWriter, *arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call:
-            raise KeyboardInterrupt
-        return method(self, *arguments)
-
     with monkeypatch.context() as patch:
-        patch.setattr(EmbeddingWriter, moment, killed)
+        patch.setattr(where, name, killed_at(call, getattr(where, name)))
         with pytest.raises(SystemExit):
             embed(weights, photographs, tmp_path / "out", *options)
-    with pytest.raises(ValueError, match="not complete; run the same embed command again"):
-        load_embeddings(tmp_path / "out")
     embed(weights, photographs, tmp_path / "out", *options)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
 
@@ -135,20 +150,21 @@ def test_a_resumed_run_embeds_only_what_is_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
-    embed(weights, photographs, tmp_path / "out")
     folder = tmp_path / "out"
-    record = json.loads((folder / "embedding.json").read_text())
-    (folder / "embedding.json").write_text(json.dumps({**record, "complete": False}))
-    (folder / "chunks").mkdir()
-    for chunk in (0, 1, 3, 4, 5):
-        (folder / "chunks" / f"{chunk:08d}-2.json").write_text('{"unreadable": []}')
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingWriter, "finish", killed_at(1, EmbeddingWriter.finish))
+        with pytest.raises(SystemExit):
+            embed(weights, photographs, folder)
+    with pytest.raises(ValueError, match="not complete; run the same embed command again"):
+        load_embeddings(folder)
+    (folder / store.CHUNKS / "00000002-2.json").unlink()
     embed(weights, photographs, folder)
     assert "resuming: 5 of 6 chunks are done" in capsys.readouterr().out
 
 
 def test_chunks_of_another_length_are_not_taken_for_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Earlier versions wrote 16 batches into every chunk; several processes do not finish chunks in their order.
-    record = {"settings": {}}
+    record: dict[str, Any] = {name: {} for name in store.RECORDED}
     with monkeypatch.context() as patch:
         patch.setattr(store, "MIN_CHUNKS", 1)
         before = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", num_images=100, batch_size=2)
@@ -179,6 +195,123 @@ def test_two_processes_write_one_result(
     embed(weights, photographs, tmp_path / "one")
     two_ranks(embed_on_a_rank, weights, photographs, tmp_path / "two")
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+def flip_a_bit(path: Path, rng: np.random.Generator) -> bytes:
+    """Flip a random bit; returns the file's content before."""
+    whole = path.read_bytes()
+    content, place = bytearray(whole), int(rng.integers(len(whole)))
+    content[place] ^= 1 << int(rng.integers(8))
+    path.write_bytes(content)
+    return whole
+
+
+def test_a_flipped_bit_in_any_file_is_refused_or_harmless(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    (photographs / "a" / "3.png").write_bytes(b"no image")
+    embed(weights, photographs, tmp_path / "out", "--what", "encoding", "mean")
+    found, rng = load_embeddings(tmp_path / "out"), np.random.default_rng(0)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*found.record["files"], "embedding.json"}
+    for path in (tmp_path / "out").iterdir():
+        for _ in range(20):
+            whole = flip_a_bit(path, rng)
+            try:
+                again = load_embeddings(tmp_path / "out")
+            except ValueError as error:
+                assert str(path) in str(error)  # noqa: PT017
+                assert "embed again with --overwrite" in str(error)  # noqa: PT017
+            else:  # white space of the record
+                assert (path.name, again.record) == ("embedding.json", found.record)
+            path.write_bytes(whole)
+
+
+def test_files_of_another_encoder_are_refused(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    embed(weights, photographs, tmp_path / "out")
+    embed(save_encoder(tmp_path / "other.pth", seed=1), photographs, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "encoding.npy", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"encoding\.npy is missing, damaged or of another run"):
+        load_embeddings(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out")
+    embed(weights, photographs, tmp_path / "out", "--overwrite")
+    load_embeddings(tmp_path / "out")
+
+
+def test_a_second_run_in_the_folder_is_refused(
+    weights: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunLock(tmp_path / "out") as lock:
+        lock.acquire()
+        with pytest.raises(SystemExit):
+            embed(weights, photographs, tmp_path / "out")
+    assert "is in use by another run" in caplog.text
+
+
+def write_table(photographs: Path, splits: Sequence[str] = (), label: str = "") -> Path:
+    """A table of the photographs; `label` is that of the first."""
+    table = photographs.parent / "labels.csv"
+    paths = sorted(photographs.rglob("*.png"))
+    rows = [[path, path.parent.name, *splits[row : row + 1]] for row, path in enumerate(paths)]
+    rows[0][1] = label or rows[0][1]
+    with open(table, "w", newline="") as file:
+        csv.writer(file).writerows([("path", "label", "split")[: len(rows[0])], *rows])
+    return table
+
+
+def change_pixels(photographs: Path) -> None:
+    path = photographs / "a" / "3.png"
+    Image.new("RGB", (30, 23), (1, 2, 3)).save(path)
+
+
+def change_time(photographs: Path) -> None:
+    os.utime(photographs / "a" / "3.png", (1, 1))
+
+
+@pytest.mark.parametrize(("killed", "call"), [("finish_chunk", 2), ("finish", 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (change_pixels, "sizes_and_times"),
+        (change_time, "sizes_and_times"),
+        (lambda photographs: write_table(photographs, label="b"), "labels"),
+    ],
+    ids=["pixels", "time", "label"],
+)
+def test_changed_images_and_labels_are_noticed(
+    change: Any,
+    name: str,
+    killed: str | None,
+    call: int,
+    weights: Path,
+    photographs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The bug: a resumed run mixed features of old and new images, and a finished one kept its old labels."""
+    table = write_table(photographs)
+    with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(store, "CHUNK_BATCHES", 1)
+        if killed:
+            patch.setattr(EmbeddingWriter, killed, killed_at(call, getattr(EmbeddingWriter, killed)))
+        embed(weights, table, tmp_path / "out")
+    change(photographs)
+    with pytest.raises(SystemExit):
+        embed(weights, table, tmp_path / "out")
+    assert f"holds other embeddings ({name} " in caplog.text
+    embed(weights, table, tmp_path / "out", "--overwrite")
+    embed(weights, table, tmp_path / "fresh")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
+
+
+def test_the_split_that_was_embedded_is_named(
+    weights: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_table(photographs, ["train"] * 8 + ["val"] * 3)
+    embed(weights, table, tmp_path / "out")
+    expected = f"8 images of table {table} (split 'train'; --split all embeds all), 0 unreadable"
+    assert expected in capsys.readouterr().out
+    embed(weights, table, tmp_path / "all", "--split", "all")
+    assert f"11 images of table {table}, 0 unreadable" in capsys.readouterr().out
 
 
 def test_half_precision_rounds_the_same_numbers(weights: Path, photographs: Path, tmp_path: Path) -> None:
@@ -247,10 +380,67 @@ def test_other_embeddings_are_kept_unless_they_may_be_overwritten(
     assert files_of(out)["encoding.npy"] != before["encoding.npy"]
 
 
+def test_files_of_others_are_kept(
+    weights: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: any `chunks/`, `mean.npy` and `unreadable.csv` in the folder were deleted."""
+    others = {"mean.npy": b"1", "unreadable.csv": b"2", "chunks/notes.txt": b"3", "encoding.npy": b"4"}
+    (tmp_path / "out" / "chunks").mkdir(parents=True)
+    for name, content in others.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    before = files_of(tmp_path / "out")
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out")
+    assert "holds encoding.npy, unreadable.csv, not written by embed; give another --output_dir, or --overwrite" in (
+        caplog.text
+    )
+    assert files_of(tmp_path / "out") == before
+    embed(weights, photographs, tmp_path / "out", "--overwrite")
+    assert load_embeddings(tmp_path / "out").record["complete"]
+    assert {name: before[name] for name in ("mean.npy", "notes.txt")}.items() <= files_of(tmp_path / "out").items()
+
+
+def test_embeddings_of_an_earlier_version_are_read_unless_rows_are_missing(
+    weights: Path, photographs: Path, tmp_path: Path
+) -> None:
+    embed(weights, photographs, tmp_path / "out")
+    path = tmp_path / "out" / "embedding.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({name: record[name] for name in record.keys() - {"files", "crc32"}}))
+    assert len(load_embeddings(tmp_path / "out").arrays["encoding"]) == NUM_IMAGES
+    np.save(tmp_path / "out" / "encoding.npy", np.zeros((3, 15)))
+    with pytest.raises(ValueError, match=r"is damaged \(rows are missing"):
+        load_embeddings(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(float("nan"), "float32"), (1e6, "float16")])
+def test_features_that_are_not_finite_are_refused(
+    scale: float, dtype: str, weights: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = torch.load(weights, weights_only=True)
+    checkpoint["teacher"] = {name: scale * value for name, value in checkpoint["teacher"].items()}
+    torch.save(checkpoint, weights)
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out", "--dtype", dtype)
+    assert f"features of images 0 to 1 are not finite in {dtype}" in caplog.text
+
+
+def test_equal_features_are_named_in_the_log_and_in_the_record(
+    weights: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = torch.load(weights, weights_only=True)
+    checkpoint["teacher"]["backbone.patch_embed.proj.weight"].zero_()
+    torch.save(checkpoint, weights)
+    record = embed(weights, photographs, tmp_path / "out")
+    assert "the features of all images are nearly equal" in caplog.text
+    assert record["warnings"] == [next(text for text in caplog.messages if "nearly equal" in text)]
+
+
 def test_a_disk_with_less_space_than_needed_is_refused_before_anything_is_written(
     weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    # Enough for the array, but not for the copy of its readable rows.
+    usage = shutil.disk_usage(tmp_path)._replace(free=NUM_IMAGES * 15 * 4 * 3 // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(SystemExit):
         embed(weights, photographs, tmp_path / "out")
@@ -261,9 +451,10 @@ def test_a_disk_with_less_space_than_needed_is_refused_before_anything_is_writte
 def test_what_is_no_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no embeddings"):
         load_embeddings(tmp_path)
-    (tmp_path / "embedding.json").write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
-        load_embeddings(tmp_path)
+    for content, message in (("{", "damaged"), ("[1]", "damaged"), ('{"a": 1}', "is not of dino-sparo embed")):
+        (tmp_path / "embedding.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(tmp_path)
 
 
 def test_the_folder_of_images_and_of_the_result_are_needed(weights: Path, caplog: pytest.LogCaptureFixture) -> None:

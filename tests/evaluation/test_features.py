@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from clip_fakes import small_checkpoint
 from PIL import Image
 from torch import nn
 from two_ranks import TwoRanks
@@ -19,7 +21,9 @@ from dino_sparo.__main__ import run
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import (
+    NEARLY_EQUAL,
     Features,
+    check_features,
     disjoint_subsets,
     extract_split,
     inference,
@@ -27,6 +31,7 @@ from dino_sparo.evaluation.features import (
     save_features,
 )
 from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.launch import shutdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -182,6 +187,10 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
         load_features(tmp_path)
     features = Features(torch.ones(7, 3), torch.arange(7), torch.arange(7))
     save_features(tmp_path, features, features, {})
+    torch.save(torch.arange(7) + 1, tmp_path / "testlabels.pth")
+    with pytest.raises(ValueError, match=r"testlabels\.pth is missing, damaged or of another run"):
+        load_features(tmp_path)
+    (tmp_path / "features.json").unlink()  # the reference writes none
     torch.save(torch.arange(5), tmp_path / "testlabels.pth")
     with pytest.raises(ValueError, match=r"shape \(7, 3\) and testlabels.pth \(5,\)"):
         load_features(tmp_path)
@@ -234,7 +243,7 @@ def test_a_flipped_bit_in_cached_features_is_refused_with_file_and_remedy(tmp_pa
     features = Features(torch.randn(7, 3), torch.arange(7), torch.arange(7))
     save_features(tmp_path, features, features, {"encoder": {"sha256": "ab12", "epoch": 3}})
     _, _, record = load_features(tmp_path)
-    for path in sorted(tmp_path.glob("*.pth")):
+    for path in sorted(tmp_path.iterdir()):
         whole = path.read_bytes()
         for place in rng.integers(len(whole), size=40).tolist():
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << int(rng.integers(8))]) + whole[place + 1 :])
@@ -252,6 +261,69 @@ def test_a_flipped_bit_in_cached_features_is_refused_with_file_and_remedy(tmp_pa
                 assert torch.equal(val.features, features.features)
                 assert found == record
         path.write_bytes(whole)
+
+
+ENCODER = {
+    "knn": ["--nb_knn", "3"],
+    "linear": ["--image_encoder", "true", "--epochs", "1", "--lr", "0.1", "--fast", "true"],
+    "slots study": ["--nb_knn", "3", "--draws", "1"],
+}
+IMAGE_TEXT = {"zero-shot": [], "retrieval": ["--k", "1"]}
+QUICKLY = ["--num_workers", "0", "--device", "cpu"]
+MAPS = {"attention": ["--image_encoder", "true"], "slots score": []}
+SAY_NOTHING = {
+    name: ["--data_path", "scenes:45:32", *words] for name, words in {**ENCODER, **IMAGE_TEXT, **MAPS}.items()
+}
+
+
+def weights_that_say_nothing(folder: Path, scale: float) -> Path:
+    """A CLIP whose patches are multiplied by a number."""
+    path = small_checkpoint(folder / "clip.pth")
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["model"]["image.backbone.patch_embed.proj.weight"] *= scale
+    torch.save(checkpoint, path)
+    return path
+
+
+@pytest.mark.parametrize("name", SAY_NOTHING)
+def test_equal_features_are_named_in_the_log_and_in_the_result(name, tmp_path, monkeypatch, caplog):
+    """The bug: an encoder whose features are all equal had 50 % of two classes without a word."""
+    monkeypatch.chdir(tmp_path)
+    weights = weights_that_say_nothing(tmp_path, 0)
+    run(name, ["--pretrained_weights", str(weights), *SAY_NOTHING[name], *QUICKLY])
+    shutdown()
+    assert "nearly equal" in caplog.text
+    [result] = [
+        path for path in tmp_path.glob("*.json") if "encoder" in path.read_text() or "model" in path.read_text()
+    ]
+    warnings = json.loads(result.read_text())["warnings"]
+    assert warnings
+    assert set(warnings) <= set(caplog.messages)
+
+
+@pytest.mark.parametrize("name", [*SAY_NOTHING, "info"])
+def test_features_that_are_not_finite_are_refused(name, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    weights = str(weights_that_say_nothing(tmp_path, math.nan))
+    words = ["--pretrained_weights", weights, *SAY_NOTHING.get(name, []), *QUICKLY]
+    with pytest.raises(SystemExit) as ended:
+        run(name, [weights] if name == "info" else words)
+    shutdown()
+    assert ended.value.code == 1
+    assert "not finite" in caplog.text
+
+
+def test_the_spread_of_features_is_that_of_the_formula():
+    rows = torch.randn(2_500, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    base = torch.ones(7, dtype=torch.float64)
+    for scale, is_named in ((NEARLY_EQUAL * 0.99, True), (NEARLY_EQUAL * 1.01, False)):
+        centered = rows - rows.mean(dim=0)
+        noise = centered / centered.square().sum(dim=1).mean().sqrt() * base.norm()
+        # |mean|^2 / mean |x|^2 = 1 / (1 + e^2), so spread = e / sqrt(1 + e^2)
+        found = check_features(base + scale / (1 - scale**2) ** 0.5 * noise, "these")
+        assert bool(found) == is_named
+    assert check_features(torch.zeros(2, 3), "these")
+    assert not check_features(torch.ones(1, 3), "one image")
 
 
 # --- two processes

@@ -1,6 +1,5 @@
 """`dino-sparo info`: what a checkpoint, export, embedding, cache or result is, and one line for anything else."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from small_models import TINY
 
 import dino_sparo
 from dino_sparo.__main__ import run
+from dino_sparo.runtime.files import read_record, write_record
 from dino_sparo.weights.export import export
 
 ONE_EPOCH = {**TINY, "local_crops_number": 0, "epochs": 1}
@@ -113,10 +113,13 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("embeddings/cls.npy", damage, r"cls\.npy is missing, damaged"),
+        ("embeddings/embedding.json", damage, r"embedding\.json is damaged"),
+        ("features/features.json", damage, r"features\.json is damaged"),
         ("run/checkpoint.pth", damage, r"checkpoint\.pth is damaged"),
         ("out.safetensors", damage, r"out\.safetensors is damaged"),
-        ("features/trainfeat.pth", truncate, r"trainfeat\.pth is truncated"),
-        ("embeddings/cls.npy", truncate, r"embeddings is damaged"),
+        ("features/trainfeat.pth", truncate, r"trainfeat\.pth is missing, damaged or of another run"),
+        ("embeddings/cls.npy", truncate, r"cls\.npy is missing, damaged"),
         ("embeddings/embedding.json", truncate, r"embedding\.json is damaged"),
         ("run/knn.json", truncate, r"knn\.json is no JSON"),
         ("out.json", None, "is no result of an evaluation"),
@@ -140,7 +143,7 @@ def test_damaged_and_other_files_are_one_line(
     if before is not None:
         path.write_bytes(before)
     assert ended.value.code == 1
-    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    (record, _traceback) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "\n" not in record.getMessage()
     caplog.clear()
     with pytest.raises(ValueError, match=message):
@@ -150,6 +153,6 @@ def test_damaged_and_other_files_are_one_line(
 def test_an_embedding_that_is_not_complete_says_so(folder: Path) -> None:
     path = folder / "embeddings" / "embedding.json"
     before = path.read_text()
-    path.write_text(json.dumps({**json.loads(before), "complete": False}))
+    write_record({**read_record(path), "complete": False}, path)
     assert info(path.parent)["complete"] == "no: run the same embed command again to resume"
     path.write_text(before)

@@ -7,7 +7,7 @@ their parent, whereas reading a Python object writes its reference count and so 
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -49,6 +49,21 @@ def fingerprint_of(source: object) -> str | None:
     return None if fingerprint is None else fingerprint()
 
 
+def sizes_and_times(source: object) -> str | None:
+    """Hash of the sizes and modification times of the source's files; None if its class has no method `files`."""
+    if (files := getattr(source, "files", None)) is None:
+        return None
+    return hash_of(np.fromiter(map(_size_and_time, files()), np.dtype((np.int64, 2))))
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        state = os.stat(path)
+    except OSError:  # an unreadable image
+        return 0, 0
+    return state.st_size, state.st_mtime_ns
+
+
 class PackedStrings:
     """Many strings in two arrays: all their bytes (uint8), and the end of each string (int64)."""
 
@@ -73,6 +88,8 @@ class PackedStrings:
 class FileSource:
     """Images that are files, by paths that are absolute or relative to `root`."""
 
+    chosen_split: str | None = None  # of a table with a column of splits
+
     def __init__(
         self,
         name: str,
@@ -92,6 +109,10 @@ class FileSource:
     def location(self, index: int) -> str:
         """The file's path."""
         return os.path.join(self.root, self.paths[index])
+
+    def files(self) -> Iterator[str]:
+        """The path of every image."""
+        return map(self.location, range(len(self)))
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as RGB, or with the channels of its limits; raises CorruptImageError."""

@@ -332,7 +332,9 @@ def open_table(
             rows.header,
             " or ".join(LABELS.names),
         )
-    return _file_source("table", path, named, limits), "read"
+    source = _file_source("table", path, named, limits)
+    source.chosen_split = rows.word
+    return source, "read"
 
 
 def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: ImageLimits) -> FileSource:

@@ -91,6 +91,10 @@ class TarSource:
         step = max(len(self) // MAX_HASHED, 1)
         return hash_of(np.array(names), self.index.counts, self.index.records[::step])
 
+    def files(self) -> Iterator[str]:
+        """The path of every shard."""
+        return iter(self.index.shards)
+
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         shard, record = self.index.shard_of(index), self.index.records[index]

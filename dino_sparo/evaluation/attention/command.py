@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from dino_sparo.data.scenes import Scenes
@@ -29,8 +30,8 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
-from dino_sparo.evaluation.attention.maps import attention_maps, mass_mask
-from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.evaluation.attention.maps import maps_and_slots, mass_mask
+from dino_sparo.evaluation.features import WARNINGS, check_features, disjoint_subsets
 from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
@@ -56,6 +57,8 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
     record = {"encoder": subject.record, **maps.record(), "versions": versions()}
+    if WARNINGS:
+        record["warnings"] = list(WARNINGS)
     written = [folder / "attention.npy", folder / "attention.json"]
     np.save(written[0], maps.maps)
     write_json(record, written[1])
@@ -110,7 +113,9 @@ def map_images(
     config = subject.encoder.config
     view = reference_view(subject, image_size, square=len(images) > 1)
     pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT, channels) for _, image in images]
-    maps = np.concatenate([attention_maps(subject.encoder, view(image)[0][None]) for _, image in images])
+    found = [maps_and_slots(subject.encoder, view(image)[0][None]) for _, image in images]
+    maps, slots = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    check_features(torch.from_numpy(slots).flatten(1), f"slots of {run}")
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     run = "untrained" if subject.record["untrained"] else run

@@ -51,6 +51,8 @@ def maps_and_slots(
         attention = encoder.backbone.last_self_attention(images, num_queries=1)[:, :, 0]
     patches = attention[:, :, encoder.backbone.num_prefix_tokens :]
     maps = patches.unflatten(-1, encoder.backbone.grid(images))
+    if not (maps.isfinite().all() and output.slots.isfinite().all()):
+        raise UserError("attention maps or slots are not finite; the encoder is broken")
     return maps.float().cpu().numpy(), output.slots.float().cpu().numpy()
 
 

@@ -14,6 +14,7 @@ random batches from the memory-mapped array.
 import argparse
 import contextlib
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import fit
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, check_sample, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions, write_json
@@ -43,6 +44,7 @@ MAX_FIT_BYTES = 1 << 30  # features up to this size are loaded for k-means; of m
 BATCH_ROWS, PASSES, STARTS = 4096, 3, 3  # of k-means on batches; random starts of k-means in memory
 SCORED_IMAGES, MAPPED_IMAGES = 5_000, 2_000  # samples for the silhouette and for the map
 PERPLEXITY = 30.0  # of t-SNE, scikit-learn's default
+MIN_DIFFERENT = 3  # features of a map; t-SNE of equal ones ends the process
 LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # behind a cluster's number
 PICTURE_HEIGHT, PICTURE_WIDTH = 160, 240  # pixels, at most
 
@@ -58,11 +60,14 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     require_matplotlib()
     embeddings = load_embeddings(args.folder)
     out = Path(args.output_dir or args.folder)
-    if (out / RESULT).exists() and not args.overwrite:
-        raise UserError(f"{out} holds clusters already; give another --output_dir, or --overwrite")
+    picture = out / f"clusters.{args.figure_format}"
+    old = [path for path in (out / CSV, out / PAGE, picture, out / RESULT) if path.exists()]
+    if old and not args.overwrite:
+        raise UserError(f"{old[0]} exists already; give another --output_dir, or --overwrite")
     num_images = len(embeddings.index["path"])
     if num_images < args.clusters:
         raise UserError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
+    found = check_sample(embeddings.array(args.what, args.slot), f"{args.what} in {args.folder}")
 
     def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
         return embeddings.vectors(args.what, rows, args.slot)
@@ -85,12 +90,15 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         "labels": _agreement(embeddings.index["label"], clusters),
         "clusters": [_describe(number, rows, embeddings, examples[number]) for number, rows in enumerate(order)],
         "versions": versions(sklearn="scikit-learn"),
+        **({"warnings": found} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
+    for path in old:  # the page and the map are not always drawn again
+        path.unlink()
     rows = zip(range(num_images), embeddings.index["path"], clusters.tolist(), distances.tolist(), strict=True)
     write_csv(out / CSV, [("row", "path", "cluster", "distance"), *rows])
-    logger.info("drawing clusters.%s and %s", args.figure_format, PAGE)
-    draw_map(vectors, clusters, out / f"clusters.{args.figure_format}", args.map, args.seed)
+    logger.info("drawing %s and %s", picture.name, PAGE)
+    draw_map(vectors, clusters, picture, args.map, args.seed)
     draw_page(result, examples, embeddings, out / PAGE, args.data_path, args.show_channels)
     write_json(result, out / RESULT)
     say(_table(result))
@@ -103,9 +111,12 @@ def fit_centers(
 ) -> tuple[Float[np.ndarray, "clusters F"], str]:
     """k-means' centers, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
+    from sklearn.exceptions import ConvergenceWarning
 
     if num_images * vectors([0]).nbytes <= MAX_FIT_BYTES:
-        kmeans = KMeans(num_clusters, n_init=STARTS, random_state=seed).fit(vectors(slice(None)))
+        with warnings.catch_warnings():  # of fewer different features than clusters
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            kmeans = KMeans(num_clusters, n_init=STARTS, random_state=seed).fit(vectors(slice(None)))
         return kmeans.cluster_centers_, "KMeans"
     kmeans = MiniBatchKMeans(num_clusters, random_state=seed)
     rng = np.random.default_rng(seed)
@@ -181,9 +192,13 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
     from sklearn.manifold import TSNE
 
     rows = _sample(len(clusters), MAPPED_IMAGES, seed)
+    features = vectors(rows)
+    if features.shape[1] < 2 or len(np.unique(features, axis=0)) < MIN_DIFFERENT:
+        logger.warning("%s is not drawn: a map needs %d images with different features", path, MIN_DIFFERENT)
+        return
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
     reduce = TSNE(perplexity=perplexity, random_state=seed) if method == "tsne" else PCA(2, random_state=seed)
-    points = reduce.fit_transform(vectors(rows))
+    points = reduce.fit_transform(features)
     num_clusters = int(clusters.max()) + 1
     with panels(path, 1, 1) as ((axis,),):
         for cluster in range(num_clusters):

@@ -21,16 +21,17 @@ from torch import Tensor
 from dino_sparo.data.dataset import ImageDataset, open_images
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources import ImageSource, TableColumns
-from dino_sparo.data.sources.image_source import fingerprint_of
-from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
+from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
+from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash
 from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.task import EvaluationTask, view_record
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.collectives import barrier, broadcast_object, on_rank_0
+from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import is_main, rank, world_size
+from dino_sparo.runtime.lock import RunLock
 
 CLASS_TOKEN = "cls"  # this kind of feature in --what
 
@@ -59,14 +60,20 @@ def write_embeddings(
 ) -> dict[str, Any]:
     """Open the folder, write what is missing, finish; returns the record that embedding.json holds."""
     folder = writer.folder
-    on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
-    if not broadcast_object((read_record(folder) or record).get("complete")):
-        write_chunks()
-        barrier()
-        on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
-    result = read_record(folder) or record
+    with RunLock(folder) as lock:
+        with all_or_none(f"locking {folder}"):
+            lock.acquire()
+        on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
+        if not broadcast_object((read_record(folder) or record).get("complete")):
+            with all_or_none("embedding"):
+                write_chunks()
+            on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
+        result = read_record(folder) or record
     if is_main():
-        say(f"{result['num_images']:,} {writer.unit}, {result['num_unreadable']:,} unreadable: {folder}")
+        split = getattr(source, "chosen_split", None)
+        images = f"{source.name} (split {split!r}; --split all embeds all)" if split else source.name
+        counts = f"{result['num_images']:,} {writer.unit} of {images}, {result['num_unreadable']:,} unreadable"
+        say(f"{counts}: {folder}")
     return result
 
 
@@ -126,7 +133,9 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
         "img_size": task.transform.img_size,
         "fast_views": args.fast_views,
         "batch_size_per_gpu": args.batch_size_per_gpu,
-        "images": fingerprint_of(source),
+        "images": fingerprint_of(source) or source.name,
+        "sizes_and_times": sizes_and_times(source) if is_main() else None,
+        "labels": text_hash(labels_of(source)),
         "num_images": len(source),
         "limits": asdict(task.limits),
     }
@@ -163,7 +172,7 @@ def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWr
     )
     unreadable = []
     for batch_indices, (features, batch, kept) in zip(batches, encoded, strict=True):
-        rows = np.zeros((len(batch_indices), features.shape[1]), writer.dtype)
+        rows = np.zeros((len(batch_indices), features.shape[1]), np.float32)
         rows[kept.numpy()] = features.float().cpu().numpy()
         for (name, shape), part in zip(writer.shapes.items(), np.split(rows, np.cumsum(widths)[:-1], 1), strict=True):
             writer.write(name, batch_indices[0], part.reshape(-1, *shape))

@@ -10,17 +10,16 @@ The classifier is a logistic regression on features of length one. Its accuracy 
 """
 
 import argparse
-import filecmp
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings, write_csv
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, check_sample, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import differences, versions, write_json
@@ -39,14 +38,22 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     setup_logging()
     require("sklearn", "predictions")
     output = Path(args.output or Path(args.images or args.folder) / "predictions.csv")
-    if output.exists() and not args.overwrite:
-        raise UserError(f"{output} exists already; give another --output, or --overwrite")
+    record = output.with_suffix(".json")
+    if output == record:
+        raise UserError(f"--output {output} names the table; the record is put beside it as JSON: give a .csv")
+    if args.folds < 2:
+        raise UserError(f"--folds {args.folds}: cross-validation needs at least 2")
+    for path in [output, record] if args.images else [record]:
+        if path.exists() and not args.overwrite:
+            raise UserError(f"{path} exists already; give another --output, or --overwrite")
     labelled = load_embeddings(args.folder)
     others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
     for folder, other in others.items():
         _require_same_encoder(labelled, args.folder, other, folder)
     features, labels = _labelled_rows(labelled, args.what, args.folder)
-    _warn_of_fitted_images(args.folder, others, args.what)
+    warnings = _warnings_of_fitted_images(labelled, others, args.what)
+    for folder, embeddings in {args.folder: labelled, **others}.items():
+        warnings += check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
     result = {
         "evaluation": "predict",
@@ -62,13 +69,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             if folder == args.val or any(other.index["label"])
         },
         "versions": versions(sklearn="scikit-learn"),
+        **({"warnings": warnings} if warnings else {}),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.images:
         write_csv(output, _prediction_rows(classifier, others[args.images], args.what, args.top))
-    write_json(result, output.with_suffix(".json"))
+    write_json(result, record)
     say(_table(result))
-    say(f"\n{output if args.images else output.with_suffix('.json')}")
+    say(f"\n{output if args.images else record}")
     return result
 
 
@@ -85,15 +93,25 @@ def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, 
         )
 
 
-def _warn_of_fitted_images(folder: str, others: Iterable[str], kind: str) -> None:
-    """Warn of each of `others` whose features are those in `folder`, on which the classifier is fitted."""
-    for other in others:
-        if filecmp.cmp(Path(folder) / f"{kind}.npy", Path(other) / f"{kind}.npy", shallow=False):
-            logger.warning(
-                "%s has the images that the classifier is fitted on, so the accuracy on them is too high; report the "
-                "accuracy by cross-validation, or give other images",
-                other,
+def _warnings_of_fitted_images(labelled: Embeddings, others: Mapping[str, Embeddings], kind: str) -> list[str]:
+    """A warning, also logged, for each of `others` with images on which the classifier is fitted.
+
+    They have the path or the features of a labelled image.
+    """
+    rows = [row for row, label in enumerate(labelled.index["label"]) if label]
+    paths = {labelled.index["path"][row] for row in rows}
+    fitted = {hash(labelled.arrays[kind][row].tobytes()) for row in rows}
+    warnings = []
+    for folder, other in others.items():
+        pairs = zip(other.index["path"], other.arrays[kind], strict=True)
+        if number := sum(path in paths or hash(row.tobytes()) in fitted for path, row in pairs):
+            total = len(other.index["path"])
+            warnings.append(
+                f"{folder} has the images that the classifier is fitted on ({number:,} of {total:,}), so "
+                "the accuracy on them is too high; report the accuracy by cross-validation, or give other images"
             )
+            logger.warning("%s", warnings[-1])
+    return warnings
 
 
 def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Float[np.ndarray, "rows F"], list[str]]:
@@ -107,21 +125,29 @@ def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Floa
 def fit_classifier(
     features: Float[np.ndarray, "rows F"], labels: list[str], strengths: Sequence[float], num_folds: int, seed: int
 ) -> tuple[Any, dict[str, Any]]:
-    """A classifier with the best C by cross-validation, and the accuracy for each C, percent."""
+    """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
+
+    Classes with a single image take no part in cross-validation, but the classifier knows them.
+    """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
 
     counts = Counter(labels)
-    rarest = min(counts, key=lambda name: counts[name])
-    if len(counts) < 2 or counts[rarest] < 2:
-        raise UserError(f"a classifier needs two classes with two images each; {rarest!r} has {counts[rarest]}")
-    folds = StratifiedKFold(min(num_folds, counts[rarest]), shuffle=True, random_state=seed)
-    search = GridSearchCV(LogisticRegression(max_iter=MAX_STEPS), {"C": list(strengths)}, cv=folds)
-    search.fit(features, labels)
+    single = sorted(name for name, count in counts.items() if count < 2)
+    if len(counts) - len(single) < 2:
+        raise UserError(f"a classifier needs two classes with two images each; there are {dict(counts.most_common(5))}")
+    if single:
+        logger.warning("%d classes with a single image are not cross-validated, such as %r", len(single), single[0])
+    rows = [row for row, label in enumerate(labels) if counts[label] > 1]
+    rarest = min(count for count in counts.values() if count > 1)
+    folds = StratifiedKFold(min(num_folds, rarest), shuffle=True, random_state=seed)
+    search = GridSearchCV(LogisticRegression(max_iter=MAX_STEPS), {"C": list(strengths)}, cv=folds, refit=False)
+    search.fit(features[rows], [labels[row] for row in rows])
     accuracies = 100 * search.cv_results_["mean_test_score"]
     by_strength = {f"C={strength:g}": float(value) for strength, value in zip(strengths, accuracies, strict=True)}
     record = {"folds": folds.n_splits, "accuracy": float(accuracies.max()), "accuracies": by_strength}
-    return search.best_estimator_, record
+    classifier = LogisticRegression(max_iter=MAX_STEPS, **search.best_params_).fit(features, labels)
+    return classifier, {**record, "left_out_classes": single}
 
 
 def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:

@@ -4,13 +4,15 @@
     index.parquet or index.csv     row, path, label (the name of the class, empty if there is none)
                                    of captions the path is the image's, and the column caption has the words
     unreadable.csv                 path and reason of each image that has no row
-    embedding.json                 encoder, images, view, precision, versions
+    embedding.json                 encoder, images, view, precision, versions; size and CRC-32 of each file
 
-While images are embedded, the arrays have a row for every image, and `chunks/` has one small file for every finished
-chunk of images. So any number of processes write one result, and a run that was killed resumes behind its last chunk.
+While images are embedded, the arrays have a row for every image, and `.embedding/` has one small file for every
+finished chunk of images. So any number of processes write one result, and a run that was killed resumes behind its last
+chunk. Files that no record names are of others: they are replaced only if the user says so, and never deleted.
 """
 
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -20,14 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.options import FEATURES
-from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import differences, write_json, writing
+from dino_sparo.evaluation.features import check_features
+from dino_sparo.runtime import files
+from dino_sparo.runtime.faults import UserError, is_passing, require
+from dino_sparo.runtime.files import differences, write_json, write_record, writing
 
-RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
+RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
+INDEXES = ("index.parquet", "index.csv")
+RECORDED = {"settings", "encoder", "features", "images", "complete"}  # entries that every record has
+SAMPLED_BYTES = 1 << 26  # about as many show whether all features are equal
 CHUNK_BATCHES = 16  # most batches between two files in `chunks/`
 MIN_CHUNKS = 64  # fewer if there are fewer batches: a killed run repeats little
 BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
@@ -47,39 +54,64 @@ class Embeddings:
     index: dict[str, list[str]]
     record: dict[str, Any]
 
-    def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
-        """Features in memory, float32, each image's numbers in one vector of length one."""
+    def array(self, kind: str, slot: int | None = None) -> np.ndarray:
+        """The features of a kind, (images, ...), or of one of its slots; UserError if the folder has none."""
         array = self.arrays.get(kind)
         if array is None:
             raise UserError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
         if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
             raise UserError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
-        features = np.asarray(array[rows] if slot is None else array[rows, slot], dtype=np.float32)
+        return array if slot is None else array[:, slot]
+
+    def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
+        """Features in memory, float32, each image's numbers in one vector of length one."""
+        features = np.asarray(self.array(kind, slot)[rows], dtype=np.float32)
         features = features.reshape(len(features), -1)
+        if not np.isfinite(features).all():
+            raise UserError(f"{kind}: features are not finite; embed again, with an encoder that is not broken")
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.maximum(lengths, np.finfo(np.float32).tiny)
 
 
-def load_embeddings(folder: str | Path) -> Embeddings:
-    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used."""
+def check_sample(array: np.ndarray, name: str) -> list[str]:
+    """`check_features` of evenly spaced rows of an array (images, ...)."""
+    rows = np.array(array[:: 1 + array.nbytes // SAMPLED_BYTES], dtype=np.float32)
+    return check_features(torch.from_numpy(rows).flatten(1), name)
+
+
+def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
+    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used.
+
+    `verify` reads all files once, to compare them with their checksums.
+    """
     folder = Path(folder)
-    record = read_record(folder)
+    record = read_record(folder, verify)
     if record is None:
         raise UserError(f"{folder} has no embeddings: there is no {RECORD} in it; dino-sparo embed writes one")
     if not record["complete"]:
         raise UserError(f"the embeddings in {folder} are not complete; run the same embed command again to resume")
-    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in record["features"]}
-    return Embeddings(arrays, _read_index(folder), record)
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a folder of embeddings; None if there is none."""
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in record["features"]}
+        index = _read_index(folder)
+        if {record["num_images"]} != {len(index["path"]), *map(len, arrays.values())}:
+            raise ValueError("rows are missing, or its files are of two runs")
+    except (OSError, ValueError, KeyError, SyntaxError) as error:  # earlier versions wrote no checksums
+        if is_passing(error):
+            raise
+        raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
+    return Embeddings(arrays, index, record)
+
+
+def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
+    """The record of a folder of embeddings, None if there is none; `verify` compares the files with their checksums."""
+    try:
+        record = files.read_record(folder / RECORD, verify)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise UserError(f"{folder / RECORD} is damaged ({error}); embed again with --overwrite") from error
+    except UserError as error:
+        raise UserError(f"{error}; embed again with --overwrite") from error
+    if missing := RECORDED - record.keys():
+        raise UserError(f"{folder / RECORD} is not of dino-sparo embed: it has no {', '.join(sorted(missing))}")
     return record
 
 
@@ -112,32 +144,67 @@ class EmbeddingWriter:
     @property
     def num_bytes(self) -> int:
         """Size of all arrays on disk."""
-        return self.num_images * self.dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes.values())
+        return self.num_images * sum(map(self._row_bytes, self.shapes))
+
+    def _row_bytes(self, name: str) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shapes[name]))
 
     def open(self, record: dict[str, Any], overwrite: bool) -> None:
-        """Create the folder's files, or take up those of a run that was killed; called on one process."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        saved = None if overwrite else read_record(self.folder)
-        if saved is not None:
-            if different := differences(saved["settings"], record["settings"], "there", "now"):
-                raise UserError(
-                    f"{self.folder} holds other embeddings ({'; '.join(different)}); "
-                    "give another --output_dir, or --overwrite"
-                )
-            return
-        shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
-        for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
-            (self.folder / name).unlink(missing_ok=True)
-        free = shutil.disk_usage(self.folder).free
-        if self.num_bytes > free:
+        """Create the folder's files, or take up those of a run that was killed; called on one process, with the lock.
+
+        Raises:
+            UserError: the folder holds other embeddings, or files of others; or the disk is too small.
+        """
+        try:
+            saved = read_record(self.folder, verify=True)
+        except UserError:
+            if not overwrite:
+                raise
+            saved = None
+        different = differences(saved["settings"], record["settings"], "there", "now") if saved else []
+        if different and not overwrite:
             raise UserError(
-                f"the embeddings take {self.num_bytes / 1e9:.2f} GB, but {self.folder} has {free / 1e9:.2f} GB left; "
-                "embed fewer kinds (--what), take --dtype float16, or give an --output_dir on a larger disk"
+                f"{self.folder} holds other embeddings ({'; '.join(different)}); "
+                "give another --output_dir, or --overwrite"
             )
-        (self.folder / CHUNKS).mkdir()
-        for name, shape in self.shapes.items():
-            np.lib.format.open_memmap(self._path(name), "w+", self.dtype, (self.num_images, *shape)).flush()
-        write_json({**record, "complete": False}, self.folder / RECORD)
+        if saved is None or different or (overwrite and saved["complete"]):
+            self._make_room(saved, overwrite)
+            saved = {**record, "complete": False}
+            write_record(saved, self.folder / RECORD)
+        for remains in self.folder.glob(f".{RECORD}.*.tmp"):  # of a kill
+            remains.unlink()
+        missing = [name for name in self.shapes if not self._path(name).is_file()]
+        if missing or saved["complete"]:
+            shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
+        if not saved["complete"]:
+            (self.folder / CHUNKS).mkdir(exist_ok=True)
+            for name in missing:
+                with writing(self._path(name)):
+                    shape = (self.num_images, *self.shapes[name])
+                    np.lib.format.open_memmap(self._copy(name), "w+", self.dtype, shape).flush()
+                    os.replace(self._copy(name), self._path(name))
+
+    def _make_room(self, saved: dict[str, Any] | None, overwrite: bool) -> None:
+        """Remove the embeddings of the record `saved`, and files in the way of new ones, if the user allows it."""
+        needed = {self.folder / name for name in (*INDEXES, UNREADABLE)}
+        own = needed | set(map(self._path, saved["features"])) if saved else set()
+        needed |= set(map(self._path, self.shapes))
+        if (others := sorted(path.name for path in needed - own if path.exists())) and not overwrite:
+            raise UserError(
+                f"{self.folder} holds {', '.join(others)}, not written by embed; give another --output_dir, or "
+                "--overwrite to replace them"
+            )
+        old = [path for path in own | needed if path.is_file()]
+        free = shutil.disk_usage(self.folder).free + sum(path.stat().st_size for path in old)
+        # Without the rows of unreadable images, arrays are copied one after the other.
+        if (size := self.num_bytes + self.num_images * max(map(self._row_bytes, self.shapes))) > free:
+            raise UserError(
+                f"the embeddings and the copy of an array at the end take {size / 1e9:.2f} GB, but {self.folder} has "
+                f"{free / 1e9:.2f} GB left; embed fewer kinds (--what), take --dtype float16, or give an --output_dir "
+                "on a larger disk"
+            )
+        for path in old:
+            path.unlink()
 
     def remaining(self) -> list[int]:
         """Numbers of the chunks that are not finished."""
@@ -149,16 +216,23 @@ class EmbeddingWriter:
         return [images[start : start + self.batch_size] for start in range(0, len(images), self.batch_size)]
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
-        """Write rows of one kind, the first of them that of image `start`."""
+        """Write rows of one kind, the first of them that of image `start`; UserError if they are not finite."""
+        with np.errstate(over="ignore"):
+            rows = rows.astype(self.dtype)
+        if not np.isfinite(rows).all():
+            raise UserError(
+                f"--what {name}: features of {self.unit} {start} to {start + len(rows) - 1} are not finite in "
+                f"{self.dtype}; the encoder is broken, or --dtype or --precision is too narrow"
+            )
         header_bytes = np.load(self._path(name), mmap_mode="r").offset
-        with open(self._path(name), "r+b") as file:
+        with writing(self._path(name)), open(self._path(name), "r+b") as file:
             file.seek(header_bytes + start * rows[0].nbytes)
             file.write(rows.tobytes())
 
     def finish_chunk(self, chunk: int, unreadable: list[tuple[int, str, str]]) -> None:
         """Note that a chunk is on the disk."""
         for name in self.shapes:
-            with open(self._path(name), "r+b") as file:
+            with writing(self._path(name)), open(self._path(name), "r+b") as file:
                 os.fsync(file.fileno())
         write_json({"unreadable": unreadable}, self._chunk_file(chunk))
 
@@ -167,26 +241,34 @@ class EmbeddingWriter:
         chunks = [json.loads(self._chunk_file(chunk).read_text()) for chunk in range(self.num_chunks)]
         unreadable = [entry for chunk in chunks for entry in chunk["unreadable"]]
         kept = np.setdiff1d(np.arange(self.num_images), [index for index, _, _ in unreadable])
+        warnings = []
         for name in self.shapes:
-            self._keep_rows(name, kept)
+            warnings += self._keep_rows(name, kept)
         write_csv(self.folder / UNREADABLE, [("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
-        _write_index(self.folder, kept, source, captions)
-        counts = {"num_images": len(kept), "num_unreadable": len(unreadable)}
-        write_json({**record, **counts, "complete": True}, self.folder / RECORD)
+        index = _write_index(self.folder, kept, source, captions)
+        record = {**record, "num_images": len(kept), "num_unreadable": len(unreadable), "complete": True}
+        record |= {"warnings": warnings} if warnings else {}
+        names = [f"{name}.npy" for name in self.shapes]
+        write_record(record, self.folder / RECORD, [*names, index, UNREADABLE])
         shutil.rmtree(self.folder / CHUNKS)
 
-    def _keep_rows(self, name: str, kept: np.ndarray) -> None:
-        """Copy the rows of readable images; a file that has these rows alone stays as it is."""
-        path = self._path(name)
-        rows = np.load(path, mmap_mode="r")
-        if len(rows) == len(kept):
-            return
-        copy = path.with_suffix(".tmp")
-        target = np.lib.format.open_memmap(copy, "w+", rows.dtype, (len(kept), *rows.shape[1:]))
-        for start in range(0, len(kept), BLOCK_ROWS):
-            target[start : start + BLOCK_ROWS] = rows[kept[start : start + BLOCK_ROWS]]
-        target.flush()
-        os.replace(copy, path)
+    def _keep_rows(self, name: str, kept: np.ndarray) -> list[str]:
+        """Copy the rows of readable images, unless the file has no others; a warning if all of them are equal."""
+        rows = np.load(self._path(name), mmap_mode="r")
+        if len(rows) != len(kept):
+            with writing(self._path(name)), open(self._copy(name), "wb") as file:
+                header = np.lib.format.header_data_from_array_1_0(rows) | {"shape": (len(kept), *rows.shape[1:])}
+                np.lib.format.write_array_header_1_0(file, header)
+                for start in range(0, len(kept), BLOCK_ROWS):
+                    file.write(rows[kept[start : start + BLOCK_ROWS]].tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(self._copy(name), self._path(name))
+            rows = np.load(self._path(name), mmap_mode="r")
+        return check_sample(rows, f"{name} in {self.folder}")
+
+    def _copy(self, name: str) -> Path:
+        return self.folder / CHUNKS / f"{name}.npy"
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.npy"
@@ -196,25 +278,37 @@ class EmbeddingWriter:
         return self.folder / CHUNKS / f"{chunk:08d}-{self.chunk_images}.json"
 
 
-def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None) -> None:
-    """index.parquet, or index.csv where pyarrow is not installed."""
-    images = kept.tolist()
-    labels = [-1] * len(images) if source.labels is None else [int(source.labels[image]) for image in images]
+def labels_of(source: ImageSource) -> list[str]:
+    """The name of each image's class, "" if it has none."""
+    classes = [*(source.classes or []), ""]
+    return [classes[label] for label in source.labels] if source.labels is not None else [""] * len(source)
+
+
+def text_hash(texts: Sequence[str]) -> str:
+    """SHA-256 of some texts, hexadecimal."""
+    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
+
+
+def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None) -> str:
+    """index.parquet, or index.csv where pyarrow is not installed; returns the name."""
+    images, labels = kept.tolist(), labels_of(source)
     columns: dict[str, Sequence[Any]] = {
         "row": list(range(len(images))),
         "path": [source.location(image) for image in images],
-        "label": [(source.classes or [])[label] if label >= 0 else "" for label in labels],
+        "label": [labels[image] for image in images],
         **({} if captions is None else {"caption": [captions[image] for image in images]}),
     }
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        write_csv(folder / "index.csv", [tuple(columns), *zip(*columns.values(), strict=True)])
-        return
+        write_csv(folder / INDEXES[1], [tuple(columns), *zip(*columns.values(), strict=True)])
+        return INDEXES[1]
     for name in columns.keys() - {"row"}:  # file names as valid UTF-8
         columns[name] = [text.encode("utf-8", "backslashreplace").decode() for text in columns[name]]
-    parquet.write_table(pa.table(columns), folder / "index.parquet")
+    with writing(folder / INDEXES[0]):
+        parquet.write_table(pa.table(columns), folder / INDEXES[0])
+    return INDEXES[0]
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
@@ -224,10 +318,11 @@ def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
-    if (folder / "index.parquet").is_file():
+    if (folder / INDEXES[0]).is_file():
+        require("pyarrow", f"embeddings with {INDEXES[0]}")
         from pyarrow import parquet
 
-        return dict(parquet.read_table(folder / "index.parquet").drop(["row"]).to_pydict())
-    with open(folder / "index.csv", newline="", encoding="utf-8") as file:
+        return dict(parquet.read_table(folder / INDEXES[0]).drop(["row"]).to_pydict())
+    with open(folder / INDEXES[1], newline="", encoding="utf-8") as file:
         names, *rows = csv.reader(file)
     return {name: [row[column] for row in rows] for column, name in enumerate(names) if name != "row"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
-from dino_sparo.evaluation.features import MAX_NAMED
+from dino_sparo.evaluation.features import MAX_NAMED, check_features
 from dino_sparo.evaluation.objects import measures
 from dino_sparo.evaluation.objects.layouts import ObjectSource, view_objects
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
@@ -134,13 +134,14 @@ def survey_objects(
         maps: number of maps that are scored together, see `map_subsets`; None: all.
         keep_values: keep the model's slots, to match them.
     """
-    survey = Survey()
+    survey, seen = Survey(), []
     before: np.ndarray | None = None  # the maps of the image before, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
         images = torch.stack([image.tensor for image in batch])
         found: dict[str, np.ndarray] = {}
         for row, encoder in encoders.items():
             found[row], slots = maps_and_slots(encoder, images)
+            seen += [slots] if row == MODEL else []
             survey.redundancy[row]["maps"].append((map_redundancy(found[row]), len(batch)))
             if encoder.config.kind.has_slots:
                 survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
@@ -160,6 +161,7 @@ def survey_objects(
                 survey.scores.append(dict(zip(ROWS, [*scores, measures.grid_bounds(image.objects)], strict=True)))
             before = own
     _check(survey, source)
+    check_features(torch.from_numpy(np.concatenate(seen)).flatten(1), "slots of the model")
     return survey
 
 

@@ -9,7 +9,6 @@ the whole caption as one phrase; they have no counterpart among images.
 """
 
 import argparse
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources.image_source import Subset
+from dino_sparo.data.sources.image_source import Subset, fingerprint_of
 from dino_sparo.evaluation.embed.command import announce, write_embeddings
-from dino_sparo.evaluation.embed.store import EmbeddingWriter
+from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, text_hash
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
@@ -55,6 +54,7 @@ def embed_captions(
     writer = EmbeddingWriter(
         Path(args.output_dir), shapes, args.dtype, len(data.captions), args.batch_size_per_gpu, unit="captions"
     )
+    images = Subset(data.images, data.image_of)
     settings = {
         "weights": encoder.record["sha256"],
         "what": "captions",
@@ -62,7 +62,9 @@ def embed_captions(
         "precision": args.precision,
         "batch_size_per_gpu": args.batch_size_per_gpu,
         "num_captions": len(data.captions),
-        "captions": hashlib.sha256("\0".join(data.captions).encode(errors="surrogatepass")).hexdigest(),
+        "captions": text_hash(data.captions),
+        "images": fingerprint_of(images),
+        "labels": text_hash(labels_of(images)),
         "img_size": None,
     }
     record = {
@@ -73,7 +75,6 @@ def embed_captions(
         "versions": versions(open_clip="open_clip_torch"),
     }
     write_chunks = partial(_write_chunks, data, writer, encode)
-    images = Subset(data.images, data.image_of)
     return write_embeddings(writer, record, args.overwrite, write_chunks, images, data.captions)
 
 
@@ -93,5 +94,5 @@ def _write_chunks(data: CaptionSet, writer: EmbeddingWriter, encode: Callable[[l
     for chunk in progress(announce(writer), desc="embedding captions"):
         for batch in writer.batches(chunk):
             features = encode([data.captions[index] for index in batch])
-            writer.write("captions", batch.start, features.cpu().numpy().astype(writer.dtype))
+            writer.write("captions", batch.start, features.cpu().numpy())
         writer.finish_chunk(chunk, [])

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from dino_sparo.evaluation.features import check_features
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
@@ -90,8 +91,8 @@ def recall(
         first = max(0, min(start, len(images) - IMAGE_CHUNK))
         blocks.append(scorer.score_block(images[first : start + IMAGE_CHUNK], texts)[start - first :])
     scores = all_gather_ragged(torch.cat(blocks))
-    if not scores.isfinite().all():
-        raise UserError("the scores are not finite; the model is broken or overflowed")
+    for name, rows in (("images", scores), ("captions", scores.t())):
+        check_features(rows, f"scores of {name}")
     is_match = torch.zeros_like(scores, dtype=torch.bool)
     is_match[matches[:, 0], matches[:, 1]] = True
     return _mean_recall(scores, is_match, k), _mean_recall(scores.t(), is_match.t(), k)

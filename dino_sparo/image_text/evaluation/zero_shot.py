@@ -22,6 +22,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.evaluation.features import check_features
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
 from dino_sparo.image_text.prompts import AUTO, open_labelled
@@ -30,6 +31,7 @@ from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 
 TOP = 5
+SAMPLED = 8  # images per batch whose scores are compared
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,15 @@ def evaluate_zero_shot(
     """Accuracy on the images of a source, whose labels are indices of `names`; every process gets the result."""
     classes = scorer.encode_classes(names, templates)
     hits, num_corrupt = ClassCounts(len(names), scorer.device), 0
+    sample = [torch.empty(0, len(names), device=scorer.device)]
     for batch in scorer.image_batches(source):
         scores = scorer.score_block(batch.payload, classes.payload)
         if not scores.isfinite().all():
             raise UserError(f"scores of {source.name} are not finite; the model is broken or overflowed")
+        sample.append(scores[:SAMPLED])
         hits.add(scores, batch.labels)
         num_corrupt += batch.num_corrupt
+    check_features(torch.cat(sample), f"scores of {source.name}", scorer.device)
     num_corrupt = int(all_reduce_sum(torch.tensor(num_corrupt, device=scorer.device)))
     hits.counts = all_reduce_sum(hits.counts).cpu()
     images, _, _, ties = hits.counts.sum(dim=0).tolist()
