@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.timm_backbone import TimmBackbone
-from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.runtime.choices import ViTSize, size_of
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging
@@ -149,7 +149,7 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
 
 def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Architecture, arguments and weights of our own vision transformer in timm's words."""
-    config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
+    config = encoder.config
     arguments = {
         "img_size": config.img_size,
         "patch_size": config.patch_size,
@@ -159,7 +159,7 @@ def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]
         **({"act_layer": "quick_gelu"} if config.quick_gelu else {}),
     }
     if config.pre_norm or config.arch not in TIMM_NAMES:
-        arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
+        arguments |= {**cast(ViTSize, size_of(config.arch))._asdict(), "mlp_ratio": MLP_RATIO}
     name = TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer")
     return TIMM_CLIP_NAME if config.pre_norm else name, arguments, encoder.backbone.state_dict()
 
