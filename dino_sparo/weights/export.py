@@ -42,7 +42,7 @@ from dino_sparo.weights.checkpoint import (
 )
 from dino_sparo.weights.file import DOCUMENTS_KEY, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
-from dino_sparo.weights.huggingface import write_folder
+from dino_sparo.weights.huggingface import timm_images, write_folder
 from dino_sparo.weights.origin import origin_of
 
 logger = logging.getLogger(__name__)
@@ -141,9 +141,7 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     description = record["encoder"]
     convert = _timm_model if isinstance(encoder.backbone, TimmBackbone) else _own_model
     architecture, arguments, weights = convert(encoder)
-    images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic"}
-    images["input_size"] = [description["in_chans"], *[description["img_size"]] * 2]
-    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": images}
+    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
     return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": model}})
 
 

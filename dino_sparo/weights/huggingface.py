@@ -50,7 +50,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel
 
-processor = AutoImageProcessor.from_pretrained("{name}")
+processor = AutoImageProcessor.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModel.from_pretrained("{name}", trust_remote_code=True).eval()
 output = model(**processor({images}, return_tensors="pt"))
 output.pooler_output  # (1, {encoding_dim}), the encoding
@@ -73,19 +73,24 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
         record: `encoder`, the description of the encoder, and where the weights come from.
     """
     folder, module = Path(out), CODE.removesuffix(".py")
-    classes = {"AutoConfig": f"{module}.SparoEncoderConfig", "AutoModel": f"{module}.SparoEncoderModel"}
+    parts = {"AutoConfig": "SparoEncoderConfig", "AutoModel": "SparoEncoderModel"}
+    images, description = {}, record["encoder"]
+    if network.config.in_chans == 3:
+        parts["AutoImageProcessor"] = "SparoImageProcessor"
+        images = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": timm_images(description)}
     documents = {
         CODE: modeling_code(),
         "README.md": model_card(network, record, record.get("name", folder.name)),
         "config.json": {
             "model_type": MODEL_TYPE,
             "architectures": ["SparoEncoderModel"],
-            "auto_map": classes,
+            "auto_map": {part: f"{module}.{name}" for part, name in parts.items()},
             "dtype": "float32",
-            "encoder": record["encoder"],
+            **images,
+            "encoder": description,
             "origin": {key: value for key, value in record.items() if key != "encoder"},
         },
-        "preprocessor_config.json": _preprocessing(network.config, record["encoder"]),
+        **({} if images else {"preprocessor_config.json": _preprocessing(network.config, description)}),
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
     return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
@@ -123,15 +128,23 @@ def _without_imports(source: str) -> tuple[set[str], str]:
     return imports, "\n".join(lines).strip("\n") + "\n\n"
 
 
-def _preprocessing(config: EncoderConfig, description: Mapping[str, Any]) -> dict[str, Any]:
-    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does.
+def timm_images(description: Mapping[str, Any]) -> dict[str, Any]:
+    """How timm prepares images like `EvalTransform`: it resizes to floor(side / crop_pct) and rounds as torchvision."""
+    side = description["img_size"]
+    images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic", "crop_mode": "center"}
+    resize_size = EvalTransform(side).resize_size
+    return {**images, "crop_pct": side / (resize_size + 0.5), "input_size": [description["in_chans"], side, side]}
 
-    Other than three channels are given as levels from 0 to 255, (C, H, W): transformers knows grey and RGB files alone.
+
+def _preprocessing(config: EncoderConfig, description: Mapping[str, Any]) -> dict[str, Any]:
+    """`preprocessor_config.json` for other than three channels, given as levels from 0 to 255, (C, H, W).
+
+    The crop lies one pixel off for some sizes: transformers rounds another way than torchvision and `EvalTransform`.
     """
     img_size = config.img_size
     return {
         "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": config.in_chans == 3,
+        "do_convert_rgb": False,
         "do_resize": True,
         "size": {"shortest_edge": EvalTransform(img_size).resize_size},
         "resample": BICUBIC,
