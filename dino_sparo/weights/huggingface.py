@@ -11,12 +11,15 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import model_entrypoint
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts, timm_backbone
 from dino_sparo.models.encoder import Encoder, EncoderConfig
+from dino_sparo.models.readouts import OWN_READOUTS
 from dino_sparo.runtime import choices
 from dino_sparo.runtime.choices import TIMM
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
 
@@ -72,6 +75,7 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
         out: the folder.
         record: `encoder`, the description of the encoder, and where the weights come from.
     """
+    require_exportable(network.config)
     folder, module = Path(out), CODE.removesuffix(".py")
     parts = {"AutoConfig": "SparoEncoderConfig", "AutoModel": "SparoEncoderModel"}
     images, description = {}, record["encoder"]
@@ -94,6 +98,19 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
     return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
+
+
+def require_exportable(config: EncoderConfig) -> None:
+    """Refuse a read-out or a backbone of the user's own, whose code the folder cannot hold."""
+    is_own = {f"--readout {config.readout}": config.readout not in OWN_READOUTS}
+    if config.arch.startswith(TIMM):
+        module = model_entrypoint(config.arch.removeprefix(TIMM)).__module__
+        is_own[f"--arch {config.arch}"] = module.partition(".")[0] not in ("timm", "dino_sparo")
+    for part in filter(is_own.get, is_own):
+        raise UserError(
+            f"{part} is code of your own, which a folder for Hugging Face cannot hold; choose --format onnx, or "
+            "safetensors, which your file can load"
+        )
 
 
 def modeling_code() -> str:
