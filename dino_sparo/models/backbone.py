@@ -20,14 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.timm_backbone import (
-    TimmBackbone,
-    check_images,
-    check_whole_patches,
-    layer_indices,
-    layers_of,
-    plan_of,
-)
+from dino_sparo.models.timm_backbone import TimmBackbone, check_images, check_whole_patches, layer_indices, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
 from dino_sparo.runtime.faults import UserError
 
@@ -241,8 +234,9 @@ class Backbone(nn.Module):
         return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
 
     def layers(self) -> dict[str, int]:
-        """`layers_of` the weights."""
-        return layers_of(name for name, _ in self.named_parameters())
+        """Layer of each weight: 0 for the embeddings, i for block i, counted from 1; the last LayerNorm is left out."""
+        names = [name for name, _ in self.named_parameters() if not name.startswith("norm.")]
+        return {name: int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0 for name in names}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass and recompute the rest with equal random numbers."""

@@ -8,7 +8,7 @@ import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -23,7 +23,7 @@ from dino_sparo.runtime.faults import UserError
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
 NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
-LAST_NORMS = ("norm.", "fc_norm.", "head.norm.")  # beginnings of timm's names
+LAST_NORMS = ("model.norm.", "model.fc_norm.", "model.head.norm.")
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
@@ -134,11 +134,13 @@ class TimmBackbone(nn.Module):
         return [torch.cat((prefix, patches), dim=1) for patches, prefix in layers]
 
     def layers(self) -> dict[str, int]:
-        """Layer of each weight: `layers_of`, or as timm groups stages, whose blocks are counted through."""
-        if self.has_blocks:
-            return layers_of(name for name, _ in self.named_parameters())
+        """Layer of each weight: 0 for the embeddings, i for block i, counted over all stages; no last norm."""
+        if self.has_blocks:  # timm puts registers, and CLIP's first norm, behind the blocks
+            names = [name for name, _ in self.named_parameters() if not name.startswith(LAST_NORMS)]
+            return {name: int(name.split(".")[2]) + 1 if name.startswith("model.blocks.") else 0 for name in names}
         layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
-        return {f"model.{name}": layer for name, layer in layers.items() if not name.startswith(LAST_NORMS)}
+        named = {f"model.{name}": layer for name, layer in layers.items()}
+        return {name: layer for name, layer in named.items() if not name.startswith(LAST_NORMS)}
 
     def last_self_attention(
         self, images: Float[Tensor, "B C H W"], num_queries: int | None = None
@@ -322,16 +324,6 @@ def _nearest_models(name: str) -> list[str]:
     counts = {model: sum(word in model for word in words if not word.isdecimal()) for model in known}
     sharing = sorted(filter(counts.get, known), key=lambda model: (-counts[model], len(model)))
     return list(dict.fromkeys([*difflib.get_close_matches(name, known, cutoff=0.4), *sharing[:NUM_NEAREST]]))
-
-
-def layers_of(names: Iterable[str]) -> dict[str, int]:
-    """Layer of each weight of a ViT: 0 for the embeddings, i for block i, counted from 1; the last norm is left out."""
-    plain = {name: name.removeprefix("model.") for name in names}
-    return {
-        name: int(own.split(".")[1]) + 1 if own.startswith("blocks.") else 0
-        for name, own in plain.items()
-        if not own.startswith(LAST_NORMS)
-    }
 
 
 def check_whole_patches(img_size: int, patch_size: int) -> None:

@@ -24,7 +24,6 @@ from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
 
 CODE = "modeling_sparo.py"
-BICUBIC = 3  # as Pillow numbers it
 
 CARD = """\
 ---
@@ -78,10 +77,11 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
     require_exportable(network.config)
     folder, module = Path(out), CODE.removesuffix(".py")
     parts = {"AutoConfig": "SparoEncoderConfig", "AutoModel": "SparoEncoderModel"}
-    images, description = {}, record["encoder"]
+    images = timm_images(record["encoder"])
     if network.config.in_chans == 3:
         parts["AutoImageProcessor"] = "SparoImageProcessor"
-        images = {"image_processor_type": "TimmWrapperImageProcessor", "pretrained_cfg": timm_images(description)}
+    else:  # tensors of levels from 0 to 255, of which timm changes size and normalisation alone
+        images |= {name: [255 * value for value in images[name]] for name in ("mean", "std")}
     documents = {
         CODE: modeling_code(),
         "README.md": model_card(network, record, record.get("name", folder.name)),
@@ -90,11 +90,11 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
             "architectures": ["SparoEncoderModel"],
             "auto_map": {part: f"{module}.{name}" for part, name in parts.items()},
             "dtype": "float32",
-            **images,
-            "encoder": description,
+            "image_processor_type": "TimmWrapperImageProcessor",
+            "pretrained_cfg": images,
+            "encoder": record["encoder"],
             "origin": {key: value for key, value in record.items() if key != "encoder"},
         },
-        **({} if images else {"preprocessor_config.json": _preprocessing(network.config, description)}),
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
     return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
@@ -153,28 +153,6 @@ def timm_images(description: Mapping[str, Any]) -> dict[str, Any]:
     return {**images, "crop_pct": side / (resize_size + 0.5), "input_size": [description["in_chans"], side, side]}
 
 
-def _preprocessing(config: EncoderConfig, description: Mapping[str, Any]) -> dict[str, Any]:
-    """`preprocessor_config.json` for other than three channels, given as levels from 0 to 255, (C, H, W).
-
-    The crop lies one pixel off for some sizes: transformers rounds another way than torchvision and `EvalTransform`.
-    """
-    img_size = config.img_size
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": False,
-        "do_resize": True,
-        "size": {"shortest_edge": EvalTransform(img_size).resize_size},
-        "resample": BICUBIC,
-        "do_center_crop": True,
-        "crop_size": {"height": img_size, "width": img_size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": description["mean"],
-        "image_std": description["std"],
-    }
-
-
 def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     """README.md of the folder: architecture, training, scores, and a snippet that runs."""
     config = network.config
@@ -195,7 +173,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
-    levels = f'255 * torch.rand({config.in_chans}, 300, 400), input_data_format="channels_first"'
+    levels = f"255 * torch.rand({config.in_chans}, 300, 400)"
     return CARD.format(
         images='Image.open("photo.jpg")' if config.in_chans == 3 else levels,
         title=name,

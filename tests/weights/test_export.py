@@ -489,6 +489,21 @@ def test_transformers_prepares_images_of_every_size_as_evaluation_does(tmp_path:
             torch.testing.assert_close(theirs, ours(image)[0][None], rtol=0, atol=1e-5)
 
 
+def test_transformers_prepares_images_of_five_channels_as_evaluation_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2, 0.3, 0.2, 0.3, 0.2)
+    encoder = build(readout="cls", in_chans=5)
+    content = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config, mean, std)}
+    save_checkpoint(content, tmp_path / "checkpoint.pth")
+    folder = export(tmp_path / "checkpoint.pth", tmp_path / "out", format="huggingface")
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    for height, width in ((40, 61), (64, 97), (30, 30)):
+        # Away from 0 and 255, at which evaluation cuts off what overshoots at an edge.
+        levels = np.random.default_rng(7).integers(60, 196, (5, height, width), dtype=np.uint8)
+        theirs = processor(torch.from_numpy(levels).float(), return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(theirs, EvalTransform(24, mean, std).batch(levels), rtol=0, atol=0.02)
+
+
 def test_transformers_prepares_images_of_every_mode_as_evaluation_does(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface")
