@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,14 @@ import torch
 from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.__main__ import main
 from dino_sparo.data.sources import OPENERS
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.models.readouts import READOUTS
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+COMMANDS = re.findall(r"^    ((?:python|dino-sparo) .*)$", PAGE, flags=re.MULTILINE)
 TINY = {
     "data_path": "scenes:26:32",
     "arch": "vit_micro",
@@ -60,6 +64,47 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def words_of(options: dict[str, object]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def small(words: list[str]) -> list[str]:
+    """A command of the page with tiny images and, for a training, a tiny model."""
+    is_training = "--output_dir" in words
+    options = {**TINY, "epochs": 1, "warmup_epochs": 0} if is_training else {"device": "cpu", "num_workers": 0}
+    given = {name: value for name, value in options.items() if f"--{name}" not in words}
+    return [re.sub(r"^scenes.*", TINY["data_path"], word) for word in words] + words_of(given)
+
+
+@pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file more than once
+def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_load_is_not_exported(
+    tmp_path: Path, python: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("open_clip")
+    from clip_fakes import paint, small_checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    words = {"my_readout": "TopKReadout", "my_backbone": "vit_flat", "my_source": "class Frames"}
+    for name, word in (words | {"my_benchmark": "colours.json", "vicreg": "vicreg_loss"}).items():
+        Path(f"{name}.py").write_text(block_with(word))
+    frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
+    np.savez("video.npz", frames=frames, labels=np.arange(50) // 25)
+    paint(tmp_path / "data" / "images" / "1.png", "red")
+    Path("data/colours.json").write_text('[{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]')
+    small_checkpoint(tmp_path / "runs" / "clip" / "checkpoint.pth")
+    assert len(COMMANDS) == 8
+    for command in COMMANDS:
+        program, *rest = shlex.split(command)
+        if program == "python":
+            python(tmp_path / rest[0], *small(rest[1:]))
+        else:
+            main(small(rest))
+    for script, run, part in (
+        ("my_readout", "topk", "--readout topk"),
+        ("my_backbone", "flat", "--arch timm/vit_flat"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            python(tmp_path / f"{script}.py", "export", f"runs/{run}/checkpoint.pth", run, "--format", "huggingface")
+        assert f"{part} is code of your own" in caplog.messages[-1]
+        assert not Path(run).exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dino_sparo.dino.loss import DINOLoss, diagnose_collapse
 from dino_sparo.dino.step import train_step
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
 
@@ -35,6 +36,11 @@ class DINOObjective(DistillationObjective):
     step = train_step  # of algorithm 1
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
+        if args.koleo_weight and args.batch_size_per_gpu * process.world_size == 1:
+            raise UserError(
+                f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
+                "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
+            )
         super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
 

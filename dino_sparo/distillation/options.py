@@ -52,7 +52,7 @@ ENCODER: Group = {
     "arch": Option(
         "vit_small",
         f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm, "
-        "such as timm/resnet50. vit_micro is for laptops.",
+        "such as timm/resnet50. vit_micro is for laptops; vit_small_heads12 has 12 attention heads.",
         str,
     ),
     "patch_size": Option(

@@ -34,7 +34,7 @@ from dino_sparo.weights.checkpoint import (
     normalization_of,
     weights_sha256,
 )
-from dino_sparo.weights.initialize import check_same_activation, initialize_from
+from dino_sparo.weights.initialize import check_same_blocks, initialize_from
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
     weights = clip_weights(checkpoint, source)
     if weights is None:
         raise CheckpointError(f"{source} holds no CLIP; --init_from starts the image encoder from other weights")
-    check_same_activation(checkpoint, model.config.quick_gelu, source)
+    check_same_blocks(checkpoint, model.config.quick_gelu, model.config.image.arch, source)
     description = image_text_entry(checkpoint)
     if description is not None and description["text"]["heads"] != model.config.text.heads:
         raise CheckpointError(

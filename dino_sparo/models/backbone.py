@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.models.timm_backbone import TimmBackbone, check_images, check_whole_patches, layer_indices, plan_of
-from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize
+from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
 from dino_sparo.runtime.faults import UserError
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
@@ -294,7 +294,7 @@ def create_backbone(
     """Build a backbone by the name of its architecture.
 
     Args:
-        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
+        arch: a key of `ARCHITECTURES`, with `_heads12` for 12 attention heads, or `timm/NAME`.
         patch_size: P, pixels.
         img_size: side in pixels of the images whose grid the position embedding stores.
         remove_blocks: number of blocks to leave out at the end.
@@ -304,10 +304,10 @@ def create_backbone(
     """
     if arch.startswith(TIMM):
         return TimmBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
-    if arch not in ARCHITECTURES:
+    size = size_of(arch)
+    if size is None:
         hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""
         raise UserError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
-    size = ARCHITECTURES[arch]
     depth = size.depth - remove_blocks
     return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
 

@@ -131,6 +131,7 @@ READOUTS: dict[str, ReadoutKind] = {
     "attention": ReadoutKind(_attention, has_slots=True, normalized_per_slot=True),
     "eos": ReadoutKind(lambda sizes: EndTokenReadout(), reads_captions_only=True),
 }
+OWN_READOUTS = frozenset(READOUTS)  # without those of other files
 
 
 def readout_kind(name: str) -> ReadoutKind:

@@ -23,6 +23,7 @@ from dino_sparo.runtime.faults import UserError
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
 NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
+LAST_NORMS = ("model.norm.", "model.fc_norm.", "model.head.norm.")
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
@@ -133,9 +134,13 @@ class TimmBackbone(nn.Module):
         return [torch.cat((prefix, patches), dim=1) for patches, prefix in layers]
 
     def layers(self) -> dict[str, int]:
-        """Layer of each weight as timm groups them: 0 for the embeddings, i for block i, counted over all stages."""
+        """Layer of each weight: 0 for the embeddings, i for block i, counted over all stages; no last norm."""
+        if self.has_blocks:  # timm puts registers, and CLIP's first norm, behind the blocks
+            names = [name for name, _ in self.named_parameters() if not name.startswith(LAST_NORMS)]
+            return {name: int(name.split(".")[2]) + 1 if name.startswith("model.blocks.") else 0 for name in names}
         layers = group_parameters(self.model, self.model.group_matcher(coarse=False), reverse=True)
-        return {f"model.{name}": layer for name, layer in layers.items()}
+        named = {f"model.{name}": layer for name, layer in layers.items()}
+        return {name: layer for name, layer in named.items() if not name.startswith(LAST_NORMS)}
 
     def last_self_attention(
         self, images: Float[Tensor, "B C H W"], num_queries: int | None = None

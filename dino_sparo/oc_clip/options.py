@@ -172,7 +172,7 @@ CAPTION_PARSER: Group = {
     "model": Option(None, "For llm: name of the model on the server, or with --local the model's folder."),
     "local": Option(False, "For llm: run the model here, with transformers."),
     "concurrency": Option(16, "For llm: number of requests at the same time.", positive_int),
-    "timeout_s": Option(120.0, "For llm: seconds that a request may take.", positive_number),
+    "timeout_s": Option(120.0, "For llm: seconds that a whole request may take; then it is repeated.", positive_number),
     "cache": Option(
         None, "For llm: database of all answers; by default OUTPUT.cache.sqlite. Runs may share a database."
     ),

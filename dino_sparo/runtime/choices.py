@@ -27,6 +27,19 @@ ARCHITECTURES: dict[str, ViTSize] = {
 }
 
 
+HEADS = "_heads"  # before another number of attention heads: vit_small_heads12
+
+
+def size_of(arch: str) -> ViTSize | None:
+    """Sizes of a vision transformer of ours, maybe with another number of heads; None for any other name."""
+    name, _, heads = arch.partition(HEADS)
+    size = ARCHITECTURES.get(name)
+    if size is None or name == arch:
+        return size
+    is_divisor = heads.isdecimal() and int(heads) > 0 and size.embed_dim % int(heads) == 0
+    return size._replace(num_heads=int(heads)) if is_divisor else None
+
+
 TIMM = "timm/"  # prefix of architectures that timm builds
 PATCH_SIZE = 16  # pixels, of our own vision transformers
 

@@ -57,7 +57,7 @@ FOREIGN_WEIGHTS: Group = {
     "arch": Option(
         None,
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
-        "it.",
+        "it. vit_small_heads12 has 12 attention heads, as MoCo v3's, a number that no file of weights says.",
         str,
     ),
     "patch_size": Option(

@@ -136,11 +136,16 @@ class Trackio(WandB):
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
+        project, name = os.environ.get("TRACKIO_PROJECT", PROJECT), f"{run.title}-{run.run_id}"
+        # Steps that a resumed run takes again have their old values; Trackio cannot replace them.
+        logs = SQLiteStorage.get_logs(project, name) if run.step else []
+        self.logged = {(entry["step"], key) for entry in logs for key in entry}
         self.image_type = trackio.Image
         self.run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{run.title}-{run.run_id}",  # Trackio finds a run by its name
+            project=project,
+            name=name,  # by which Trackio finds a run
             config=run.plain_options,
             resume="allow",
             embed=False,
@@ -148,7 +153,8 @@ class Trackio(WandB):
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
         """Named numbers, or pictures, of a step."""
-        self.run.log(dict(values), step=step)
+        if new := {name: value for name, value in values.items() if (step, name) not in self.logged}:
+            self.run.log(new, step=step)
 
 
 # A tracker has the methods of `TensorBoard`.

@@ -5,6 +5,7 @@ gradients between `finish_gradients` and `update`. Nothing here reads the device
 """
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -60,13 +61,16 @@ class Updater:
         self.nonfinite, self.overflow = (torch.zeros((), device=self.device) for _ in range(2))
 
     def begin_step(self) -> None:
-        """Set the hyperparameters of the step, drop the gradients of the last step, seed stochastic depth."""
+        """Set the hyperparameters of the step, drop the gradients of the last step, seed all random numbers."""
         for group, schedule in zip(self.optimizer.param_groups, self.schedules, strict=True):
             group.update({name: float(values[self.step]) for name, values in schedule.items()})
         self.optimizer.zero_grad(set_to_none=True)
-        # Stochastic depth is a function of (seed, step, rank), so that resuming needs no random state.
+        # Stochastic depth is a function of (seed, step, rank), so that resuming needs no random state, and equal runs
+        # save equal states.
         words = np.random.SeedSequence((self.seed % 2**64, self.step, rank())).generate_state(1, np.uint64)
         torch.manual_seed(int(words[0]))
+        np.random.seed(int(words[0]) % 2**32)
+        random.seed(int(words[0]))
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the forward passes."""

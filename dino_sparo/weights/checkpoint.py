@@ -51,12 +51,14 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_confi
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of, pretrained_weights
 from dino_sparo.runtime.choices import (
+    HEADS,
     IMAGENET_MEAN,
     IMAGENET_STD,
     MAX_VALUE,
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
     TIMM,
+    size_of,
 )
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, file_sha256, parse_object
@@ -66,6 +68,7 @@ from dino_sparo.weights.foreign import (
     from_open_clip_names,
     infer_config,
     is_open_clip,
+    timm_remedy,
     timm_weights,
     without_layer_scale,
 )
@@ -207,13 +210,13 @@ def encoder_description(
 
 
 def describe_encoder(
-    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], path: str, arch: str | None, patch_size: int | None
 ) -> dict[str, Any]:
     """Fields of `EncoderConfig`, mean and std: from the checkpoint's entry, else inferred from the weights."""
     pair = image_text_entry(checkpoint)
     entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
     if entry is None:
-        config = replace(infer_config(weights, arch, patch_size), quick_gelu=bool(activation_of(checkpoint)))
+        config = replace(infer_config(weights, arch, patch_size, path), quick_gelu=bool(activation_of(checkpoint)))
         return encoder_description(config, *normalization_of(checkpoint))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
     return {**entry, **overrides}
@@ -274,10 +277,10 @@ def encoder_of(
     quick_gelu: bool = False,
 ) -> Encoder:
     """`load_encoder` for a checkpoint that was read from `path`."""
-    encoder_entry(checkpoint, path)
+    is_foreign = encoder_entry(checkpoint, path) is None and image_text_entry(checkpoint) is None
     weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
-    description = describe_encoder(checkpoint, weights, arch, patch_size)
+    description = describe_encoder(checkpoint, weights, path, arch, patch_size)
     if quick_gelu:
         if activation_of(checkpoint) is False:
             raise CheckpointError(
@@ -292,12 +295,23 @@ def encoder_of(
         own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
-    load_strictly(encoder, weights, f"{path} ({network})")
+    load_strictly(encoder, weights, f"{path} ({network})", f"; {timm_remedy(weights)}" if is_foreign else "")
     max_value = max_value_of(checkpoint)
     view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
     logger.info("%s of %s: %s", network, path, encoder.summary)
+    if is_foreign:
+        say_heads(encoder.config.arch, path)
     return encoder.eval()
+
+
+def say_heads(arch: str, path: str) -> None:
+    """Log the number of attention heads that is assumed, because weights do not say it."""
+    if size := size_of(arch):
+        logger.info(
+            "%s does not say its number of attention heads: %d are assumed; --arch %s%sN takes N",
+            *(path, size.num_heads, arch.partition(HEADS)[0], HEADS),
+        )
 
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -341,13 +355,13 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, path: str) -> dic
     if clip is not None:
         return {name.removeprefix("image."): value for name, value in clip.items() if name.startswith("image.")}
     if isinstance(checkpoint.get(which), Mapping):
-        return flat_weights(checkpoint[which])
+        return flat_weights(checkpoint[which], which)
     networks = [key for key in NETWORKS if isinstance(checkpoint.get(key), Mapping)]
     exported = checkpoint.get("checkpoint_key")  # an export has one network, and says which it was
     is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is the default
     if networks or which not in NETWORKS or is_other:
         raise CheckpointError(f"{path} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
-    return flat_weights(_top_weights(checkpoint))
+    return flat_weights(_top_weights(checkpoint), which)
 
 
 def network_name(checkpoint: Mapping[str, Any], which: str) -> str | None:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.timm_backbone import TimmBackbone
-from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.runtime.choices import ViTSize, size_of
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging
@@ -42,7 +42,7 @@ from dino_sparo.weights.checkpoint import (
 )
 from dino_sparo.weights.file import DOCUMENTS_KEY, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
-from dino_sparo.weights.huggingface import write_folder
+from dino_sparo.weights.huggingface import timm_images, write_folder
 from dino_sparo.weights.origin import origin_of
 
 logger = logging.getLogger(__name__)
@@ -141,15 +141,13 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     description = record["encoder"]
     convert = _timm_model if isinstance(encoder.backbone, TimmBackbone) else _own_model
     architecture, arguments, weights = convert(encoder)
-    images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic"}
-    images["input_size"] = [description["in_chans"], *[description["img_size"]] * 2]
-    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": images}
+    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
     return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": model}})
 
 
 def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Architecture, arguments and weights of our own vision transformer in timm's words."""
-    config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
+    config = encoder.config
     arguments = {
         "img_size": config.img_size,
         "patch_size": config.patch_size,
@@ -159,7 +157,7 @@ def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]
         **({"act_layer": "quick_gelu"} if config.quick_gelu else {}),
     }
     if config.pre_norm or config.arch not in TIMM_NAMES:
-        arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
+        arguments |= {**cast(ViTSize, size_of(config.arch))._asdict(), "mlp_ratio": MLP_RATIO}
     name = TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer")
     return TIMM_CLIP_NAME if config.pre_norm else name, arguments, encoder.backbone.state_dict()
 

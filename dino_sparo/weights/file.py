@@ -44,6 +44,8 @@ PLAIN_TYPES = [
     (_numpy_scalar, "numpy._core.multiarray.scalar"),
 ]
 
+# The remedy for weights that FSDP has cut into parts.
+WHOLE_WEIGHTS = "give whole weights, such as teacher_checkpoint.pth, which DINOv2 writes for its evaluations"
 NUM_NAMES_SHOWN = 8  # in messages
 
 
@@ -61,8 +63,10 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:  # a damaged archive or pickle may raise any error
         unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if unsafe is not None:
+            is_cut = "torch.distributed" in unsafe
             raise CheckpointError(
                 f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
+                + f". FSDP has cut these weights into parts; {WHOLE_WEIGHTS}" * is_cut
             ) from error
         reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
@@ -246,10 +250,10 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
     return path
 
 
-def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str, remedy: str = "") -> None:
     """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
     if problems := misfits(module.state_dict(), weights):
-        raise CheckpointError(f"the weights of {name} do not fit the model; {problems}")
+        raise CheckpointError(f"the weights of {name} do not fit the model; {problems}{remedy}")
     module.load_state_dict(dict(weights))
 
 

@@ -6,17 +6,19 @@ tower; its SPARO and its linear bottleneck are supported. Our names are those of
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from timm.models import is_model
 from torch import Tensor
 
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
-from dino_sparo.runtime.choices import ARCHITECTURES, TIMM
+from dino_sparo.runtime.choices import ARCHITECTURES, TIMM, size_of
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.weights.file import CheckpointError, misfits, require_channels, shortened
+from dino_sparo.weights.file import WHOLE_WEIGHTS, CheckpointError, misfits, require_channels, shortened
 
 # Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
 NAMES = {
@@ -59,6 +61,25 @@ ENDS = {
 CLIP_FORMATS: dict[str, tuple[str, ...]] = {"open_clip": ("cls",), "sparo_clip": tuple(ENDS)}
 # Stored as (D, M) by OpenCLIP.
 TRANSPOSED = {"visual.proj", "text_projection"}
+# Modules around others, in the names of weights: DDP's, torch.compile's, FSDP's, those of activation checkpoints.
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Of files that hold both networks under one key: those of DINOv2 and DINOv3, and of MoCo v3.
+NETWORK_PREFIXES = {"teacher": ("teacher.", "momentum_encoder."), "student": ("student.", "base_encoder.")}
+OTHER_PARTS = ("dino_head.", "ibot_head.", "decoder_")  # of DINOv2, and MAE's decoder
+MASK_TOKENS = (".mask_token", ".masked_embed")  # of DINOv2 and MAE; of iBOT
+CHUNKED = re.compile(r"^((?:backbone\.)?blocks\.)\d+\.(?=\d+\.)")  # blocks.CHUNK.BLOCK.* of DINOv2's training
+# A part that only some vision transformers have -> timm's names of them.
+MAKES = {
+    "mlp.w1.": "vit_{size}_plus_patch{patch}_dinov3_qkvb",
+    "storage_tokens": "vit_{size}_patch{patch}_dinov3_qkvb",
+    "rope_embed": "vit_{size}_patch{patch}_dinov3",
+    "register_tokens": "vit_{size}_patch{patch}_reg4_dinov2",
+    "mlp.w12.": "vit_{size}_patch{patch}_dinov2",
+    "dist_token": "deit_{size}_distilled_patch{patch}_224",
+    "relative_position": "beit_{size}_patch{patch}_224",
+    "gamma_1": "deit3_{size}_patch{patch}_224",
+}
+SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 1536: "giant", 4096: "7b"}  # by width
 # Constants in state dicts of OpenAI and of older versions of OpenCLIP.
 BUFFERS = frozenset({"attn_mask", "text.attn_mask", "input_resolution", "context_length", "vocab_size"})
 
@@ -158,9 +179,9 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
             f"in_chans={image['in_chans']}; it has the one with 'cls', True and 3, and sparo-clip those with 'sparo' "
             f"and 'linear'"
         )
-    if image["arch"] not in ARCHITECTURES:
+    size = size_of(image["arch"])
+    if size is None:
         raise UserError(f"open_clip has no model with arch={image['arch']}; this CLIP can be exported as safetensors")
-    size = ARCHITECTURES[image["arch"]]
     settings = {
         "embed_dim": entry["embed_dim"],
         "quick_gelu": entry["quick_gelu"],
@@ -188,22 +209,37 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
 # Vision transformers, and models of timm.
 
 
-def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights under our names, whoever saved them.
+def flat_weights(weights: Mapping[str, Any], which: str = "teacher") -> dict[str, Tensor]:
+    """Weights of one network under our names, whoever saved them.
 
-    Removes DDP's `module.` and entries that are no tensors; puts a raw ViT's `blocks.*`, `cls_token`, ... below
-    `backbone.`.
+    Removes names of wrappers and chunks, entries that are no tensors, other networks and heads of other trainings; puts
+    a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`.
     """
-    plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    plain = {WRAPPERS.sub("", name): value for name, value in weights.items() if isinstance(value, Tensor)}
+    for prefix in NETWORK_PREFIXES.get(which, ()):
+        plain = {name.removeprefix(prefix): plain[name] for name in plain if name.startswith(prefix)} or plain
+    plain = {name: value for name, value in plain.items() if not name.startswith(OTHER_PARTS)}
+    if any(name.endswith("cls_token") for name in plain):
+        plain = {CHUNKED.sub(r"\1", name): value for name, value in plain.items()}
     if any(name.startswith("backbone.") for name in plain):
         return plain
     return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
 
 
+def timm_remedy(weights: Mapping[str, Tensor]) -> str:
+    """The option that reads a network which is none of ours, for messages."""
+    if any("_flat_param" in name for name in weights):
+        return WHOLE_WEIGHTS
+    width, _, _, patch = getattr(weights.get("backbone.patch_embed.proj.weight"), "shape", [0] * 4)
+    makes = [make for part, make in MAKES.items() if any(part in name for name in weights)]
+    names = (make.format(size=SIZES.get(width), patch=patch) for make in makes)
+    return f"give --arch {TIMM}{next(filter(is_model, names), 'NAME')}, the model of timm that it holds"
+
+
 def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """DINOv2's ViT as our own: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
-    folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
+    folded = {name: value for name, value in weights.items() if not name.endswith(MASK_TOKENS)}
     for ending, layer in layers.items():
         for name in [name for name in folded if name.endswith(f".{ending}")]:
             stem = f"{name.removesuffix(ending)}{layer}"
@@ -216,7 +252,7 @@ def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def infer_config(
-    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None, path: str = "the file"
 ) -> EncoderConfig:
     """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
 
@@ -229,7 +265,7 @@ def infer_config(
         plan = plan_of(arch.removeprefix(TIMM))
         readout = "cls" if plan.has_class_token else "gap"
         return EncoderConfig(arch, patch_size or plan.stride, readout, img_size=plan.img_size)
-    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
+    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights, path)
     depth, queries = num_blocks(weights), weights.get("readout.queries")
     # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
     depths = [depth] if queries is None else [depth + 1, depth]
@@ -237,7 +273,10 @@ def infer_config(
     fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
     if arch is None and not fitting:
         known = ", ".join(f"{name} {size}" for size, name in names.items())
-        raise CheckpointError(f"no architecture has width {embed_dim} and {depth} blocks; known are {known}")
+        raise CheckpointError(
+            f"{path}: no architecture has width {embed_dim} and {depth} blocks; known are {known}; "
+            + timm_remedy(weights)
+        )
     patch_size, arch = patch_size or kernel, arch or fitting[0]
     slots: dict[str, Any] = {"readout": "cls"}
     if queries is not None and "readout.key_proj.bias" in weights:
@@ -248,7 +287,7 @@ def infer_config(
             "slot_dim": len(weights["readout.value_proj.bias"]),
             "key_dim": key_dim,
             "group_size": num_slots * key_dim // num_keys,
-            "replace_block": arch in ARCHITECTURES and ARCHITECTURES[arch].depth > depth,
+            "replace_block": (size := size_of(arch)) is not None and size.depth > depth,
         }
     return EncoderConfig(
         arch=arch,
@@ -288,7 +327,12 @@ def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: st
         raise CheckpointError(f"{path} does not hold the weights of timm/{backbone.name}: {error}") from error
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
-    known = {name: value for name, value in fitting.items() if name in wanted}
+    # A classifier, a last norm and removed blocks may be left over; any other part would change the tokens.
+    own = (*wanted, *(name for name in fitting if name.endswith(("_token", "_tokens")) or block_of(name) >= 0))
+    depth, is_biased = num_blocks(wanted), any(name.endswith(("qkv.bias", "q_bias", "q_proj.bias")) for name in fitting)
+    known = {name: fitting[name] for name in own if name in fitting and block_of(name) < depth}
+    if not is_biased:  # of DINOv3's weights timm leaves out these biases, which are zero in published files
+        known |= {name: value for name, value in plain.items() if name.endswith("qkv.bias") and value.any()}
     if problems := misfits(wanted, known, most=1):
         raise CheckpointError(
             f"{path} does not hold the weights of timm/{backbone.name}; {problems}; choose other weights, or the "
@@ -303,12 +347,12 @@ def patch_sizes(weights: Mapping[str, Tensor], path: str = "the file") -> tuple[
     if projection is None or projection.ndim != 4:
         raise CheckpointError(
             f"{path}: these are not the weights of a vision transformer: patch_embed.proj.weight is missing among "
-            + shortened(sorted(weights))
+            f"{shortened(sorted(weights))}; {timm_remedy(weights)}"
         )
     if positions is None:
         raise CheckpointError(
-            f"{path} has no pos_embed, so its vision transformer is none of ours (rotary positions?); give --arch "
-            "timm/NAME, the model that it holds"
+            f"{path} has no pos_embed, so its vision transformer is none of ours (rotary positions?); "
+            f"{timm_remedy(weights)}"
         )
     embed_dim, in_chans, _, kernel = projection.shape
     return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)

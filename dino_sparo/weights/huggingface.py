@@ -11,17 +11,19 @@ from typing import Any
 
 import timm
 import torch
+from timm.models import model_entrypoint
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts, timm_backbone
 from dino_sparo.models.encoder import Encoder, EncoderConfig
+from dino_sparo.models.readouts import OWN_READOUTS
 from dino_sparo.runtime import choices
 from dino_sparo.runtime.choices import TIMM
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
 
 CODE = "modeling_sparo.py"
-BICUBIC = 3  # as Pillow numbers it
 
 CARD = """\
 ---
@@ -50,7 +52,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel
 
-processor = AutoImageProcessor.from_pretrained("{name}")
+processor = AutoImageProcessor.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModel.from_pretrained("{name}", trust_remote_code=True).eval()
 output = model(**processor({images}, return_tensors="pt"))
 output.pooler_output  # (1, {encoding_dim}), the encoding
@@ -72,23 +74,43 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
         out: the folder.
         record: `encoder`, the description of the encoder, and where the weights come from.
     """
+    require_exportable(network.config)
     folder, module = Path(out), CODE.removesuffix(".py")
-    classes = {"AutoConfig": f"{module}.SparoEncoderConfig", "AutoModel": f"{module}.SparoEncoderModel"}
+    parts = {"AutoConfig": "SparoEncoderConfig", "AutoModel": "SparoEncoderModel"}
+    images = timm_images(record["encoder"])
+    if network.config.in_chans == 3:
+        parts["AutoImageProcessor"] = "SparoImageProcessor"
+    else:  # tensors of levels from 0 to 255, of which timm changes size and normalisation alone
+        images |= {name: [255 * value for value in images[name]] for name in ("mean", "std")}
     documents = {
         CODE: modeling_code(),
         "README.md": model_card(network, record, record.get("name", folder.name)),
         "config.json": {
             "model_type": MODEL_TYPE,
             "architectures": ["SparoEncoderModel"],
-            "auto_map": classes,
+            "auto_map": {part: f"{module}.{name}" for part, name in parts.items()},
             "dtype": "float32",
+            "image_processor_type": "TimmWrapperImageProcessor",
+            "pretrained_cfg": images,
             "encoder": record["encoder"],
             "origin": {key: value for key, value in record.items() if key != "encoder"},
         },
-        "preprocessor_config.json": _preprocessing(network.config, record["encoder"]),
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
     return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
+
+
+def require_exportable(config: EncoderConfig) -> None:
+    """Refuse a read-out or a backbone of the user's own, whose code the folder cannot hold."""
+    is_own = {f"--readout {config.readout}": config.readout not in OWN_READOUTS}
+    if config.arch.startswith(TIMM):
+        module = model_entrypoint(config.arch.removeprefix(TIMM)).__module__
+        is_own[f"--arch {config.arch}"] = module.partition(".")[0] not in ("timm", "dino_sparo")
+    for part in filter(is_own.get, is_own):
+        raise UserError(
+            f"{part} is code of your own, which a folder for Hugging Face cannot hold; choose --format onnx, or "
+            "safetensors, which your file can load"
+        )
 
 
 def modeling_code() -> str:
@@ -123,26 +145,12 @@ def _without_imports(source: str) -> tuple[set[str], str]:
     return imports, "\n".join(lines).strip("\n") + "\n\n"
 
 
-def _preprocessing(config: EncoderConfig, description: Mapping[str, Any]) -> dict[str, Any]:
-    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does.
-
-    Other than three channels are given as levels from 0 to 255, (C, H, W): transformers knows grey and RGB files alone.
-    """
-    img_size = config.img_size
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": config.in_chans == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": EvalTransform(img_size).resize_size},
-        "resample": BICUBIC,
-        "do_center_crop": True,
-        "crop_size": {"height": img_size, "width": img_size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": description["mean"],
-        "image_std": description["std"],
-    }
+def timm_images(description: Mapping[str, Any]) -> dict[str, Any]:
+    """How timm prepares images like `EvalTransform`: it resizes to floor(side / crop_pct) and rounds as torchvision."""
+    side = description["img_size"]
+    images = {name: description[name] for name in ("mean", "std")} | {"interpolation": "bicubic", "crop_mode": "center"}
+    resize_size = EvalTransform(side).resize_size
+    return {**images, "crop_pct": side / (resize_size + 0.5), "input_size": [description["in_chans"], side, side]}
 
 
 def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
@@ -165,7 +173,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
-    levels = f'255 * torch.rand({config.in_chans}, 300, 400), input_data_format="channels_first"'
+    levels = f"255 * torch.rand({config.in_chans}, 300, 400)"
     return CARD.format(
         images='Image.open("photo.jpg")' if config.in_chans == 3 else levels,
         title=name,

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.image_transforms import to_pil_image
+from transformers.image_utils import make_flat_list_of_images
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 
@@ -45,6 +48,15 @@ class SparoEncoderOutput(BaseModelOutputWithPooling):
 
     slots: Tensor | None = None
     slot_attentions: Tensor | None = None
+
+
+class SparoImageProcessor(TimmWrapperImageProcessor):
+    """timm's preparation of images, after Pillow's conversion of grey and transparent images to RGB."""
+
+    def preprocess(self, images: Any, return_tensors: Any = "pt") -> Any:
+        """Normalised images (B, 3, H, W) of one image or several: of Pillow, or 8-bit arrays (H, W, 3)."""
+        flat: Any = make_flat_list_of_images(images)
+        return super().preprocess([to_pil_image(image).convert("RGB") for image in flat], return_tensors)
 
 
 class SparoEncoderModel(PreTrainedModel):

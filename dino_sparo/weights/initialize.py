@@ -14,10 +14,18 @@ from torch import Tensor
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
-from dino_sparo.runtime.choices import TIMM
-from dino_sparo.weights.checkpoint import CheckpointError, activation_of, load_checkpoint, network_weights
+from dino_sparo.runtime.choices import HEADS, TIMM, size_of
+from dino_sparo.weights.checkpoint import (
+    CheckpointError,
+    activation_of,
+    encoder_entry,
+    image_text_entry,
+    load_checkpoint,
+    network_weights,
+    say_heads,
+)
 from dino_sparo.weights.file import misfits, require_channels
-from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_weights, without_layer_scale
+from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_remedy, timm_weights, without_layer_scale
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,8 @@ def initialize_encoder_of(
     encoder: Encoder, checkpoint: Mapping[str, Any], path: str, which: str = "teacher", with_head: bool = True
 ) -> InitReport:
     """`initialize_encoder` for a checkpoint that was read from `path`; `with_head`: report a head as dropped."""
-    if not isinstance(encoder.backbone, TimmBackbone):  # whose name says its activation
-        check_same_activation(checkpoint, encoder.config.quick_gelu, path)
+    if not isinstance(encoder.backbone, TimmBackbone):  # whose name says its activation and its heads
+        check_same_blocks(checkpoint, encoder.config.quick_gelu, encoder.config.arch, path)
     weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if with_head or not name.startswith("head.")}
     return initialize_from(encoder, weights, path)
@@ -152,13 +160,19 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     return weights if found == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
-def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, path: str) -> None:
-    """Refuse weights that were trained with another activation, where the file says which."""
+def check_same_blocks(checkpoint: Mapping[str, Any], quick_gelu: bool, arch: str, path: str) -> None:
+    """Refuse weights that were trained with another activation or number of heads, where the file says which."""
     if activation_of(checkpoint) == (not quick_gelu):
         raise CheckpointError(
             f"{path} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
             f"alike: --quick_gelu {str(not quick_gelu).lower()}"
         )
+    pair = image_text_entry(checkpoint)
+    entry = encoder_entry(checkpoint, path) if pair is None else pair.get("image", {})
+    if entry is None:
+        say_heads(arch, path)
+    elif HEADS in (saved := entry.get("arch", arch)) + arch and size_of(saved) != size_of(arch):
+        raise CheckpointError(f"{path} was trained with --arch {saved}, not {arch}; build the model alike")
 
 
 def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: str) -> None:
@@ -172,7 +186,8 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], p
     positions = tuple(weights["backbone.pos_embed"].shape)
     if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
         raise CheckpointError(
-            f"{path} has positions {positions}; a square grid and one class token are what an encoder starts from"
+            f"{path} has positions {positions}; a square grid and one class token are what an encoder starts from; "
+            f"{timm_remedy(weights)}"
         )
     depth = min(num_blocks(weights), num_blocks(own))
 
@@ -182,5 +197,6 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], p
 
     if problems := misfits(common_part(own), common_part(weights)):
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
-        hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
-        raise CheckpointError(f"{path} holds a ViT of another make: {problems}{hint}")
+        alike = f"build the encoder alike: --pre_norm {str(is_clips).lower()}"
+        hint = alike if is_clips != is_own_clips else timm_remedy(weights)
+        raise CheckpointError(f"{path} holds a ViT of another make: {problems}; {hint}")

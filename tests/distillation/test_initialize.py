@@ -18,7 +18,7 @@ from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.images import knn_probe
-from dino_sparo.models.timm_backbone import TimmBackbone
+from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
 from dino_sparo.simdino import options as simdino_options
@@ -341,19 +341,37 @@ def test_layer_decay_scales_the_learning_rate_by_layer(readout: str, depth: int)
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "last"),
+    ("name", "layers"),
     [
-        ("vit_tiny_patch16_224", "cls_token", "blocks.11.mlp.fc2.bias"),
-        ("resnet18", "conv1.weight", "layer4.1.bn2.bias"),
+        (
+            "vit_tiny_patch16_224",
+            {"cls_token": 0, "blocks.0.norm1.bias": 1, "blocks.11.mlp.fc2.bias": 12, "norm.bias": 13},
+        ),
+        (
+            "vit_small_patch14_reg4_dinov2",
+            {"reg_token": 0, "pos_embed": 0, "blocks.11.ls2.gamma": 12, "norm.weight": 13},
+        ),
+        (
+            "vit_small_patch16_dinov3",
+            {"reg_token": 0, "blocks.0.gamma_1": 1, "blocks.11.norm2.bias": 12, "norm.bias": 13},
+        ),
+        ("vit_base_patch32_clip_224", {"norm_pre.weight": 0, "blocks.11.mlp.fc1.bias": 12, "norm.weight": 13}),
+        ("beit_base_patch16_224", {"cls_token": 0, "blocks.11.gamma_2": 12}),
+        (
+            "swin_tiny_patch4_window7_224",
+            {"patch_embed.norm.bias": 0, "layers.3.blocks.1.norm2.bias": 12, "norm.bias": 13},
+        ),
+        ("resnet18", {"conv1.weight": 0, "layer4.1.bn2.bias": 8}),
     ],
 )
-def test_layer_decay_knows_the_layers_of_timms_models(name: str, first: str, last: str) -> None:
+def test_layer_decay_knows_the_layers_of_timms_models(name: str, layers: dict[str, int]) -> None:
+    """Of all makes the last norm has the factor 1, as in BEiT's and DINOv2's code."""
     with torch.device("meta"):
-        backbone = TimmBackbone(name, 16 if "vit" in name else 32)
+        backbone = TimmBackbone(name, plan_of(name).stride, plan_of(name).img_size)
     factors, weights = layer_factors(backbone, 0.5), dict(backbone.named_parameters())
-    depth = {"vit_tiny_patch16_224": 12, "resnet18": 8}[name]
-    assert factors[weights[f"model.{first}"]] == 0.5 ** (depth + 1)
-    assert factors[weights[f"model.{last}"]] == 0.5
+    depth = 8 if name == "resnet18" else 12
+    for part, layer in layers.items():
+        assert factors.get(weights[f"model.{part}"], 1.0) == 0.5 ** (depth + 1 - layer), part
 
 
 def named_groups(dino: DINOObjective) -> list[tuple[dict[str, Any], str]]:

@@ -129,6 +129,13 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, command: str, words: list[str]
         assert_same_state(whole[key], parts[key], key)
 
 
+def test_koleo_without_a_neighbour_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [*TINY, "--batch_size_per_gpu", "1", "--grad_accum_steps", "2", "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit, match="1"):
+        run("train", [*words, "--koleo_weight", "0.1"])
+    assert "--koleo_weight 0.1 with one image per batch, which has no neighbour" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
 def test_a_simdino_checkpoint_is_read_like_one_of_dino(tmp_path: Path, readout: str) -> None:
     run("train-simdino", [*TINY, "--readout", readout, "--max_steps", "1", "--output_dir", str(tmp_path)])

@@ -2,11 +2,13 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
+import timm_models  # registers small models  # noqa: F401
 import torch
 from torch import Tensor
 
@@ -40,6 +42,58 @@ def test_a_state_dict_of_timm_gives_the_tokens_of_its_model(name: str, tmp_path:
         tokens = features.flatten(2).transpose(1, 2) if features.ndim == 4 else features
         assert torch.equal(encoder.backbone(images), tokens)
     assert all(not name.startswith("backbone.") for name in report.new)
+
+
+def dinov2s_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model of timm's with registers, as DINOv2 names and lays out its weights."""
+    positions = weights["cls_token"].flip(-1)  # as small as the class token, so that nothing is rounded
+    weights |= {"register_tokens": weights.pop("reg_token"), "cls_token": weights["cls_token"] - positions}
+    return weights | {"pos_embed": torch.cat((positions, weights["pos_embed"]), 1), "mask_token": torch.ones(1, 24)}
+
+
+def dinov3s_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    words = {"reg_token": "storage_tokens", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+    for old, new in words.items():
+        weights = {name.replace(old, new): value for name, value in weights.items()}
+    constants = {"rope_embed.periods": torch.ones(3), "blocks.0.attn.qkv.bias_mask": torch.ones(72)}
+    return weights | constants | {"blocks.0.attn.qkv.bias": torch.zeros(72)}
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed"), [("tiny_dinov2_registers", dinov2s_names), ("tiny_dinov3", dinov3s_names)]
+)
+def test_the_files_of_dinov2_and_dinov3_give_the_tokens_of_their_model(
+    name: str, renamed: Callable[..., dict[str, Tensor]], tmp_path: Path
+) -> None:
+    model = timm.create_model(name, num_classes=0, img_size=32).eval()
+    path = tmp_path / "teacher_checkpoint.pth"
+    weights = renamed(dict(model.state_dict()))
+    chunked = {f"backbone.{name.replace('blocks.2', 'blocks.1.2')}": value for name, value in weights.items()}
+    torch.save({"teacher": {**chunked, "dino_head.mlp.0.weight": torch.ones(2)}}, path)
+    images = torch.randn(2, 3, 32, 32)
+    encoder = create_encoder(f"timm/{name}", readout="cls", img_size=32)
+    initialize_encoder(encoder, path)
+    with torch.no_grad():
+        assert torch.allclose(encoder.eval().backbone(images), model.forward_features(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("tiny_dinov2", "reg_token"),
+        ("tiny_registers", "blocks.0.ls1.gamma"),
+        ("tiny_dinov3", "blocks.0.attn.qkv.bias"),
+    ],
+)
+def test_a_part_that_a_model_of_timm_lacks_is_never_left_out(name: str, part: str, tmp_path: Path) -> None:
+    weights, path = timm.create_model(name, num_classes=0, img_size=32).state_dict(), tmp_path / "vit.pth"
+    if part.endswith("bias"):
+        weights |= {"storage_tokens": weights.pop("reg_token")}  # by which timm knows DINOv3's weights
+    torch.save({**weights, part: torch.ones(24)}, path)
+    with pytest.raises(
+        CheckpointError, match=rf"vit\.pth does not hold the weights of timm/{name}; 1 unexpected: .*{part}"
+    ):
+        initialize_encoder(create_encoder(f"timm/{name}", readout="cls", img_size=32), path)
 
 
 def test_positions_and_channels_of_a_state_dict_are_fitted_as_timm_fits_them(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """The parser by a language model: its answers, a real client on a server that fails, a cache that resumes."""
 
+import contextlib
+import gzip
 import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -208,6 +211,8 @@ class FakeServer(ThreadingHTTPServer):
     Attributes:
         failures: caption -> list of statuses and texts that come first.
         asked: captions in the order of the requests.
+        other: a server that this one redirects to.
+        sent: bytes of a flood.
     """
 
     daemon_threads = True
@@ -216,7 +221,8 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.failures: dict[str, list[int | str]] = {}
         self.asked: list[str] = []
-        self.lock = threading.Lock()
+        self.lock, self.sent = threading.Lock(), 0
+        self.other = self
 
     @property
     def url(self) -> str:
@@ -241,6 +247,14 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(failure, int):
             self.answer(failure, {"error": {"message": f"status {failure}"}})
             return
+        if failure in self.odd:
+            with contextlib.suppress(ConnectionError):  # the client ends first
+                self.odd[failure](self)
+            self.close_connection = True
+            return
+        if failure is not None and failure.startswith("{"):
+            self.answer(200, failure.encode())
+            return
         if failure == "page":
             self.answer(200, b"<html>Welcome</html>")
             return
@@ -260,6 +274,35 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("retry-after-ms", "1")
         self.end_headers()
         self.wfile.write(body)
+
+    def drip(self) -> None:
+        for letter in "HTTP/1.1 200 OK\r\nX: " + 200 * "x":
+            self.wfile.write(letter.encode())
+            time.sleep(0.05)
+
+    def drip_body(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(200):
+            self.wfile.write(b" ")
+            time.sleep(0.05)
+
+    def flood(self) -> None:
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(1000):
+            self.wfile.write(b" " * 10**6)
+            self.server.sent += 10**6
+
+    def packed(self) -> None:
+        body = gzip.compress(b" " * 10**8)
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    def redirect(self) -> None:
+        other = self.server.other.url + "/chat/completions"
+        self.wfile.write(f"HTTP/1.1 307 Other\r\nLocation: {other}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    odd: ClassVar = {
+        **{"drip": drip, "drip_body": drip_body, "flood": flood, "packed": packed, "redirect": redirect},
+    }
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -378,3 +421,56 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file_and_asks_nothing_twice(
     run(server, tmp_path)
     assert (tmp_path / "g.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(server.asked) == sorted([*(f"a thing {n}" for n in range(NUMBER)), "a thing 17"])
+
+
+MESSAGES = [{"role": "system", "content": ""}, {"role": "user", "content": "Caption: a thing"}]
+
+
+@pytest.mark.parametrize("kind", ["drip", "drip_body"])
+def test_the_time_of_a_whole_request_is_bounded(server: FakeServer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(llm, "BACK_OFFS", 1)
+    server.failures = {"a thing": [kind] * 2}
+    start = time.monotonic()
+    with pytest.raises(llm.UnansweredError, match="did not answer in the seconds of --timeout_s"):
+        llm.Server(server.url, "m", timeout_s=0.3)(MESSAGES)
+    assert 0.6 < time.monotonic() - start < 4
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("kind", ["flood", "packed"])
+def test_an_endless_answer_is_not_read_to_its_end(server: FakeServer, kind: str) -> None:
+    server.failures = {"a thing": [kind]}
+    with pytest.raises(llm.MendableError, match="answers, but not as OpenAI's protocol does"):
+        llm.Server(server.url, "m")(MESSAGES)
+    assert server.sent < 50 * 10**6
+
+
+def test_a_redirect_is_not_followed(server: FakeServer) -> None:
+    server.failures, server.other = {"a thing": ["redirect"]}, FakeServer()
+    with pytest.raises(llm.MendableError, match=r"answers 307 for model 'm': .*check --server"):
+        llm.Server(server.url, "m")(MESSAGES)
+    assert not server.other.asked
+    server.other.server_close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *('{"choices": "x"}', '{"choices": 3}', '{"choices": {"a": 1}}', '{"choices": [1]}', '{"choices": [null]}'),
+        *('{"choices": [{"message": "x"}]}', '{"choices": [{"message": null}]}', '{"choices": [{}]}', "{}"),
+        '{"choices": [{"message": {"content": 3}}]}',
+        '{"choices": [{"message": {"content": [{"type": "text", "text": "x"}]}}]}',
+        '{"choices": ' + 100_000 * "[",
+    ],
+)
+def test_an_answer_of_odd_types_is_one_line(server: FakeServer, answer: str) -> None:
+    server.failures = {"a thing": [answer]}
+    with pytest.raises(llm.MendableError, match="answers, but not as OpenAI's protocol does") as caught:
+        llm.Server(server.url, "m")(MESSAGES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ['{"choices": []}', '{"choices": [{"message": {"content": null}}]}'])
+def test_an_answer_without_text_is_empty(server: FakeServer, answer: str) -> None:
+    server.failures = {"a thing": [answer]}
+    assert llm.Server(server.url, "m")(MESSAGES) == ""

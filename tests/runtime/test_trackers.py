@@ -135,7 +135,7 @@ print(json.dumps({"runs": runs, "logs": [SQLiteStorage.get_logs("tests", run) fo
     run_id = json.loads((tmp_path / "run" / "trackers.json").read_text())["id"]
     assert found["runs"] == [f"my run-{run_id}"]
     losses = [(entry["step"], entry["train/loss"]) for entry in found["logs"][0] if "train/loss" in entry]
-    assert losses == [(1, 1.0), (2, 0.5), (2, 0.5), (3, pytest.approx(1 / 3))]
+    assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert [entry["step"] for entry in found["logs"][0] if "slots" in entry] == [2, 3]
     assert (found["config"]["lr"], found["config"]["data_path"]) == (0.5, r"caf\udce9.tar")
     assert list((tmp_path / "trackio").rglob("*.png"))

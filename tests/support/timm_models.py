@@ -80,4 +80,6 @@ def _builder(family: Family) -> Callable[..., nn.Module]:
 
 
 for _family in FAMILIES.values():
-    setattr(sys.modules[__name__], _family.name, register_model(_builder(_family)))
+    _builder_of_it = register_model(_builder(_family))
+    _builder_of_it.__module__ = "timm.models"  # exports for Hugging Face hold timm's own models alone
+    setattr(sys.modules[__name__], _family.name, _builder_of_it)

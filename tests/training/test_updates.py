@@ -2,12 +2,15 @@
 
 import copy
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
+from runs import assert_same_state
 
 from dino_sparo.training.optim import OPTIMIZERS, param_groups
+from dino_sparo.training.resume import random_state
 from dino_sparo.training.updater import Updater
 
 
@@ -44,6 +47,21 @@ def test_after_a_loss_that_is_not_finite_no_later_step_changes_weights_or_optimi
             value is None or torch.equal(torch.as_tensor(value), torch.as_tensor(new[key]))
             for key, value in old.items()
         )
+
+
+def test_a_step_seeds_all_random_numbers_so_that_equal_runs_save_equal_states() -> None:
+    """The bug: numpy's and Python's states came from the system, and two checkpoints of equal runs differed."""
+    model, cpu, states = torch.nn.Linear(3, 2), torch.device("cpu"), []
+    rates = {"lr": np.full(5, 0.1)}
+    updater = Updater(OPTIMIZERS["sgd"](param_groups(model)), [rates, rates], list(model.parameters()), cpu)
+    for step in (3, 3, 4):
+        updater.step = step
+        np.random.seed()
+        random.seed()
+        updater.begin_step()
+        states.append(random_state(cpu))
+    assert_same_state(states[0], states[1], "random state")
+    assert states[1]["python"] != states[2]["python"]
 
 
 class Fp16Steps:

@@ -32,6 +32,7 @@ from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.task import trained_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.resume import random_state, restore_random_state
 from dino_sparo.weights import checkpoint as checkpoint_module
@@ -41,7 +42,7 @@ from dino_sparo.weights.export import export
 from dino_sparo.weights.file import load_strictly, weights_checksum
 from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.foreign import ENDS, NAMES, flat_weights, from_open_clip_names, infer_config
-from dino_sparo.weights.initialize import check_same_activation
+from dino_sparo.weights.initialize import check_same_blocks, initialize_encoder
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
@@ -227,6 +228,16 @@ def test_a_truncated_checkpoint_is_called_so(in_zip: bool, share: float, tmp_pat
 @pytest.mark.parametrize("in_zip", [True, False])
 def test_the_first_bytes_of_a_checkpoint_are_no_checkpoint(in_zip: bool, length: int, tmp_path: Path) -> None:
     assert_no_checkpoint(tmp_path / "cut.pth", saved_bytes(contents(), in_zip)[:length])
+
+
+def test_weights_that_fsdp_has_cut_are_refused_with_the_file_that_is_whole(tmp_path: Path) -> None:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    for number, value in enumerate((ShardedTensor, torch.zeros(7))):
+        path = tmp_path / f"model_final.rank_{number}.pth"
+        torch.save({"model": {"teacher.backbone._fsdp_wrapped_module._flat_param": value}}, path)
+        with pytest.raises(CheckpointError, match=rf"{path}.*; give whole weights, such as teacher_checkpoint\.pth"):
+            load_encoder(path)
 
 
 def test_the_message_counts_the_bytes_that_are_there(tmp_path: Path) -> None:
@@ -537,6 +548,121 @@ def test_weights_come_under_our_names_whoever_saved_them(prefix: str) -> None:
     assert list(flat_weights(weights)) == ["backbone.cls_token", "backbone.blocks.0.norm1.weight"]
 
 
+Weights = dict[str, torch.Tensor]
+
+
+def below(prefix: str, weights: Weights) -> Weights:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
+def in_chunks(weights: Weights, wrapper: str = "") -> Weights:
+    """As DINOv2's training names two chunks of two blocks."""
+    blocks = {rf"blocks\.{number}\.(?!\d)": f"blocks.{number // 2}.{wrapper}{number}." for number in range(4)}
+    for block, chunked in blocks.items():
+        weights = {re.sub(rf"^{block}", chunked, name): value for name, value in weights.items()}
+    return weights
+
+
+def both(prefixes: tuple[str, str], weights: Weights) -> Weights:
+    """The weights, beside a network of zeros."""
+    return {**below(prefixes[0], weights), **below(prefixes[1], {name: 0 * value for name, value in weights.items()})}
+
+
+FORMS: dict[str, Callable[[Weights], dict[str, Any]]] = {
+    "DINOv2's released file": lambda vit: {**vit, "mask_token": torch.ones(1, 128)},
+    "DINOv2's teacher_checkpoint.pth": lambda vit: {
+        "teacher": {**below("backbone.", in_chunks(vit)), "dino_head.mlp.0.weight": torch.ones(2, 3)}
+    },
+    "DINOv2's model_final.rank_0.pth": lambda vit: {
+        "model": {
+            **both(("teacher.backbone.", "student.backbone."), vit),
+            "teacher.ibot_head.last_layer": torch.ones(2),
+        },
+        "optimizer": {"state": {}},
+        "iteration": 7,
+    },
+    "FSDP, compiled": lambda vit: {
+        "model": below("teacher.backbone._orig_mod._fsdp_wrapped_module.", in_chunks(vit, "_fsdp_wrapped_module."))
+    },
+    "MoCo v3": lambda vit: {
+        "arch": "vit_small",
+        "state_dict": {
+            **both(("module.momentum_encoder.", "module.base_encoder."), vit),
+            "module.momentum_encoder.head.0.weight": torch.ones(2, 3),
+            "module.predictor.0.weight": torch.ones(2, 3),
+        },
+    },
+    "MAE with its decoder": lambda vit: {
+        "model": {**vit, "mask_token": torch.ones(1, 1, 512), "decoder_blocks.0.norm1.weight": torch.ones(512)}
+    },
+    "DeiT": lambda vit: {"model": {**vit, "head.weight": torch.ones(10, 128)}},
+    "iBOT": lambda vit: {"teacher": below("module.backbone.", {**vit, "masked_embed": torch.ones(1, 128)})},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_teacher_is_read_from_files_of_other_programs(form: str, tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    torch.save(FORMS[form](dict(encoder.backbone.state_dict())), tmp_path / "vit.pth")
+    loaded = load_encoder(tmp_path / "vit.pth")
+    assert loaded.config == encoder.config
+    assert_equal(loaded.state_dict(), encoder.state_dict())
+    if form in ("MoCo v3", "DINOv2's model_final.rank_0.pth"):
+        student = load_encoder(tmp_path / "vit.pth", "student")
+        assert not any(value.any() for value in student.state_dict().values())
+
+
+def test_the_assumed_number_of_heads_is_logged_and_the_name_of_the_architecture_changes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = build(readout="cls", arch="vit_micro_heads8")
+    torch.save(encoder.backbone.state_dict(), tmp_path / "vit.pth")
+    caplog.set_level("INFO")
+    images = torch.randn(2, 3, 24, 24)
+    with torch.no_grad():
+        assert not torch.allclose(load_encoder(tmp_path / "vit.pth")(images), encoder(images))
+        line = "vit.pth does not say its number of attention heads: 4 are assumed; --arch vit_micro_headsN takes N"
+        assert line in caplog.text
+        loaded = load_encoder(tmp_path / "vit.pth", arch="vit_micro_heads8")
+        assert torch.equal(loaded(images), encoder(images))
+    initialize_encoder(build(readout="cls"), tmp_path / "vit.pth")
+    assert caplog.text.count("4 are assumed") == 2
+    description = encoder_description(loaded.config)
+    save_checkpoint({"teacher": encoder.state_dict(), "encoder": description}, tmp_path / "c.pth")
+    with torch.no_grad():
+        assert torch.equal(load_encoder(tmp_path / "c.pth")(images), encoder(images))
+    with pytest.raises(CheckpointError, match=r"c\.pth was trained with --arch vit_micro_heads8, not vit_micro;"):
+        initialize_encoder(build(readout="cls"), tmp_path / "c.pth")
+    for arch in ("vit_micro_heads0", "vit_micro_heads7", "vit_micro_heads"):
+        with pytest.raises(UserError, match=f"unknown arch '{arch}'; choose one of"):
+            load_encoder(tmp_path / "vit.pth", arch=arch)
+
+
+# What only some vision transformers have -> timm's name for them.
+OTHERS = {
+    "register_tokens (384, 14)": "vit_small_patch14_reg4_dinov2",
+    "blocks.0.mlp.w12.weight (1536, 14)": "vit_giant_patch14_dinov2",
+    "storage_tokens (768, 16)": "vit_base_patch16_dinov3_qkvb",
+    "blocks.0.mlp.w1.weight (1280, 16)": "vit_huge_plus_patch16_dinov3_qkvb",
+    "rope_embed.periods (4096, 16)": "vit_7b_patch16_dinov3",
+    "dist_token (192, 16)": "deit_tiny_distilled_patch16_224",
+    "blocks.0.attn.relative_position_index (1024, 16)": "beit_large_patch16_224",
+    "blocks.0.gamma_1 (1280, 14)": "deit3_huge_patch14_224",
+    "storage_tokens (385, 16)": "NAME",
+}
+
+
+@pytest.mark.parametrize("part", OTHERS)
+def test_weights_that_only_timm_reads_are_refused_with_the_name_of_its_model(part: str, tmp_path: Path) -> None:
+    name, _, sizes = part.partition(" (")
+    width, patch = map(int, sizes.rstrip(")").split(", "))
+    weights = {name: torch.zeros(1), "patch_embed.proj.weight": torch.zeros(width, 3, patch, patch)}
+    for positions in ({}, {"pos_embed": torch.zeros(1, 5, width)}):
+        torch.save({"teacher": below("backbone.", {**weights, **positions})}, tmp_path / "vit.pth")
+        with pytest.raises(CheckpointError, match=rf"vit\.pth.*; give --arch timm/{OTHERS[part]}, the model of timm"):
+            load_encoder(tmp_path / "vit.pth")
+
+
 def test_weights_of_no_vision_transformer_are_refused_with_some_of_their_names(tmp_path: Path) -> None:
     torch.save({"layer1.0.conv1.weight": torch.zeros(3, 3)}, tmp_path / "resnet.pth")
     with pytest.raises(CheckpointError, match=r"not the weights of a vision transformer.*layer1\.0\.conv1\.weight"):
@@ -610,7 +736,7 @@ def test_parts_of_a_clip_that_are_not_known_are_counted_and_the_first_four_named
 def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout: str, codes: tuple[int, int]) -> None:
     images = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
     clip = {"image": {"readout": readout}, "replace_block": None, "quick_gelu": True, "num_codes": 7, "embed_dim": 11}
-    description = describe_encoder({"clip": {**clip, **images}}, {})
+    description = describe_encoder({"clip": {**clip, **images}}, {}, "clip.pt", None, None)
     expected = {"readout": readout, "replace_block": None, "quick_gelu": True, **images}
     assert description == {**expected, "num_codes": codes[0], "code_dim": codes[1]}
 
@@ -618,18 +744,18 @@ def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout
 @pytest.mark.parametrize("key", ["clip", "encoder", "published"])
 @pytest.mark.parametrize("saved", [True, False])
 def test_weights_trained_with_another_activation_start_nothing(key: str, saved: bool) -> None:
-    check_same_activation({key: {"quick_gelu": saved}}, saved, "clip.pt")
+    check_same_blocks({key: {"quick_gelu": saved}}, saved, "vit_small", "clip.pt")
     message = rf"clip\.pt was trained with quick_gelu={saved}, the model has quick_gelu={not saved}; "
     with pytest.raises(CheckpointError, match=rf"{message}.*--quick_gelu {str(saved).lower()}$"):
-        check_same_activation({key: {"quick_gelu": saved}}, not saved, "clip.pt")
+        check_same_blocks({key: {"quick_gelu": saved}}, not saved, "vit_small", "clip.pt")
 
 
 def test_weights_that_do_not_say_their_activation_may_start_any_if_foreign_and_gelu_if_ours() -> None:
     for quick_gelu in (True, False):
-        check_same_activation({"state_dict": {}}, quick_gelu, "clip.pt")
-    check_same_activation({"encoder": {}}, False, "checkpoint.pth")
+        check_same_blocks({"state_dict": {}}, quick_gelu, "vit_small", "clip.pt")
+    check_same_blocks({"encoder": {}}, False, "vit_small", "checkpoint.pth")
     with pytest.raises(CheckpointError, match="quick_gelu=False, the model has quick_gelu=True"):
-        check_same_activation({"encoder": {}}, True, "checkpoint.pth")
+        check_same_blocks({"encoder": {}}, True, "vit_small", "checkpoint.pth")
 
 
 # Our checkpoints.

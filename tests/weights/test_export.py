@@ -331,7 +331,7 @@ def test_read_outs_that_timm_does_not_have_are_refused(tmp_path: Path, settings:
 
 SIZES_OF_CODES = {"num_slots": 5, "slot_dim": 3, "key_dim": 2, "num_codes": 7, "code_dim": 16}
 
-HUGGINGFACE_FILES = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
+HUGGINGFACE_FILES = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py"]
 
 # Runs in an environment of its own, where neither this package nor jaxtyping is installed.
 ELSEWHERE = """
@@ -474,18 +474,44 @@ def test_a_name_that_is_no_repository_is_one_line(tmp_path: Path, monkeypatch: p
         load_encoder("somebody/nothing")
 
 
-def test_transformers_prepares_images_as_evaluation_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("img_size", [24, 56, 224])
+def test_transformers_prepares_images_of_every_size_as_evaluation_does(tmp_path: Path, img_size: int) -> None:
     transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface", img_size=56)
+    folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface", img_size=img_size)
+    transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).save_pretrained(tmp_path / "again")
+    rng, ours = np.random.default_rng(7), EvalTransform(img_size, MEAN, STD)
+    sizes = [(width, height) for width in range(64, 257, 7) for height in (64, 97, 160, 255)]
+    for source, options in ((folder, {}), (folder, {"trust_remote_code": True}), (tmp_path / "again", {})):
+        processor = transformers.AutoImageProcessor.from_pretrained(source, **options)
+        for width, height in sizes if source == folder else sizes[:3]:
+            image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            theirs = processor(images=image, return_tensors="pt")["pixel_values"]
+            torch.testing.assert_close(theirs, ours(image)[0][None], rtol=0, atol=1e-5)
+
+
+def test_transformers_prepares_images_of_five_channels_as_evaluation_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2, 0.3, 0.2, 0.3, 0.2)
+    encoder = build(readout="cls", in_chans=5)
+    content = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config, mean, std)}
+    save_checkpoint(content, tmp_path / "checkpoint.pth")
+    folder = export(tmp_path / "checkpoint.pth", tmp_path / "out", format="huggingface")
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    pixels = np.random.default_rng(7).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    # A square: where the margin of the crop is odd, they round it to the other side.
-    image = Image.fromarray(pixels).resize((71, 71), Image.Resampling.BICUBIC)
-    theirs = processor(images=image, return_tensors="pt")["pixel_values"]
-    ours = EvalTransform(56, MEAN, STD)(image)[0]
-    assert theirs.shape == (1, 3, 56, 56)
-    # They may round after resizing in another order: a few grey levels of 255.
-    assert (theirs[0] - ours).abs().max() < 3 / 255 / min(STD)
+    for height, width in ((40, 61), (64, 97), (30, 30)):
+        # Away from 0 and 255, at which evaluation cuts off what overshoots at an edge.
+        levels = np.random.default_rng(7).integers(60, 196, (5, height, width), dtype=np.uint8)
+        theirs = processor(torch.from_numpy(levels).float(), return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(theirs, EvalTransform(24, mean, std).batch(levels), rtol=0, atol=0.02)
+
+
+def test_transformers_prepares_images_of_every_mode_as_evaluation_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface")
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
+    pixels = np.random.default_rng(7).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels).convert(mode) for mode in ("L", "LA", "P", "RGBA", "1", "CMYK")]
+    theirs = processor(images=images, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(theirs, EvalTransform(24, MEAN, STD).batch(images), rtol=0, atol=1e-5)
 
 
 # ONNX.

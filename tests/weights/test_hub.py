@@ -93,7 +93,7 @@ def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_
     assert f"{hub.url}/somebody/slots/commit/" in pushed.out
     assert hub.private == {"somebody/slots"}
     files = hub.repositories["somebody/slots"]
-    names = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
+    names = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py"]
     assert sorted(files) == names
     assert 'AutoModel.from_pretrained("somebody/slots", trust_remote_code=True)' in files["README.md"].decode()
     assert json.loads(files["config.json"])["encoder"]["num_slots"] == 5

@@ -172,7 +172,8 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
 def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
     vanilla, encoder = build(readout="cls"), build(1, **SPARO)
     with pytest.raises(
-        CheckpointError, match=r"another make: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight$"
+        CheckpointError,
+        match=r"another make: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
     ):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.attn.q_norm.weight": torch.ones(128)}))
     with pytest.raises(CheckpointError, match=r"another make: 1 of another shape: backbone\.blocks\.2\.mlp\.fc1\.bias"):

@@ -8,11 +8,13 @@ The paper parses with Llama 3 70B. It shows the rules of its prompt and one of i
 `prompt.txt` has the same schema, delimiters and rules, in our words and with our examples.
 """
 
+import asyncio
 import hashlib
 import logging
 import os
 import re
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,7 @@ from dino_sparo.runtime.faults import MendableError, UserError, require
 from dino_sparo.runtime.files import parse_json
 
 BACK_OFFS = 5
-MAX_ANSWER_TOKENS = 1024
+MAX_ANSWER_TOKENS, MAX_ANSWER_BYTES = 1024, 10**6
 CAPTIONS_PER_THREAD = 16  # submitted at a time
 NO_RELATIONS = ("and", "or", ",", "&")
 
@@ -69,6 +71,32 @@ def _is_no_relation(entry: dict[str, Any]) -> bool:
     return None in (subject, other) or subject == other or predicate in NO_RELATIONS
 
 
+def _bounded_client(timeout_s: float) -> Any:
+    """HTTP for `openai` with a limit to the time of a whole request and to the size of its answer; no redirects."""
+    import openai
+
+    class Client(openai.DefaultAsyncHttpxClient):
+        async def send(self, request: Any, **options: Any) -> Any:
+            try:
+                return await asyncio.wait_for(self._send(request, {**options, "stream": True}), timeout_s)
+            except asyncio.TimeoutError as error:
+                httpx = sys.modules[type(request).__module__.partition(".")[0]]  # or httpx2, as openai's version says
+                raise httpx.ReadTimeout("--timeout_s is over", request=request) from error
+
+        async def _send(self, request: Any, options: dict[str, Any]) -> Any:
+            request.headers["Accept-Encoding"] = "identity"  # a packed answer may be a thousand times as long
+            response, content = await super().send(request, **options), bytearray()
+            async for part in response.aiter_raw():
+                content += part[:MAX_ANSWER_BYTES]
+                if len(content) > MAX_ANSWER_BYTES:  # what is left is no valid JSON
+                    break
+            await response.aclose()
+            headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}
+            return type(response)(response.status_code, headers=headers, content=bytes(content), request=request)
+
+    return Client(follow_redirects=False)
+
+
 class Server:
     """A server with OpenAI's protocol; the key comes from OPENAI_API_KEY.
 
@@ -80,49 +108,67 @@ class Server:
 
     def __init__(self, url: str, model: str, timeout_s: float = 120.0) -> None:
         require("openai", "graphs of the parser llm")
-        import openai
 
         self.model, self.url = model, url
         for name in ("httpx", "httpx2", "openai"):  # a line per request
             logging.getLogger(name).setLevel(logging.WARNING)
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
+        self.options: dict[str, Any] = {"base_url": url, "api_key": key, "timeout": timeout_s, "max_retries": BACK_OFFS}
 
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the server cannot be reached, has another protocol, refuses the key, or does not know the
-                model.
+            MendableError: the server cannot be reached, has another protocol, refuses the key, does not know the model,
+                or sends to another address.
             UnansweredError: all back-offs ended in too many requests, faults or time-outs.
-            ValueError: the server refuses this request.
+            UserError: the server refuses this request.
         """
         import openai
 
-        dialogue: Any = messages
         try:
-            answer = self.client.chat.completions.create(
-                model=self.model, messages=dialogue, temperature=0.0, max_tokens=MAX_ANSWER_TOKENS
-            )
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            raise MendableError(
-                f"{self.url} answers {error.status_code} for model {self.model!r}: {_one_line(error)}; check "
-                "--server, --model and the environment variable OPENAI_API_KEY"
-            ) from error
-        except (openai.RateLimitError, openai.InternalServerError, openai.APITimeoutError) as error:
-            raise UnansweredError(_one_line(error)) from error
+            return self._content(asyncio.run(self._ask(messages)))
+        except openai.APIStatusError as error:
+            status, reason = error.status_code, _one_line(error)
+            if status == 429 or status >= 500:
+                raise UnansweredError(reason) from error
+            if status < 400 or status in (401, 403, 404):
+                raise MendableError(
+                    f"{self.url} answers {status} for model {self.model!r}: {reason}; check --server, --model and the "
+                    "environment variable OPENAI_API_KEY"
+                ) from error
+            raise UserError(f"the server refuses the request: {reason}") from error
+        except openai.APITimeoutError as error:
+            raise UnansweredError("the server did not answer in the seconds of --timeout_s") from error
         except openai.APIConnectionError as error:
             raise MendableError(
                 f"--server {self.url} cannot be reached ({_one_line(error.__cause__ or error)}); start the server, or "
                 "correct the address and its port. The same command resumes"
             ) from error
-        except openai.APIError as error:
-            raise UserError(f"the server refuses the request: {_one_line(error)}") from error
-        if not isinstance(answer, openai.types.chat.ChatCompletion):
-            raise MendableError(
-                f"{self.url} answers, but not as OpenAI's protocol does; correct --server: it often ends with /v1"
+
+    async def _ask(self, messages: Any) -> bytes:
+        import openai
+
+        http = _bounded_client(self.options["timeout"])
+        async with openai.AsyncOpenAI(http_client=http, **self.options) as client:
+            answer: Any = await client.chat.completions.with_raw_response.create(
+                model=self.model, messages=messages, temperature=0.0, max_tokens=MAX_ANSWER_TOKENS
             )
-        return (answer.choices[0].message.content if answer.choices else None) or ""
+        return answer.http_response.content
+
+    def _content(self, answer: bytes) -> str:
+        """The text in an answer; empty if the model gave none."""
+        try:
+            choices = parse_json(answer)["choices"]
+            content = choices[0]["message"].get("content") if choices else None
+            if not isinstance(content, str | None):
+                raise TypeError(f"content is a {type(content).__name__}")
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise MendableError(
+                f"{self.url} answers, but not as OpenAI's protocol does ({_one_line(error)}); correct --server: it "
+                "often ends with /v1"
+            ) from error
+        return content or ""
 
 
 class LocalModel:
