@@ -47,7 +47,7 @@ The read-out `{readout}` turns its tokens into {slots}.
 
 ```python
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained("{name}")
@@ -167,7 +167,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     levels = f'255 * torch.rand({config.in_chans}, 300, 400), input_data_format="channels_first"'
     return CARD.format(
-        images='Image.open("photo.jpg")' if config.in_chans == 3 else levels,
+        images='ImageOps.exif_transpose(Image.open("photo.jpg"))' if config.in_chans == 3 else levels,
         title=name,
         name=name,
         readout=config.readout,
