@@ -337,7 +337,9 @@ def _from_file(folders: list[str], where: str) -> ClassList:
         return _one_each((words[folder] for folder in folders), where)
     names = [str(word) for word in words]
     if all(folder.isdecimal() for folder in folders):
-        place_of = _numbered(folders, len(names), where)
+        numbers = set(map(int, folders))
+        first, is_clear = int(0 not in numbers), bool(numbers & {0, len(names)})
+        place_of = {name: int(name) - first for name in folders if is_clear and int(name) - first < len(names)}
     else:
         place_of = {_plain(name): place for place, name in enumerate(names)}
         folders = [_plain(folder) for folder in folders]
@@ -347,17 +349,6 @@ def _from_file(folders: list[str], where: str) -> ClassList:
             f"{missing[0]!r}; write a class, a tab and its name per line, or an object from class to name as JSON"
         )
     return ClassList(names, np.array([place_of[folder] for folder in folders], dtype=np.int64), where)
-
-
-def _numbered(folders: list[str], number: int, where: str) -> dict[str, int]:
-    """Numbers of classes -> places in a list of so many names; ValueError if it is unclear where the count begins."""
-    found = {int(folder) for folder in folders}
-    if 0 not in found and number not in found:
-        raise UserError(
-            f"{where} has {number} names, and the classes are the numbers {min(found)} to {max(found)}: does the list "
-            "begin with 0 or with 1? Write a class, a tab and its name per line"
-        )
-    return {folder: int(folder) - (0 not in found) for folder in folders if int(folder) - (0 not in found) < number}
 
 
 def _plain(name: str) -> str:

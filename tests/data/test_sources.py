@@ -126,24 +126,21 @@ def test_an_image_beside_the_class_folders_is_named_where_labels_are_needed(root
         require_labels(open_source(str(root)))
 
 
-def test_files_of_other_endings_are_counted_and_pictures_among_them_warned_of(
-    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_other_endings_are_counted_with_the_remedy(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     jpeg, gif = encode(picture(1), "JPEG"), encode(picture(2), "GIF")
     files = {"a.jfif": jpeg, "b.GIF": gif, "c.HEIC": b"?", "d.heic": b"?", "e.txt": b"?"}
     for name, content in files.items():
         (root / name).write_bytes(content)
     caplog.set_level(logging.INFO)
     assert names(open_source(str(root)), root) == ["a.jfif", "b.GIF"]
-    (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    left_out = f"{root}; left out 2 .heic, 1 .txt; convert pictures to JPEG or PNG (HEIC: `pip install pillow-heif`"
-    assert left_out in warning.getMessage()
+    remedy = "(convert pictures to JPEG or PNG; HEIC by pillow-heif or heif-convert)"
+    assert f"(images lie directly in the folder); left out 2 .heic, 1 .txt {remedy} in" in caplog.text
     shard = write_tar(root / "s.tar", [*files.items(), ("README", b"?")])
     assert len(open_source(str(shard))) == 2
-    assert "left out 2 .heic, 1 .txt, 1 without ending; convert" in caplog.records[-2].getMessage()
+    assert f"1 shard(s) indexed; left out 2 .heic, 1 .txt, 1 without ending {remedy} in" in caplog.text
     for name in ("a.jfif", "b.GIF", "s.tar"):
         (root / name).unlink()
-    with pytest.raises(ValueError, match=r"holds no images: .*left out 2 \.heic, .*HEIC: `pip install pillow-heif`"):
+    with pytest.raises(ValueError, match=r"holds no images: .*left out 2 \.heic, .*HEIC by pillow-heif"):
         open_source(str(root))
 
 

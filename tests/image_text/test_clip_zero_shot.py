@@ -267,7 +267,7 @@ def test_numbers_of_classes_may_begin_with_one_but_where_the_list_begins_is_not_
     for number, begins in ((12, 1), (13, None)):
         write(tmp_path / "names.txt", "\n".join(f"name {i + 1}" for i in range(number)))
         if begins is None:
-            with pytest.raises(ValueError, match=r"13 names, and the classes are the numbers 1 to 12: .* 0 or with 1"):
+            with pytest.raises(ValueError, match="has 13 names, and none for 12 of the 12 classes"):
                 open_classes(source, str(tmp_path / "names.txt"))
         else:
             classes = open_classes(source, str(tmp_path / "names.txt"))

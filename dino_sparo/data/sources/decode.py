@@ -33,9 +33,8 @@ IMAGE_EXTENSIONS = (
 )
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
 ARRAY_EXTENSION = ".npy"  # in folders and shards an image only for a model of other than three channels
-# Endings of pictures that are not read; files of any other ending need not be pictures.
-UNREAD = {*(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dcm", ".nii", ".npy", ".svg", ".psd", ".ico", ".tga", ".exr")}
-UNREAD |= {*(".dng", ".raw", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2")}
+# Endings of pictures that are not read; files of other endings need not be pictures.
+UNREAD = {*(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dcm", ".npy", ".svg", ".dng", ".cr2", ".nef", ".arw")}
 # Formats that Pillow decodes itself; the name of a file does not matter.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -72,18 +71,11 @@ class ImageLimits:
 DEFAULT_LIMITS = ImageLimits()
 
 
-def describe_left_out(endings: Counter[str]) -> str:
+def left_out(endings: Counter[str]) -> str:
     """Numbers of files by their ending, and how to make them readable if they are pictures; "" without files."""
     words = ", ".join(f"{number:,} {ending or 'without ending'}" for ending, number in endings.most_common(10))
-    remedy = "; convert pictures to JPEG or PNG (HEIC: `pip install pillow-heif`, or heif-convert)"
-    return f"; left out {words}{remedy if endings.keys() & UNREAD else ''}" if endings else ""
-
-
-def report_left_out(where: str, endings: Counter[str]) -> None:
-    """Log the files that were left out because of their ending: a warning if they are pictures."""
-    if endings:
-        level = logging.WARNING if endings.keys() & UNREAD else logging.INFO
-        _logger.log(level, "%s%s", where, describe_left_out(endings))
+    remedy = " (convert pictures to JPEG or PNG; HEIC by pillow-heif or heif-convert)" * bool(endings.keys() & UNREAD)
+    return f"; left out {words}{remedy}" if endings else ""
 
 
 class CorruptImageError(UserError):

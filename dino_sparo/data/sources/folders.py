@@ -15,13 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from dino_sparo.data.sources.decode import (
-    ARRAY_EXTENSION,
-    DEFAULT_LIMITS,
-    ImageLimits,
-    describe_left_out,
-    report_left_out,
-)
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, ImageLimits, left_out
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 from dino_sparo.runtime.faults import UserError
@@ -125,13 +119,11 @@ def open_folder(
     if not number and shards:
         return open_shards(shards, f"shards in {root}", max_lost, limits)
     if not number:
-        has_arrays = ARRAY_EXTENSION in others
         raise UserError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(limits.extensions)} in it and "
-            f"its subfolders, and for *.tar in it; it holds {content_of(root)}{describe_left_out(others)}"
-            f"{'; to read its .npy files, give --in_chans N, their number of channels' * has_arrays}"
+            f"its subfolders, and for *.tar in it; it holds {content_of(root)}{left_out(others)}"
+            f"{'; to read its .npy files, give --in_chans N, their number of channels' * (ARRAY_EXTENSION in others)}"
         )
-    report_left_out(root, others)
     if shards:
         _logger.warning(
             "%s holds %d images and, beside them, %d tar shards, which are left out; give '%s/*.tar' to read these",
@@ -148,16 +140,11 @@ def open_folder(
         labels = np.repeat([number_of[top] for top in tops], [len(images[folder]) for folder in folders])
     source = FileSource(f"folder {root}", root, paths, classes, labels, limits)
     source.why_unlabelled = note
-    return source, f"listed{f' ({note})' if note else ''}"
+    return source, f"listed{f' ({note})' if note else ''}{left_out(others)}"
 
 
 def _folder_classes(names: list[str], loose: list[str]) -> tuple[list[str] | None, str]:
-    """The classes, or None and the reason.
-
-    Args:
-        names: first-level folders of the images; "" if some lie directly in the folder.
-        loose: names of the latter.
-    """
+    """The classes of first-level folders, or None and the reason; `loose` are images directly in the folder."""
     if SPLIT_WORDS & set(names) and set(names) <= SPLIT_WORDS | {"unlabeled", "unlabelled"}:
         if len(names) > 1:
             _logger.warning(
@@ -175,10 +162,7 @@ def _folder_classes(names: list[str], loose: list[str]) -> tuple[list[str] | Non
 
 
 def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> tuple[dict[bytes, list[bytes]], Counter[str]]:
-    """Relative path of a folder and of all folders below it -> names of its images; and other files, by their ending.
-
-    Links are followed once.
-    """
+    """Path of each folder below -> names of its images, links followed once; and endings of the other files."""
     images, visited, broken = dict[bytes, list[bytes]](), set[tuple[int, int]](), list[bytes]()
     others = Counter[str]()
     list_one = partial(_list_folder, root, tuple(map(str.encode, extensions)))

@@ -95,7 +95,7 @@ class TableRows:
 
     Attributes:
         header: names of all columns.
-        oddities: what is odd in some rows -> their number, and line of the first.
+        oddities: problem -> number of rows, line of the first.
         names: names of `columns` and of `splits` in the header; None where a column is missing.
 
     Raises:
@@ -332,10 +332,6 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
     with open_text(path) as file:
         lines = map(str.strip, file)
         named = [_name_and_label(line) for line in lines if line and not line.startswith("#")]
-    labels = [decoded(label) for _, label in named]
-    if labels != [label for _, label in named]:
-        _logger.warning("list %s: labels are not UTF-8 and are read as Latin-1", path)
-        named = [(name, label) for (name, _), label in zip(named, labels, strict=True)]
     return _file_source("list", path, named, limits), "read"
 
 
@@ -350,7 +346,7 @@ def _name_and_label(line: str) -> tuple[str, str]:
         name, label = match[1], match[2]
     elif len(parts := _COMMENT.sub("", line).rsplit(None, 1)) == 2:
         name, label = parts
-    return name.strip(), _COMMENT.sub("", label).strip()
+    return name.strip(), decoded(_COMMENT.sub("", label).strip())
 
 
 def open_table(

@@ -21,9 +21,8 @@ from dino_sparo.data.sources.decode import (
     DEFAULT_LIMITS,
     CorruptImageError,
     ImageLimits,
-    describe_left_out,
+    left_out,
     read_image,
-    report_left_out,
 )
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.indexes import (
@@ -133,10 +132,10 @@ def open_shards(
     if not len(index):
         raise UserError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in "
-            f"{', '.join(limits.extensions)}{describe_left_out(others)}"
+            f"{', '.join(limits.extensions)}{left_out(others)}"
         )
-    report_left_out(name, others)
-    return TarSource(name, index, *_labels(index, notes), num_lost, limits), f"{len(shards)} shard(s) indexed"
+    how = f"{len(shards)} shard(s) indexed{left_out(others)}"
+    return TarSource(name, index, *_labels(index, notes), num_lost, limits), how
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
