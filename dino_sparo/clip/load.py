@@ -28,7 +28,7 @@ from torch import Tensor
 from dino_sparo.clip.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.subsets import ReducedClip, open_slots
-from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.data.sources.decode import to_image
 from dino_sparo.data.views import ClipView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat
@@ -138,7 +138,7 @@ def clip_scorer(
         "model": loaded.record,
         "slots": slots,
         "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
-        "view": {**view_record(transform), "border": border},
+        "view": {**view_record(transform, args.exif), "border": border},
         "versions": versions(open_clip="open_clip_torch"),
     }
     is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
@@ -160,7 +160,7 @@ def clip_scorer(
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
     """An image of any kind as our evaluations see it."""
-    return view(to_rgb(image))[0]
+    return view(to_image(image, 3))[0]
 
 
 def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:

@@ -4,12 +4,14 @@ Photographs are 8-bit RGB and stay Pillow images. Everything else that a model w
 16-bit grey, `.npy` arrays, TIFFs with several pages, RGB with an infrared band.
 """
 
+import contextlib
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from dino_sparo.runtime.faults import UserError
 
@@ -87,9 +89,8 @@ def planes_of_image(image: Image.Image, in_chans: int) -> list[np.ndarray]:
     Raises:
         ValueError: the image has another number of channels, or its pages differ in size.
     """
-    pages = getattr(image, "n_frames", 1) if image.format == "TIFF" else 1
-    if pages > 1:
-        return _planes_of_pages(image, pages, in_chans)
+    if image.format == "TIFF" and getattr(image, "is_animated", False):
+        return _planes_of_pages(image, in_chans)
     if image.mode in ("P", "1"):
         image = image.convert("RGB" if image.mode == "P" else "L")
     bands = image.getbands()
@@ -101,16 +102,22 @@ def planes_of_image(image: Image.Image, in_chans: int) -> list[np.ndarray]:
     return [values] if values.ndim == 2 else [values[..., band] for band in range(in_chans)]
 
 
-def _planes_of_pages(image: Image.Image, pages: int, in_chans: int) -> list[np.ndarray]:
-    """The pages of a TIFF, each of which has one channel."""
-    size, planes = image.size, []
-    if pages != in_chans:
-        raise wrong_channels(pages, in_chans)
-    for page in range(pages):
-        image.seek(page)
-        if image.size != size or len(image.getbands()) != 1:
-            raise UserError(f"page {page} has mode {image.mode} and size {image.size}; save one channel of size {size}")
-        planes.append(np.array(image))
+def _planes_of_pages(image: Image.Image, in_chans: int) -> list[np.ndarray]:
+    """The pages of a TIFF, each of which has one channel; further pages are not looked for, since they may be many."""
+    size, planes = image.size, list[np.ndarray]()
+    for page in islice(ImageSequence.Iterator(image), in_chans):
+        if page.size != size or len(page.getbands()) != 1:
+            raise UserError(
+                f"page {len(planes)} has mode {page.mode} and size {page.size}; save one channel of size {size}"
+            )
+        planes.append(np.array(page))
+    with contextlib.suppress(EOFError):
+        image.seek(in_chans)
+        raise UserError(
+            f"has more pages than the model takes channels, which are {in_chans}; save one page per channel"
+        )
+    if len(planes) < in_chans:
+        raise wrong_channels(len(planes), in_chans)
     return planes
 
 

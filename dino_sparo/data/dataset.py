@@ -46,7 +46,8 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
         raise UserError(
             f"{source.name} has no labels: evaluations need one subfolder per class, a list with a label after each "
             "path, a table with a column `label` (or --label_column NAME), or tar shards with .cls members\n"
-            f"it holds {len(source):,} images, the first is {source.location(0)}\n{WITHOUT_LABELS}"
+            f"it holds {len(source):,} images, the first is {source.location(0)}"
+            f"{f'; {why}' if (why := getattr(source, 'why_unlabelled', '')) else ''}\n{WITHOUT_LABELS}"
         )
     missing = np.flatnonzero(source.labels < 0)
     if len(missing):

@@ -65,7 +65,7 @@ def open_crops(
         args.download,
         max_corrupt=args.max_corrupt,
         columns=TableColumns(args.path_column, args.label_column, args.split_column),
-        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans),
+        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
     )
     sampler = EpochSampler(
         len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed

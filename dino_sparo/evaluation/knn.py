@@ -44,6 +44,7 @@ from dino_sparo.evaluation.features import (
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -261,10 +262,11 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
         "data_path": record.get("images", {}).get("data_path"),
         "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
         "untrained": record.get("encoder", {}).get("untrained"),
+        "exif": record.get("view", {}).get("exif"),
     }
     refused = [name for name in ("slots", "dump_features", "img_size") if getattr(args, name)]
     for name, cached in made.items():
-        default = KNN_BLOCKS if name == "n_last_blocks" else None
+        default = {"n_last_blocks": KNN_BLOCKS, "exif": EXIF[0]}.get(name)
         if getattr(args, name) and getattr(args, name) not in (default, cached):
             refused.append(name)
     for name in refused:

@@ -33,7 +33,7 @@ def measure_channels(args: argparse.Namespace) -> dict[str, Any]:
     if is_only_a_peer():
         return {}
     setup_logging()
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif)
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
     source = open_source(args.data_path, args.split, args.download, columns=columns, limits=limits)
     cpu, identity = torch.device("cpu"), nn.Identity()

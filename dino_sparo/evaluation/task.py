@@ -201,10 +201,11 @@ class EvaluationTask:
 
     @property
     def limits(self) -> ImageLimits:
-        """The images that are read: their largest size, and the encoder's channels and, by default, their range."""
+        """The images that are read: largest size, orientation, the encoder's channels and, by default, its range."""
         args, subject = self.args, self.subject
         max_value = subject.max_value if args.max_value is None else args.max_value
-        return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value, subject.encoder.config.in_chans)
+        in_chans = subject.encoder.config.in_chans
+        return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value, in_chans, args.exif)
 
     @property
     def num_classes(self) -> int:
@@ -246,7 +247,7 @@ class EvaluationTask:
         """Entries of a result about its images: their path, the numbers used and skipped, the resizing."""
         return {
             "images": {"data_path": self.args.data_path, "num_classes": self.num_classes, **counts},
-            "view": view_record(self.transform),
+            "view": view_record(self.transform, self.args.exif),
             "versions": versions(),
         }
 
@@ -288,9 +289,10 @@ def start_evaluation(args: argparse.Namespace, several_results: bool = False) ->
     return process
 
 
-def view_record(transform: EvalTransform) -> dict[str, Any]:
-    """Resizing, cropping and normalisation of a view, sizes in pixels, for a result file."""
+def view_record(transform: EvalTransform, exif: str) -> dict[str, Any]:
+    """Orientation, resizing, cropping and normalisation of a view, sizes in pixels, for a result file."""
     return {
+        "exif": exif,
         "resize": transform.resize_size,
         "crop": transform.img_size,
         "exact": transform.exact,

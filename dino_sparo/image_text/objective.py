@@ -316,7 +316,7 @@ def _transform(args: argparse.Namespace) -> PairTransform:
 
 
 def _image_limits(args: argparse.Namespace) -> ImageLimits:
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value)
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, exif=args.exif)
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:

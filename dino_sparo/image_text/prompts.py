@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import math
 import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -270,8 +271,8 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
         words = PROMPT_SETS[name]
         if not words.has_names:
             raise UserError(
-                f"{name} brings no names in words for its {len(folders)} classes; give them, one per line in the order "
-                f"of their numbers, with --classnames FILE"
+                f"{name} brings no names in words for its {len(folders)} classes; give a file with --classnames: per "
+                "line a class, a tab and its name"
             )
         return _in_words(folders) if words.names is None else _one_each(words.names, f"names of {name}")
     ids = ImageNetInfo().label_names()
@@ -321,21 +322,34 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
 
 
 def _from_file(folders: list[str], where: str) -> ClassList:
-    """Names in a file: an object from class to name, or a list in the order of the classes.
+    """Names in a file: an object from class to name, lines of class, tab and name, or a list.
 
-    If the classes are numbers, as in tar shards with `.cls` members, a class is an index of the list. Otherwise the
-    list has the order of the sorted names of the folders.
+    Classes that are numbers, as in tar shards with `.cls` members, are places in the list, from 0 or from 1. Classes
+    that are words are found in the list by name.
     """
     words: Any = read_words(where)
+    if not isinstance(words, dict) and all("\t" in str(word) for word in words):
+        words = dict(word.split("\t", 1) for word in words)
     if isinstance(words, dict):
         if missing := [folder for folder in folders if folder not in words]:
             raise UserError(f"{where} names no class {missing[0]!r}, and {len(missing)} classes in all")
         return _one_each((words[folder] for folder in folders), where)
-    if all(folder.isdecimal() for folder in folders) and max(map(int, folders)) < len(words):
-        return ClassList([str(word) for word in words], np.array([int(folder) for folder in folders]), where)
-    if len(words) != len(folders):
+    names = [str(word) for word in words]
+    if all(folder.isdecimal() for folder in folders):
+        numbers = set(map(int, folders))
+        first, is_clear = int(0 not in numbers), bool(numbers & {0, len(names)})
+        place_of = {name: int(name) - first for name in folders if is_clear and int(name) - first < len(names)}
+    else:
+        place_of = {_plain(name): place for place, name in enumerate(names)}
+        folders = [_plain(folder) for folder in folders]
+    if missing := [folder for folder in folders if folder not in place_of]:
         raise UserError(
-            f"{where} has {len(words)} names, the images have {len(folders)} classes: {', '.join(folders[:3])}, ...; "
-            f"give one name per class in this order, or an object from class to name as JSON"
+            f"{where} has {len(names)} names, and none for {len(missing)} of the {len(folders)} classes, the first is "
+            f"{missing[0]!r}; write a class, a tab and its name per line, or an object from class to name as JSON"
         )
-    return _one_each(words, where)
+    return ClassList(names, np.array([place_of[folder] for folder in folders], dtype=np.int64), where)
+
+
+def _plain(name: str) -> str:
+    """A name for comparisons: without case and underscores."""
+    return unicodedata.normalize("NFC", name).casefold().replace("_", " ").strip()

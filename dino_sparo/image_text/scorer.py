@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.data.sources.decode import to_image
 from dino_sparo.draw.figure import Tile
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
@@ -236,7 +236,7 @@ class ImageRows(ABC):
         """The views of images of any size and mode; views stay as they are."""
         if isinstance(images, Tensor):
             return images
-        return torch.stack([self.transform(to_rgb(image))[0] for image in images])
+        return torch.stack([self.transform(to_image(image, 3))[0] for image in images])
 
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""

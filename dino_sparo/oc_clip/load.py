@@ -301,7 +301,7 @@ def open_oc_clip_model(
         )
     scorer.model_record.update(
         feature={"name": "keys and values of patches", "precision": args.precision},
-        view={**view_record(scorer.transform), "border": border},
+        view={**view_record(scorer.transform, args.exif), "border": border},
         versions=versions(open_clip="open_clip_torch"),
     )
     return scorer

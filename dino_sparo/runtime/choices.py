@@ -78,6 +78,7 @@ MIN_CORRUPT = 5
 MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
 # The value of a 16-bit grayscale image that is white.
 MAX_VALUE = 65535
+EXIF = ("apply", "ignore")  # an image's orientation in its EXIF data
 
 SCENE_SIZE = 64  # side of a built-in scene in pixels
 

@@ -2,6 +2,7 @@
 
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
+    EXIF,
     IMAGENET_MEAN,
     IMAGENET_STD,
     KEY_DIM,
@@ -86,6 +87,12 @@ IMAGE_LIMITS: Group = {
     ),
     "max_value": Option(
         MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for 12-bit images.", positive_int
+    ),
+    "exif": Option(
+        EXIF[0],
+        "apply: turn an image upright by its EXIF orientation, as viewers do. ignore: take the pixels as they are "
+        "stored, as DINO's reference code does.",
+        choices=EXIF,
     ),
 }
 EVALUATION_LIMITS: Group = {

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.files import git_hash, plain, versions
@@ -204,7 +205,7 @@ def resume(run: Run) -> int | None:
 def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> None:
     """Warn of options, data and versions that differ from the checkpoint's, where the run can resume with them."""
     after = "the rest of the run differs from its beginning"
-    before, now = checkpoint["args"], plain(vars(run.args))
+    before, now = {"exif": EXIF[1], **checkpoint["args"]}, plain(vars(run.args))  # older versions ignored it
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
             logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)

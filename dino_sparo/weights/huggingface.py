@@ -49,7 +49,7 @@ The read-out `{readout}` turns its tokens into {slots}.
 
 ```python
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained("{name}", trust_remote_code=True)
@@ -175,7 +175,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     levels = f"255 * torch.rand({config.in_chans}, 300, 400)"
     return CARD.format(
-        images='Image.open("photo.jpg")' if config.in_chans == 3 else levels,
+        images='ImageOps.exif_transpose(Image.open("photo.jpg"))' if config.in_chans == 3 else levels,
         title=name,
         name=name,
         readout=config.readout,

@@ -13,7 +13,7 @@ from dino_sparo.runtime.files import file_sha256, parse_json, versions
 OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO"}
 # Options that an export records. The others describe paths, machines and the architecture, which the export has.
 RECIPE = (
-    *("epochs", "max_steps", "seed", "init_clip", "freeze", "drop_path_rate", "max_value"),
+    *("epochs", "max_steps", "seed", "init_clip", "freeze", "drop_path_rate", "max_value", "exif"),
     *("global_crops_scale", "local_crops_number", "local_crops_size", "local_crops_scale", "crop_scale"),
     *("out_dim", "norm_last_layer", "teacher_temp", "warmup_teacher_temp", "momentum_teacher", "freeze_last_layer"),
     *("koleo_weight", "z_dim", "coeff", "eps", "expa_type"),

@@ -315,7 +315,7 @@ def test_only_one_process_draws(monkeypatch):
 def test_the_options_are_known():
     assert vars(parser_of("pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "max_pairs", "img_size"),
-        *("max_image_mb", "max_image_mpix", "max_value"),
+        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
         *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "device", "figure_format"),
-        *("max_image_mb", "max_image_mpix", "max_value"),
+        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
     }

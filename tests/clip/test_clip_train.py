@@ -745,6 +745,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "max_image_mb": 256.0,
         "max_image_mpix": 64.0,
         "max_value": 65535,
+        "exif": "apply",
         "val_path": None,
         "val_share": 0.0,
         "download": False,

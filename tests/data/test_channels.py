@@ -1,7 +1,10 @@
 """channels.py and what uses it in data/: files of any number of channels -> crops in their depth."""
 
+import contextlib
 import io
+import struct
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -73,9 +76,25 @@ def test_the_first_tiff_of_several_pages_that_is_read_as_rgb_is_warned_of(caplog
         decode_image(data, "a.tif")
     warnings = [record.getMessage() for record in caplog.records if "pages" in record.getMessage()]
     assert warnings == [
-        "a TIFF has 5 pages, of which only the first is read, as RGB; if the pages are channels, give their number "
-        "as --in_chans"
+        "a TIFF has several pages, of which only the first is read, as RGB; if the pages are channels, give their "
+        "number as --in_chans"
     ]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_a_tiff_of_twenty_thousand_pages_is_read_or_refused_at_once(channels: int) -> None:
+    """The bug: its pages were counted, which took 18 s."""
+    tags = [(256, 4, 4), (257, 4, 4), (258, 3, 8), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (278, 4, 4)]
+    tags.append((279, 4, 16))
+    page = struct.pack("<H", len(tags)) + b"".join(
+        struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags
+    )
+    starts = [24 + number * (len(page) + 4) for number in range(20_000)]
+    chain = b"".join(page + struct.pack("<I", following) for following in (*starts[1:], 0))
+    start = time.perf_counter()
+    with contextlib.nullcontext() if channels == 3 else pytest.raises(CorruptImageError, match="has more pages than"):
+        decode_image(b"II*\0" + struct.pack("<I", 24) + bytes(16) + chain, "a.tif", ImageLimits(in_chans=channels))
+    assert time.perf_counter() - start < 1
 
 
 def test_a_folder_of_arrays_alone_asks_for_in_chans(tmp_path: Path) -> None:

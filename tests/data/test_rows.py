@@ -200,9 +200,10 @@ def test_bad_json_lines_are_named(root: Path, text: str, message: str) -> None:
     [
         (
             'path,label\n1.png,"a\n2.png,b\n3.png,"c\n',
-            "line 2: 'label' holds no text of one line but .*; is a quote missing",
+            r"line 2 cannot be read \(',' expected after '\"'\); is a quote missing",
         ),
-        ('path,label\n1.png,a\n"2.png,b\n3.png,c\n', "the row from line 3 has 1 columns"),
+        ('path,label\n1.png,a\n"2.png,b\n3.png,c\n', r"line 3 cannot be read \(unexpected end of data\)"),
+        ('path,label\n1.png,"a\n2.png,b"\n', "line 2: 'label' holds no text of one line but .*; is a quote missing"),
         ("path,label\n1.png," + "x" * 200_000 + "\n", "line 2 cannot be read .*larger than field limit"),
     ],
 )
@@ -214,11 +215,40 @@ def test_an_unbalanced_quote_or_an_endless_field_is_an_error_with_its_lines(
         open_source(str(root / "set.csv"))
 
 
-def test_labels_that_are_not_utf_8_are_read_as_latin_1(root: Path) -> None:
+def test_labels_that_are_not_utf_8_are_read_as_latin_1(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "set.csv").write_bytes("path,label\n1.png,ape\n2.png,élan\n".encode("latin-1"))
     assert class_names(open_source(str(root / "set.csv"))) == ["ape", "élan"]
+    assert "1 texts are not UTF-8 and are read as Latin-1; the first is in line 3" in caplog.text
+    (root / "list.txt").write_bytes("1.png ape\n2.png élan\n".encode("latin-1"))
+    assert class_names(open_source(str(root / "list.txt"))) == ["ape", "élan"]
 
 
-def test_rows_come_with_the_line_that_they_begin_on(tmp_path: Path) -> None:
+def test_half_a_character_in_json_leaves_the_other_characters_alone(root: Path) -> None:
+    """The bug: the other characters were read as Latin-1."""
+    (root / "set.jsonl").write_text('{"path": "1.png", "label": "caf\\u00e9 \\ud83d"}\n')
+    assert class_names(open_source(str(root / "set.jsonl"))) == ["café ?"]
+
+
+OPEN_QUOTES = 'a\t"open quote', "b\tplain", 'c\t"Hello" he said', 'd\t"he said ""hi"""', 'e\tends"', 'f\t"last'
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_quotes_that_enclose_no_cell_of_a_tsv_are_characters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """The bug: an open quote swallowed the rows up to the next quote."""
+    path = tmp_path / "t.tsv"
+    path.write_bytes(end.join(["path\tlabel", *OPEN_QUOTES, ""]).encode())
+    texts = ['"open quote', "plain", '"Hello" he said', 'he said "hi"', 'ends"', '"last']
+    assert list(TableRows(str(path), (PATHS, LABELS))) == [
+        (line, [name, text]) for line, name, text in zip(range(2, 8), "abcdef", texts, strict=True)
+    ]
+    assert "3 lines have a quote that does not enclose a cell and is read as a character; the first is in line 2" in (
+        caplog.text
+    )
+
+
+def test_rows_come_with_the_line_that_they_begin_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "t.csv").write_text('path,label,x\na,b,"\n\n"\n\nc,d,e\n')
     assert list(TableRows(str(tmp_path / "t.csv"), (PATHS, LABELS))) == [(2, ["a", "b"]), (6, ["c", "d"])]
+    assert "t.csv: 1 rows span several lines (is a quote missing?); the first is in line 2" in caplog.text

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.datasets import ImageFolder
 
+from dino_sparo.data.dataset import require_labels
 from dino_sparo.data.scenes import names_scenes
 from dino_sparo.data.sources import (
     TORCHVISION_SETS,
@@ -26,6 +27,7 @@ from dino_sparo.data.sources import (
     expand_shards,
     indexes,
     open_source,
+    to_image,
 )
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.prompts import set_name
@@ -102,7 +104,7 @@ def test_hidden_files_and_empty_classes_are_skipped(root: Path) -> None:
     ("files", "note"),
     [
         (["2.png", "1.png"], "images lie directly in the folder"),
-        (["3.png", "a/1.png", "b/2.png"], "images lie directly in the folder, so subfolders are not classes"),
+        (["3.png", "a/1.png", "b/2.png"], "1 images lie directly in the folder, the first is '3.png', so subfolders"),
         (["all/x/1.png", "all/y/2.png"], "all in one subfolder, 'all'"),
         (["train/a/1.png"], "its folders are splits"),
     ],
@@ -118,6 +120,31 @@ def test_folders_without_classes_have_no_labels(
     assert source.classes is None
     assert names(source, root) == sorted(files)
     assert note in caplog.text
+
+
+def test_an_image_beside_the_class_folders_is_named_where_labels_are_needed(root: Path) -> None:
+    for name in ("a/1.png", "b/2.png", "Screenshot.png"):
+        write(root / name)
+    with pytest.raises(ValueError, match=r"the first is 'Screenshot.png', .* move or delete these images\n"):
+        require_labels(open_source(str(root)))
+
+
+def test_files_of_other_endings_are_counted_with_the_remedy(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    jpeg, gif = encode(picture(1), "JPEG"), encode(picture(2), "GIF")
+    files = {"a.jfif": jpeg, "b.GIF": gif, "c.HEIC": b"?", "d.heic": b"?", "e.txt": b"?"}
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    caplog.set_level(logging.INFO)
+    assert names(open_source(str(root)), root) == ["a.jfif", "b.GIF"]
+    remedy = "(convert pictures to JPEG or PNG; HEIC by pillow-heif or heif-convert)"
+    assert f"(images lie directly in the folder); left out 2 .heic, 1 .txt {remedy} in" in caplog.text
+    shard = write_tar(root / "s.tar", [*files.items(), ("README", b"?")])
+    assert len(open_source(str(shard))) == 2
+    assert f"1 shard(s) indexed; left out 2 .heic, 1 .txt, 1 without ending {remedy} in" in caplog.text
+    for name in ("a.jfif", "b.GIF", "s.tar"):
+        (root / name).unlink()
+    with pytest.raises(ValueError, match=r"holds no images: .*left out 2 \.heic, .*HEIC by pillow-heif"):
+        open_source(str(root))
 
 
 def test_opening_all_splits_at_once_warns(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -571,6 +598,18 @@ def test_a_tar_may_end_without_zeros_or_with_one_block_of_them(root: Path, num_b
     assert len(open_source(str(path))) == 2
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_names_with_dots_have_the_label_of_their_whole_stem(root: Path, order: int) -> None:
+    """The bug: all images whose names began alike up to the first dot had the last label."""
+    images = [(f"IMG.2020.{i}.jpg", encode(picture(i))) for i in range(4)] + [("IMG.jpg", encode(picture(4)))]
+    labels = [(name.replace("jpg", "cls"), b"%d" % (i % 3)) for i, (name, _) in enumerate(images)]
+    pairs = [member for pair in zip(images, labels, strict=True) for member in pair]
+    for name, members in (("near", pairs), ("apart", images + labels), ("without plain", pairs[:-2])):
+        source = open_source(str(write_tar(root / f"{name}.tar", members[::order])))
+        found = {source.location(i).split("!")[1]: int(source.labels[i]) for i in range(len(source))}
+        assert found == {image: i % 3 for i, (image, _) in enumerate(images) if (image, _) in members}
+
+
 def test_a_key_that_comes_again_has_the_label_of_its_neighbour(root: Path) -> None:
     """The bug: the last label of a key was that of all its images."""
     members = [("a.png", encode(picture(1))), ("a.cls", b"1"), ("b.png", encode(picture(2))), ("b.cls", b"2")]
@@ -660,10 +699,31 @@ def test_16_bit_gray_is_scaled_not_clipped(kind: str) -> None:
     np.testing.assert_array_equal(pixels, np.repeat(np.round(values / 257)[..., None], 3, axis=2))
 
 
-def test_exif_orientation_is_ignored_as_in_the_reference() -> None:
+@pytest.mark.parametrize("mode", ["RGB", "L", "P"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_images_are_turned_upright_once_unless_the_exif_orientation_is_ignored(kind: str, mode: str) -> None:
+    if (kind, mode) == ("JPEG", "P"):
+        pytest.skip("there are no such files")
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = encode(picture(0, mode), kind, exif=exif)
+        stored = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+        for limits, expected in ((ImageLimits(), upright), (ImageLimits(exif="ignore"), stored)):
+            image = decode_image(content, "here", limits)
+            np.testing.assert_array_equal(np.asarray(image), expected)
+            np.testing.assert_array_equal(np.asarray(to_image(image, 3)), expected)  # a scorer may see it again
+        opened = Image.open(io.BytesIO(content))
+        for _ in range(2):
+            np.testing.assert_array_equal(np.asarray(to_image(opened, 3)), upright)
+
+
+def test_images_with_damaged_exif_data_are_read_as_they_are_stored() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by 90 degrees
-    assert decode_image(encode(picture(0), "JPEG", exif=exif), "here").size == (7, 5)
+    exif[0x0112] = 6
+    content = encode(picture(0), "JPEG", exif=exif).replace(b"MM\0*", b"XX\0*").replace(b"II*\0", b"XX*\0")
+    assert decode_image(content, "here").size == (7, 5)
 
 
 LARGE_JPEG, LARGE_PNG = (encode(picture(0).resize((350, 250)), kind) for kind in ("JPEG", "PNG"))
@@ -673,7 +733,7 @@ LARGE_JPEG, LARGE_PNG = (encode(picture(0).resize((350, 250)), kind) for kind in
     ("content", "reason"),
     [
         (b"", r"the file is empty \(0 bytes\)"),
-        (b"<html>not found</html>", "is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP$"),
+        (b"<html>not found</html>", "is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP; convert it to one$"),
         (LARGE_JPEG[: len(LARGE_JPEG) // 2], "image file is truncated"),
         (LARGE_PNG[: len(LARGE_PNG) // 2], "truncated|broken"),
         (encode(Image.new("F", (3, 2), 0.5), "TIFF"), "F pixels from 0.5 to 0.5 have no known range"),

@@ -374,6 +374,9 @@ def test_other_embeddings_are_kept_unless_they_may_be_overwritten(
     with pytest.raises(SystemExit):
         embed(weights, photographs, out, "--max_value", "4095")
     assert "holds other embeddings (limits" in caplog.text
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, out, "--exif", "ignore")
+    assert "'exif': 'apply'} there, " in caplog.text
     assert "give another --output_dir, or --overwrite" in caplog.text
     assert files_of(out) == before
     embed(other, photographs, out, "--overwrite")

@@ -466,7 +466,13 @@ def test_the_same_command_and_cached_features_give_the_same_file(folders, checkp
 
     cached = ("--load_features", tmp_path / "cache", *options, tmp_path / "three")
     evaluate(*cached, "--data_path", folders)
-    others = [("--data_path", "nowhere"), ("--n_last_blocks", 3), ("--untrained",), ("--img_size", 32)]
+    others = [
+        ("--data_path", "nowhere"),
+        ("--n_last_blocks", 3),
+        ("--untrained",),
+        ("--img_size", 32),
+        ("--exif", "ignore"),
+    ]
     for words in (*others, ("--slots", 0), ("--dump_features", tmp_path / "again")):
         with pytest.raises(ValueError, match=rf"{words[0]} .* with --load_features: leave out one of the two"):
             evaluate(*cached, *words)

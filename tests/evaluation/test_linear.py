@@ -457,7 +457,7 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
 
 
 SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
-    fast_views label_column local_rank max_image_mb max_image_mpix max_value num_workers
+    fast_views exif label_column local_rank max_image_mb max_image_mpix max_value num_workers
     output_dir patch_size path_column precision pretrained_weights quick_gelu readout seed
     split_column untrained use_cuda"""
 KNN = "nb_knn temperature dump_features load_features n_last_blocks"

@@ -21,7 +21,7 @@ from dino_sparo.__main__ import run
 from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph, SceneObject
 from dino_sparo.data.scene_patterns import SHAPES
 from dino_sparo.data.scenes import Scenes, draw_scene, object_masks
-from dino_sparo.data.sources import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError, ImageLimits
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.objects import command, slots, survey
@@ -117,7 +117,7 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
 
 def test_masks_of_the_picture_before_it_was_turned_are_refused_with_the_likely_cause() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
-    with pytest.raises(CorruptImageError, match="but its masks have 12 x 8; the image may have an EXIF orientation"):
+    with pytest.raises(CorruptImageError, match=r"but its masks have 12 x 8; .* Then give --exif ignore"):
         view_objects(masks, view_of(8, 12), "x.png", (8, 12))
 
 
@@ -125,6 +125,19 @@ def test_masks_of_another_size_than_the_image_are_refused() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
     with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
         view_objects(masks, view_of(13, 8), "x.png", (13, 8))
+
+
+def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_stored_pixels(tmp_path: Path) -> None:
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    phone = Image.Exif()
+    phone[0x0112] = 6
+    Image.new("RGB", (12, 8)).save(tmp_path / "images" / "a.jpg", exif=phone)
+    for size, exif in (((8, 12), "apply"), ((12, 8), "ignore")):
+        Image.new("L", size, 1).save(tmp_path / "masks" / "a.png")
+        source = open_objects(str(tmp_path), limits=ImageLimits(exif=exif))
+        assert source.images.read(0).size == size
+        assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", size).masks) == 1
 
 
 # Layouts.

@@ -115,8 +115,17 @@ def test_a_key_of_the_json_gives_one_caption_or_several(tmp_path: Path) -> None:
     path = str(write_tar(tmp_path / "a.tar", pair_members(0, 2)))
     assert contents(open_pairs(path, caption_key="alt")) == [(0, ["alt 0"]), (1, ["alt 1"])]
     assert contents(open_pairs(path, caption_key="all")) == [(0, ["one 0", "two"]), (1, ["one 1", "two"])]
-    with pytest.raises(CorruptImageError, match="has no key 'title'; its keys are alt, all"):
-        open_pairs(path, caption_key="title").captions(0)
+    with pytest.raises(ValueError, match=r"has no key 'title'; give one of its keys as --caption_key: alt, all$"):
+        open_pairs(path, caption_key="title")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_names_with_dots_are_pairs_by_their_whole_stem(tmp_path: Path, order: int) -> None:
+    members = [m for i in range(3) for m in ((f"IMG.1.{i}.png", picture(i)), (f"IMG.1.{i}.txt", b"text %d" % i))]
+    members += [("a.png", picture(9)), ("a.mask.png", picture(8)), ("a.txt", b"text 9"), ("a.alt.txt", b"another")]
+    source = open_pairs(str(write_tar(tmp_path / "a.tar", members[::order])), max_left_out=0.0)
+    assert sorted(captions for _, captions in contents(source)) == [["text 0"], ["text 1"], ["text 2"], ["text 9"]]
+    assert {value for value, captions in contents(source) if captions != ["text 9"]} == {0, 1, 2}
 
 
 def test_samples_of_the_same_name_are_apart_unless_they_are_neighbours(tmp_path: Path) -> None:
@@ -135,6 +144,21 @@ def test_samples_that_are_no_pairs_are_left_out_and_counted(tmp_path: Path, capl
     assert f"3 of 7 samples are left out: 2 without caption (the first is {path}!lone), 1 without image" in caplog.text
     with pytest.raises(ValueError, match=r"3 of 7 samples are left out.*more than the 0 that --max_corrupt 0.0 allows"):
         open_pairs(path, max_left_out=0.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("1.png", "1.caption"), "name the caption of 7.jpg 7.txt$"),
+        (("1.heic", "1.txt"), "convert the images to one of .jpg, "),
+    ],
+)
+def test_shards_without_pairs_get_the_remedy_for_their_endings(
+    tmp_path: Path, names: tuple[str, ...], message: str
+) -> None:
+    path = write_tar(tmp_path / "a.tar", [(name, b"?") for name in names])
+    with pytest.raises(ValueError, match=message):
+        open_pairs(str(path))
 
 
 def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

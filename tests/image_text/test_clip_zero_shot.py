@@ -241,13 +241,16 @@ def test_objectnet_is_cut_down_to_the_classes_it_shares(tmp_path):
 
 def test_names_come_from_files(tmp_path):
     source = open_source(folders(tmp_path / "images", ["b_c", "a"]))
-    write(tmp_path / "list.txt", "one\n\n two words \n")
+    write(tmp_path / "list.txt", "B C\n\n other \n A\n")
+    write(tmp_path / "lines.txt", "b_c\tbee\na\tay\n")
     write(tmp_path / "map.json", json.dumps({"b_c": "bee", "a": "ay", "z": "zed"}))
-    write(tmp_path / "sets.json", json.dumps({"ours": ["one", "two"], "theirs": ["x"]}))
+    write(tmp_path / "sets.json", json.dumps({"ours": ["b c", "a"], "theirs": ["x"]}))
     assert open_classes(source, "folders").names == ["a", "b c"]
-    assert open_classes(source, str(tmp_path / "list.txt")).names == ["one", "two words"]
     assert open_classes(source, str(tmp_path / "map.json")).names == ["ay", "bee"]
-    assert open_classes(source, f"{tmp_path}/sets.json:ours").names == ["one", "two"]
+    assert open_classes(source, str(tmp_path / "lines.txt")).names == ["ay", "bee"]
+    for name, expected in (("list.txt", ["A", "B C"]), ("sets.json:ours", ["a", "b c"])):
+        classes = open_classes(source, f"{tmp_path}/{name}")
+        assert [classes.names[place] for place in classes.class_of] == expected
 
 
 def test_classes_that_are_numbers_are_places_in_a_list(tmp_path):
@@ -258,11 +261,26 @@ def test_classes_that_are_numbers_are_places_in_a_list(tmp_path):
     assert [classes.names[number] for number in classes.class_of] == ["name 0", "name 10", "name 2"]
 
 
+def test_numbers_of_classes_may_begin_with_one_but_where_the_list_begins_is_not_guessed(tmp_path):
+    """The bug: folders 1 to 12 took the names in the order of texts, so that 2 was called "five"."""
+    source = open_source(folders(tmp_path / "images", list(map(str, range(1, 13)))))
+    for number, begins in ((12, 1), (13, None)):
+        write(tmp_path / "names.txt", "\n".join(f"name {i + 1}" for i in range(number)))
+        if begins is None:
+            with pytest.raises(ValueError, match="has 13 names, and none for 12 of the 12 classes"):
+                open_classes(source, str(tmp_path / "names.txt"))
+        else:
+            classes = open_classes(source, str(tmp_path / "names.txt"))
+            named = [classes.names[place] for place in classes.class_of]
+            assert named == [f"name {folder}" for folder in source.classes]
+
+
 @pytest.mark.parametrize(
     ("classnames", "content", "message"),
     [
         ("nowhere.txt", None, "neither a file nor one of auto, imagenet"),
-        ("names.txt", "one\ntwo\nthree\n", "has 3 names, the images have 2 classes: a, b"),
+        ("names.txt", "one\ntwo\nthree\n", "has 3 names, and none for 2 of the 2 classes, the first is 'a'"),
+        ("names.txt", "one\ntwo\n", "has 2 names, and none for 2 of the 2 classes"),
         ("names.txt", "\n", "is empty; give a list"),
         ("names.json", "{", "is no JSON"),
         ("names.json", '{"a": "x"}', "names no class 'b'"),

@@ -364,6 +364,10 @@ def test_a_box_is_cut_out_and_one_that_shows_nothing_of_the_image_is_an_unreadab
     assert (source.read(0).size, source.read(0).getcolors()) == ((3, 3), [(9, (0, 0, 255))])
     assert source.read(2).size == (8, 6)
     assert source.read(5).size == (4, 5)  # a box that reaches beyond the image shows black there
+    phone = Image.Exif()
+    phone[0x0112] = 6  # shown turned by 90 degrees, but boxes count stored pixels
+    image.save(tmp_path / "a.png", exif=phone)
+    assert (source.read(0).getcolors(), source.read(2).size) == ([(9, (0, 0, 255))], (6, 8))
     for index, message in ((1, "has no area"), (3, "lies outside of the image, 8 x 6"), (4, "outside")):
         with pytest.raises(CorruptImageError, match=message):
             source.read(index)

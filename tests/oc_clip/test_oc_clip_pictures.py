@@ -349,6 +349,6 @@ def test_only_one_process_draws(monkeypatch):
 def test_the_options_are_known():
     assert vars(parser_of("oc-pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "graphs"),
-        *("max_image_mb", "max_image_mpix", "max_value"),
+        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
         *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "device", "figure_format"),
     }

@@ -127,6 +127,7 @@ NEW: dict[str, Any] = {
     "max_image_mb": 256.0,
     "max_image_mpix": 64.0,
     "max_value": 65535,
+    "exif": "apply",
     "saveckp_minutes": 30.0,
     "keep_checkpoints": 3,
     "allow_rescale": False,

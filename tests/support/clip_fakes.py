@@ -24,7 +24,7 @@ COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1
 TOKENIZER = SimpleTokenizer()
 # Those that every evaluation shares with all scripts.
 DEVICE_OPTIONS = {"device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"}
-DEVICE_OPTIONS |= {"max_image_mb", "max_image_mpix", "max_value"}  # of all commands that read images
+DEVICE_OPTIONS |= {"max_image_mb", "max_image_mpix", "max_value", "exif"}  # of all commands that read images
 
 
 def clip_description(

@@ -9,10 +9,11 @@ import logging
 import mmap
 import os
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from dino_sparo.data.channels import (
     NUMPY_MAGIC,
@@ -21,15 +22,20 @@ from dino_sparo.data.channels import (
     planes_of_array,
     planes_of_image,
 )
-from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
+from dino_sparo.runtime.choices import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 
-# The endings that torchvision's ImageFolder, hence the reference, takes for images.
-IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+# The first line holds the endings that torchvision's ImageFolder, hence the reference, takes for images.
+IMAGE_EXTENSIONS = (
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+    *(".jfif", ".jpe", ".gif", ".pbm", ".pnm"),
+)
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
 ARRAY_EXTENSION = ".npy"  # in folders and shards an image only for a model of other than three channels
-# Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
+# Endings of pictures that are not read; files of other endings need not be pictures.
+UNREAD = {*(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dcm", ".npy", ".svg", ".dng", ".cr2", ".nef", ".arw")}
+# Formats that Pillow decodes itself; the name of a file does not matter.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _logger = logging.getLogger(__name__)
@@ -47,12 +53,14 @@ class ImageLimits:
         max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
         max_value: of images with more than 8 bit, which is white; larger values are white, too.
         in_chans: channels that the model takes. 3: 8-bit RGB; else the depth of the file is kept.
+        exif: "apply": images are turned upright by their EXIF orientation; "ignore": they are not.
     """
 
     max_mb: float = MAX_IMAGE_MB
     max_mpix: float = MAX_IMAGE_MPIX
     max_value: int = MAX_VALUE
     in_chans: int = 3
+    exif: str = EXIF[0]
 
     @property
     def extensions(self) -> tuple[str, ...]:
@@ -61,6 +69,13 @@ class ImageLimits:
 
 
 DEFAULT_LIMITS = ImageLimits()
+
+
+def left_out(endings: Counter[str]) -> str:
+    """Numbers of files by their ending, and how to make them readable if they are pictures; "" without files."""
+    words = ", ".join(f"{number:,} {ending or 'without ending'}" for ending, number in endings.most_common(10))
+    remedy = " (convert pictures to JPEG or PNG; HEIC by pillow-heif or heif-convert)" * bool(endings.keys() & UNREAD)
+    return f"; left out {words}{remedy}" if endings else ""
 
 
 class CorruptImageError(UserError):
@@ -113,8 +128,8 @@ def refuse_large_file(length: int, location: str, limits: ImageLimits) -> None:
 def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
     """Decode an image file to what `limits.in_chans` asks for, for three channels the pixels of the reference's loader.
 
-    As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
-    scaled to 8 bit by `limits.max_value`; the reference clips it, which turns most such images white.
+    As there, transparency is dropped rather than composited. 16-bit grayscale is scaled to 8 bit by `limits.max_value`;
+    the reference clips it, which turns most such images white. The reference ignores the EXIF orientation.
 
     Raises:
         CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS` and no `.npy`, too large, with pixels of
@@ -134,9 +149,9 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         image.load()
         # Only palettes with partial transparency use this entry, to warn that RGB drops it; pixels do not depend on it.
         image.info.pop("transparency", None)
-        return to_image(image, limits.in_chans, limits.max_value)
+        return to_image(image, limits.in_chans, limits.max_value, limits.exif)
     except UnidentifiedImageError as error:
-        raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}") from error
+        raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}; convert it to one") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
         has_words = isinstance(error, OSError | ValueError | Image.DecompressionBombError)
         raise CorruptImageError(location, str(error) if has_words else repr(error)) from error
@@ -150,26 +165,30 @@ def _refuse_large_image(num_pixels: int, sides: tuple[int, ...], limits: ImageLi
         )
 
 
-def to_image(image: Image.Image | np.ndarray, in_chans: int, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
+def to_image(
+    image: Image.Image | np.ndarray, in_chans: int, max_value: int = MAX_VALUE, exif: str = EXIF[0]
+) -> Image.Image:
     """An image of any mode, or an array, as a model takes it: 8-bit RGB for three channels, else a `ChannelImage`.
 
     Args:
         image: as opened by Pillow; or (H, W), (H, W, C) or (C, H, W).
         in_chans: number of the model's channels.
         max_value: value of pixels with more than 8 bit that is white.
+        exif: as in `ImageLimits`.
 
     Raises:
         ValueError: the range of the pixels is unknown, or the image has another number of channels.
     """
     if isinstance(image, ChannelImage):
         return image
+    if isinstance(image, Image.Image):
+        image = _oriented(image, exif)
     if in_chans == 3 and isinstance(image, Image.Image):
         if image.format == "TIFF" and getattr(image, "is_animated", False) and not _HAS_WARNED[1]:
             _HAS_WARNED[1] = 1
             _logger.warning(
-                "a TIFF has %d pages, of which only the first is read, as RGB; if the pages are channels, give their "
-                "number as --in_chans",
-                getattr(image, "n_frames", 1),
+                "a TIFF has several pages, of which only the first is read, as RGB; if the pages are channels, give "
+                "their number as --in_chans"
             )
         return to_rgb(image, max_value)
     if isinstance(image, Image.Image):
@@ -183,6 +202,23 @@ def to_image(image: Image.Image | np.ndarray, in_chans: int, max_value: int = DE
     if in_chans != 3:
         return ChannelImage.from_levels(levels)
     return Image.fromarray((levels + 0.5).astype(np.uint8).transpose(1, 2, 0).repeat(3 // len(levels), axis=2))
+
+
+def _oriented(image: Image.Image, exif: str) -> Image.Image:
+    """An image turned by its EXIF orientation, or as it is stored; without the orientation, so that it turns once."""
+    image.load()  # a PNG's orientation may follow its pixels, and Pillow turns a TIFF itself as it loads the pixels
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF data raise anything; viewers do without them
+        orientation = 1
+    if orientation == 1:
+        return image
+    stored = image.copy()
+    stored.info.clear()
+    if exif == EXIF[1]:
+        return stored
+    stored.getexif()[ExifTags.Base.Orientation] = orientation
+    return ImageOps.exif_transpose(stored)
 
 
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:

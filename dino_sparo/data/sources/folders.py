@@ -9,12 +9,13 @@ Listing a million files takes minutes on a network disk, so folders are listed i
 import logging
 import os
 import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 
-from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, ImageLimits
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, ImageLimits, left_out
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 from dino_sparo.runtime.faults import UserError
@@ -111,17 +112,16 @@ def open_folder(
     Raises:
         ValueError: it holds neither.
     """
-    images = _images_by_folder(os.fsencode(root), limits.extensions)
+    images, others = _images_by_folder(os.fsencode(root), limits.extensions)
     number = sum(map(len, images.values()))
     shards = find_shards(root) if number < FEW_IMAGES else []
     if not number and shards:
         return open_shards(shards, f"shards in {root}", max_lost, limits)
     if not number:
-        has_arrays = any(_images_by_folder(os.fsencode(root), (ARRAY_EXTENSION,)).values())
         raise UserError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(limits.extensions)} in it and "
-            f"its subfolders, and for *.tar in it; it holds {content_of(root)}"
-            f"{'; to read its .npy files, give --in_chans N, their number of channels' * has_arrays}"
+            f"its subfolders, and for *.tar in it; it holds {content_of(root)}{left_out(others)}"
+            f"{'; to read its .npy files, give --in_chans N, their number of channels' * (ARRAY_EXTENSION in others)}"
         )
     if shards:
         _logger.warning(
@@ -132,57 +132,67 @@ def open_folder(
     folders = sorted(filter(images.get, images), key=lambda folder: (folder.split(b"/", 1)[0], folder))
     paths = PackedStrings.pack([os.path.join(folder, name) for folder in folders for name in images[folder]])
     tops = [os.fsdecode(folder.split(b"/", 1)[0]) for folder in folders]
-    classes, note = _folder_classes(sorted(set(tops)))
+    classes, note = _folder_classes(sorted(set(tops)), [os.fsdecode(name) for name in images[b""]])
     labels = None
     if classes is not None:
         number_of = {name: i for i, name in enumerate(classes)}
         labels = np.repeat([number_of[top] for top in tops], [len(images[folder]) for folder in folders])
-    return FileSource(f"folder {root}", root, paths, classes, labels, limits), f"listed{note}"
+    source = FileSource(f"folder {root}", root, paths, classes, labels, limits)
+    source.why_unlabelled = note
+    return source, f"listed{f' ({note})' if note else ''}{left_out(others)}"
 
 
-def _folder_classes(names: list[str]) -> tuple[list[str] | None, str]:
-    """The classes, None without labels, and a note for the log; `names` are the first-level folders of the images."""
+def _folder_classes(names: list[str], loose: list[str]) -> tuple[list[str] | None, str]:
+    """The classes of first-level folders, or None and the reason; `loose` are images directly in the folder."""
     if SPLIT_WORDS & set(names) and set(names) <= SPLIT_WORDS | {"unlabeled", "unlabelled"}:
         if len(names) > 1:
             _logger.warning(
                 "all of the folders %s are used together; give one of them to use it alone", ", ".join(names)
             )
-        return None, " (its folders are splits, not classes)"
-    if "" in names:
-        return None, " (images lie directly in the folder, so subfolders are not classes)"
+        return None, "its folders are splits, not classes"
+    if len(names) > 1 and loose:
+        where = f"{len(loose):,} images lie directly in the folder, the first is {loose[0]!r}"
+        return None, f"{where}, so subfolders are not classes; move or delete these images"
+    if loose:
+        return None, "images lie directly in the folder"
     if len(names) == 1:
-        return None, f" (all in one subfolder, {names[0]!r}, which is no class)"
+        return None, f"all in one subfolder, {names[0]!r}, which is no class"
     return names, ""
 
 
-def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> dict[bytes, list[bytes]]:
-    """Relative path of a folder and of all folders below it -> names of its images; links are followed once."""
+def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> tuple[dict[bytes, list[bytes]], Counter[str]]:
+    """Path of each folder below -> names of its images, links followed once; and endings of the other files."""
     images, visited, broken = dict[bytes, list[bytes]](), set[tuple[int, int]](), list[bytes]()
+    others = Counter[str]()
     list_one = partial(_list_folder, root, tuple(map(str.encode, extensions)))
     level = [b""]
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         while level:
             deeper = []
-            for folder, (identity, *listing) in zip(level, pool.map(list_one, level), strict=True):
+            for folder, (identity, names, endings, subfolders, links) in zip(
+                level, pool.map(list_one, level), strict=True
+            ):
                 if identity not in visited:
                     visited.add(identity)
-                    images[folder], subfolders, others = listing
+                    images[folder] = names
+                    others += endings
                     deeper += subfolders
-                    broken += others
+                    broken += links
             level = deeper
     if broken:
         _logger.warning(
             "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
             *(os.fsdecode(root), len(broken), os.fsdecode(broken[0])),
         )
-    return images
+    return images, others
 
 
 def _list_folder(
     root: bytes, endings: tuple[bytes, ...], folder: bytes
-) -> tuple[tuple[int, int], list[bytes], list[bytes], list[bytes]]:
-    """Device and inode of a folder, names of its images, paths of its subfolders, and of links that lead nowhere."""
+) -> tuple[tuple[int, int], list[bytes], Counter[str], list[bytes], list[bytes]]:
+    """Device and inode of a folder, names of its images, endings of its other files, subfolders, and broken links."""
     path, images, folders, broken = os.path.join(root, folder), list[bytes](), list[bytes](), list[bytes]()
+    others = Counter[str]()
     with os.scandir(path) as entries:
         for entry in entries:
             inside = os.path.join(folder, entry.name)
@@ -195,5 +205,7 @@ def _list_folder(
                 broken.append(inside)
             elif is_image:
                 images.append(entry.name)
+            else:
+                others[os.fsdecode(os.path.splitext(entry.name)[1].lower())] += 1
     status = os.stat(path)
-    return (status.st_dev, status.st_ino), sorted(images), sorted(folders), broken
+    return (status.st_dev, status.st_ino), sorted(images), others, sorted(folders), broken

@@ -86,7 +86,13 @@ class PackedStrings:
 
 
 class FileSource:
-    """Images that are files, by paths that are absolute or relative to `root`."""
+    """Images that are files, by paths that are absolute or relative to `root`.
+
+    Attributes:
+        why_unlabelled: the reason for which the files of a folder have no labels.
+    """
+
+    why_unlabelled = ""
 
     chosen_split: str | None = None  # of a table with a column of splits
 

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dino_sparo.data.sources.decode import IMAGE_ENDINGS
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.logs import progress
 
 _logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 5
+_CACHE_VERSION = 6
 BLOCK_BYTES = tarfile.BLOCKSIZE  # everything in a tar begins at a multiple of it
 MAX_TAR_BYTES = BLOCK_BYTES << 32  # an index counts blocks in 32 bits
 MAX_END_BYTES = 1 << 20  # of zeros behind the last member; more are a download that stopped
@@ -154,7 +155,8 @@ def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
     """Groups of a shard's members: neighbours of one key, until an ending is repeated.
 
     Yields:
-        The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot).
+        The key, which is the name up to the file name's first dot, and the members by ending (lower case with its dot);
+        see `_by_stem` for names with several dots.
     """
     last_key, members = b"", dict[bytes, Member]()
     for member in tar_members(shard):
@@ -164,11 +166,31 @@ def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
         if not stem:
             continue
         if members and (key != last_key or ending in members):
-            yield last_key, members
+            yield from _by_stem(last_key, members)
             members = {}
         last_key, members[ending] = key, member
-    if members:
-        yield last_key, members
+    yield from _by_stem(last_key, members)
+
+
+def _by_stem(key: bytes, members: dict[bytes, Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+    """Neighbours of one key as samples: `a.jpg`, `a.cls` and `a.mask.png` are one, and so are `a.1.jpg` and `a.1.cls`.
+
+    A name with several dots is a sample of its own, by all but its last ending, if it is an image with a `.cls` or
+    `.txt`, or if none of its neighbours has one dot.
+    """
+    stems = dict[bytes, dict[bytes, Member]]()
+    for ending, member in members.items():
+        stem, dot, last = ending.rpartition(b".")
+        stems.setdefault(stem, {})[dot + last] = member
+    shared = dict(members)
+    for stem, own in stems.items():
+        is_sample = own.keys() & set(IMAGE_ENDINGS) and own.keys() & {b".cls", b".txt"}
+        if stem and (b"" not in stems or is_sample):
+            yield key + stem, own
+            for ending in own:
+                del shared[stem + ending]
+    if shared:
+        yield key, shared
 
 
 class Piece(NamedTuple):

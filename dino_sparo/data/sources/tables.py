@@ -1,7 +1,7 @@
 """A list of paths or a table (.csv, .tsv, .jsonl) -> its rows -> the image files that it names, with their labels.
 
 A table is read line by line, so that memory is what the caller keeps. Columns are found by usual names or named by
-options. Texts that are not UTF-8 are read as Latin-1.
+options. Texts that are not UTF-8 are read as Latin-1, with a warning.
 """
 
 import csv
@@ -24,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 TABLE_ENDINGS = (".csv", ".tsv", ".jsonl")
 _DELIMITERS = ",\t;|"
+# In a TSV, a cell that begins with a quote but is not enclosed in quotes.
+_OPEN_QUOTE = re.compile(r'(?:^|(?<=\t))(?!"(?:[^"]|"")*"(?:\t|[\r\n]*$))"[^\t\r\n]*')
 _HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # of a surrogate pair in JSON, without the other half
 
 
@@ -93,6 +95,7 @@ class TableRows:
 
     Attributes:
         header: names of all columns.
+        oddities: problem -> number of rows, line of the first.
         names: names of `columns` and of `splits` in the header; None where a column is missing.
 
     Raises:
@@ -109,6 +112,7 @@ class TableRows:
     ) -> None:
         self.path, self.columns = path, [*columns, splits]
         self.is_jsonl = path.lower().endswith(".jsonl")
+        self.oddities = dict[str, tuple[int, int]]()
         self.header, self.delimiter = self._read_header()
         self.names = [column.find(self.header) for column in self.columns]
         self.word: str | None = None
@@ -123,9 +127,16 @@ class TableRows:
             )
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        self.oddities.clear()
         for line, cells in self._rows():
             if self.word is None or cells[-1].strip().lower() == self.word:
                 yield line, cells[:-1]
+        for oddity, (number, line) in self.oddities.items():
+            _logger.warning("table %s: %d %s; the first is in line %d", self.path, number, oddity, line)
+
+    def _note(self, oddity: str, line: int) -> None:
+        number, first = self.oddities.get(oddity, (0, line))
+        self.oddities[oddity] = number + 1, first
 
     def _read_header(self) -> tuple[list[str], str]:
         """Names of the columns, and the delimiter that gives all required columns."""
@@ -163,17 +174,16 @@ class TableRows:
                 f"table {self.path!r}: line {line}: {column.find(self.header)!r} holds no text of one line but "
                 f"{cell[:60]!r}; is a quote missing?"
             )
-        try:
-            if not column.is_path:
-                cell.encode()
-        except UnicodeEncodeError:  # not UTF-8
-            return _HALF_CHARACTER.sub("?", cell).encode("utf-8", "surrogateescape").decode("latin-1")
-        return cell
+        text = cell if column.is_path else decoded(cell)
+        if text != cell:
+            self._note("texts are not UTF-8 and are read as Latin-1", line)
+        return text
 
     def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
         """The rows of a table with a delimiter; blank lines are skipped."""
         file.readline()
-        reader, line = csv.reader(file, delimiter=self.delimiter), 2
+        lines = self._tsv_lines(file) if self.delimiter == "\t" else file
+        reader, line = csv.reader(lines, delimiter=self.delimiter, strict=True), 2
         try:
             for cells in reader:
                 if cells and len(cells) != len(self.header):
@@ -184,11 +194,28 @@ class TableRows:
                     )
                 if cells:
                     yield line, dict(zip(self.header, cells, strict=True))
+                if reader.line_num + 1 > line:
+                    self._note("rows span several lines (is a quote missing?)", line)
                 line = reader.line_num + 2
         except csv.Error as error:
             raise UserError(
                 f"table {self.path!r}: line {line} cannot be read ({error}); is a quote missing?"
             ) from error
+
+    def _tsv_lines(self, file: io.TextIOWrapper) -> Iterator[str]:
+        """The lines of a TSV. A quote that begins a cell without enclosing it becomes a character of the cell.
+
+        Such a quote may also begin a cell of several lines. So both the line and the next must have all columns.
+        """
+        number, line = 1, file.readline()
+        while line:
+            number, following = number + 1, file.readline()
+            rows = [text.count("\t") + 1 == len(self.header) for text in (line, following) if text]
+            if '"' in line and all(rows) and _OPEN_QUOTE.search(line):
+                self._note("lines have a quote that does not enclose a cell and is read as a character", number)
+                line = _OPEN_QUOTE.sub(lambda cell: '"{}"'.format(cell[0].replace('"', '""')), line)
+            yield line
+            line = following
 
     def _json_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
         """The rows of a file with one JSON object per line; the keys of the first are the columns."""
@@ -231,9 +258,21 @@ def open_text(path: str) -> io.TextIOWrapper:
     if b"\0" in file.peek(1 << 12):
         file.close()
         raise UserError(
-            f"data_path={path!r} is not a text file; give a list of paths, a .csv/.tsv/.jsonl table, or a folder"
+            f"data_path={path!r} is not a text file in UTF-8; give a list of paths, a table (.csv, .tsv, .jsonl) or a "
+            "folder"
         )
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def decoded(text: str) -> str:
+    """A text of `open_text` or of JSON in UTF-8 if it is, else in Latin-1; half characters become `?`."""
+    if text.isascii():
+        return text
+    data = _HALF_CHARACTER.sub("?", text).encode("utf-8", "surrogateescape")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
 
 
 def _as_text(value: Any) -> str:
@@ -307,7 +346,7 @@ def _name_and_label(line: str) -> tuple[str, str]:
         name, label = match[1], match[2]
     elif len(parts := _COMMENT.sub("", line).rsplit(None, 1)) == 2:
         name, label = parts
-    return name.strip(), _COMMENT.sub("", label).strip()
+    return name.strip(), decoded(_COMMENT.sub("", label).strip())
 
 
 def open_table(

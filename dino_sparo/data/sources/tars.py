@@ -1,7 +1,7 @@
 """Tar shards, webdataset's way -> the source of the images in them, read at their offsets.
 
 A shard's headers are walked once, and the places of its images kept (`indexes.py`); nothing is ever extracted to disk.
-Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its label `a.cls`.
+`a.jpg` and its label `a.cls` belong together, as `indexes.shard_samples` says.
 """
 
 import glob
@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,6 +21,7 @@ from dino_sparo.data.sources.decode import (
     DEFAULT_LIMITS,
     CorruptImageError,
     ImageLimits,
+    left_out,
     read_image,
 )
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
@@ -130,11 +132,14 @@ def open_shards(
         )
     for shard, number in lost.items():
         _logger.warning("%s; about %d images are skipped", notes[shards.index(shard)]["damage"], number)
+    others = sum((Counter(note.get("others", {})) for note in notes), Counter[str]())
     if not len(index):
         raise UserError(
-            f"{name}: no images in {len(shards)} shard(s); looked for members ending in {limits.extensions}"
+            f"{name}: no images in {len(shards)} shard(s); looked for members ending in "
+            f"{', '.join(limits.extensions)}{left_out(others)}"
         )
-    return TarSource(name, index, *_labels(index, notes), num_lost, limits), f"{len(shards)} shard(s) indexed"
+    how = f"{len(shards)} shard(s) indexed{left_out(others)}"
+    return TarSource(name, index, *_labels(index, notes), num_lost, limits), how
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
@@ -170,7 +175,7 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
 def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
     endings = tuple(map(str.encode, extensions))
-    keys, positions = [], []
+    keys, positions, others = [], [], Counter[str]()
     label_of_sample, label_of_key = dict[tuple[bytes, int], str](), dict[bytes, str]()
     with open_regular(shard) as file:
         for group, (key, members) in enumerate(shard_samples(shard)):  # a key may come again, with another label
@@ -181,12 +186,14 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
                 elif ending.endswith(b".cls"):
                     text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
                     label_of_sample[key, group] = label_of_key[key] = text.decode(errors="replace").strip()
+            if not any(ending.endswith((*endings, b".cls")) for ending in members):
+                others.update(os.fsdecode(b"".join(ending.rpartition(b".")[1:])) for ending in members)
     # The label within the sample, else that of any sample of the same key.
     labels = [label_of_sample.get((key, group), label_of_key.get(key, "")) for key, group in keys]
     words = ["", *dict.fromkeys(filter(None, labels))]
     number_of = {word: number for number, word in enumerate(words)}
     rows = [(*position, number_of[label]) for position, label in zip(positions, labels, strict=True)]
-    return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
+    return Piece(np.array(rows, IMAGE_RECORD), {"labels": words, "others": others})
 
 
 def images_kind(limits: ImageLimits) -> Kind:

@@ -65,7 +65,7 @@ class TorchvisionSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         try:
-            return to_image(self.dataset[index][0], self.limits.in_chans)
+            return to_image(self.dataset[index][0], self.limits.in_chans, exif=self.limits.exif)
         except Exception as error:  # as in decode_image: damaged files raise anything
             raise CorruptImageError(self.location(index), repr(error)) from error
 

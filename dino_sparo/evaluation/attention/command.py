@@ -56,7 +56,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
-    record = {"encoder": subject.record, **maps.record(), "versions": versions()}
+    record = {"encoder": subject.record, **maps.record(), "exif": args.exif, "versions": versions()}
     if WARNINGS:
         record["warnings"] = list(WARNINGS)
     written = [folder / "attention.npy", folder / "attention.json"]

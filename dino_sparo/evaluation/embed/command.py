@@ -149,7 +149,7 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
             "columns": [args.path_column, args.label_column, args.split_column],
             "classes": source.classes,
         },
-        "view": view_record(task.transform),
+        "view": view_record(task.transform, args.exif),
         "versions": versions(),
     }
 

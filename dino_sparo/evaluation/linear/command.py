@@ -139,6 +139,7 @@ class ProbeTask:
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
             "img_size": side,
+            "exif": args.exif,
             "fast_views": args.fast_views,
             "precision": args.precision,
             "num_classes": task.num_classes,

@@ -127,6 +127,7 @@ def describe_run(
             "unreadable": len(survey.left_out),
         },
         "view": {
+            "exif": args.exif,
             "square": view.size[0],
             "patch_size": config.patch_size,
             "upsampling": "nearest",

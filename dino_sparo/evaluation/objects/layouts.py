@@ -71,7 +71,7 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
     """
     height, width = objects.void.shape
     if (width, height) != image_size:
-        turned = "; the image may have an EXIF orientation, which is not applied" * ((height, width) == image_size)
+        turned = "; do the masks show stored pixels? Then give --exif ignore" * ((height, width) == image_size)
         raise CorruptImageError(
             location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}{turned}"
         )

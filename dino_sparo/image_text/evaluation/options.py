@@ -70,8 +70,9 @@ CLASSES: Group = {
     "classnames": Option(
         AUTO,
         "Names of the classes. auto: the data set's, or ImageNet's if folders are WordNet ids. imagenet: all "
-        "1000, for ImageNet-V2. objectnet:DIR/mappings. folders: the folders' names. Or a file with one name "
-        "per line, or JSON (FILE.json:KEY for one of several lists).",
+        "1000, for ImageNet-V2. objectnet:DIR/mappings. folders: the folders' names. Or a file: lines of class, "
+        "tab and name, or JSON from class to name; or one name per line if classes are numbers, or are these "
+        "names. FILE.json:KEY takes one of several lists.",
     ),
     "templates": Option(
         AUTO,

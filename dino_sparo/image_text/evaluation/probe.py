@@ -41,6 +41,7 @@ from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
+from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import Distributed, rank, world_size
@@ -194,6 +195,8 @@ def _features(
         train, test, record = load_features(Path(args.load_features))
         if args.slots:
             raise UserError("--slots chooses among a model's slots, and --load_features has features: leave out one")
+        if args.exif not in (EXIF[0], record.get("view", {}).get("exif")):
+            raise UserError(f"--exif {args.exif} with --load_features, whose images were turned upright: leave out one")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
         if not record:  # features of another program, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}

@@ -10,6 +10,7 @@ file.
 import argparse
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,11 @@ from dino_sparo.data.dataset import require_same_source
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scorer import Scorer
-from dino_sparo.runtime.choices import MAX_VALUE
+from dino_sparo.runtime.choices import EXIF, MAX_VALUE
 from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256
@@ -65,9 +66,11 @@ class CroppedSource(FileSource):
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
-        image, box = super().read(index), self.boxes[index]
+        box = self.boxes[index]
         if box is None:
-            return image
+            return super().read(index)
+        # Boxes count stored pixels, as the benchmarks' own loaders do.
+        image = read_image(path := self.location(index), path, limits=replace(self.limits, exif=EXIF[1]))
         left, top, right, bottom = map(round, box)
         if left >= right or top >= bottom:
             raise CorruptImageError(self.location(index), f"the box {box} has no area")
@@ -135,11 +138,11 @@ OpenModel = Callable[..., Scorer]
 
 
 def limits_of(args: argparse.Namespace) -> ImageLimits:
-    """The limits of `--max_image_mb`, `--max_image_mpix` and `--max_value`, by default that of the checkpoint."""
+    """The limits of `--max_image_mb`, `--max_image_mpix`, `--exif` and `--max_value`, by default the checkpoint's."""
     max_value = args.max_value
     if max_value is None and args.pretrained_weights:
         max_value = max_value_of(load_checkpoint(args.pretrained_weights, verify=False, mmap=True))
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value or MAX_VALUE)
+    return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value or MAX_VALUE, exif=args.exif)
 
 
 def open_evaluation_images(

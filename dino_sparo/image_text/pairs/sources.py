@@ -159,7 +159,7 @@ class PairPath:
                 return PairSource(images, partial(scene_captions, images, mentioned), how_opened="ready")
         else:
             options: dict[str, Any] = {"default_split": self.default_split, "columns": self._columns}
-            images = open_source(data_path, self.split, self.download, **options)
+            images = open_source(data_path, self.split, self.download, limits=self.limits, **options)
         if images.labels is None:
             raise UserError(
                 f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table "

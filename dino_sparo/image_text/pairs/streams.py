@@ -107,7 +107,7 @@ class PairStream(IterableDataset):
         location, reason = corrupt[-1]
         raise UserError(
             f"{MAX_CORRUPT_IN_A_ROW} samples in a row of {self.name} are no pairs, the last is {location} ({reason}); "
-            "do the shards hold images with captions?"
+            "the images need captions, and names at most one dot"
         )
 
     def _read(self, sample: Sample) -> tuple[Any, list[str]]:
@@ -115,7 +115,8 @@ class PairStream(IterableDataset):
         kind = next((name for name in sample if name.endswith(IMAGE_KINDS) and not name.startswith("__")), None)
         content = sample.get("txt" if self.caption_key is None else "json")
         if kind is None or content is None:
-            raise CorruptImageError(location, "without image" if kind is None else "without caption")
+            members = ", ".join(name for name in sample if not name.startswith("__"))[:80]
+            raise CorruptImageError(location, f"without {'image' if kind is None else 'caption'}: it has {members}")
         text = content.decode("utf-8", "replace")
         texts = [text] if self.caption_key is None else captions_in_json(text, self.caption_key, location)
         captions = [caption for caption in texts if caption.strip()]

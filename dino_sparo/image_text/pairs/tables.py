@@ -5,6 +5,7 @@ Of the images that a table or annotations name, only the first few must exist wh
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import left_out as left_out_files
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows, require_first_files
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
@@ -119,6 +121,8 @@ def open_pair_folder(folder: str) -> PairSource:
     """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name."""
     entries = sorted(os.listdir(folder))
     texts = {entry for entry in entries if entry.endswith(".txt") and os.path.isfile(os.path.join(folder, entry))}
+    endings = [Path(entry).suffix.lower() for entry in entries if os.path.isfile(os.path.join(folder, entry))]
+    others = Counter(ending for ending in endings if ending not in (*IMAGE_EXTENSIONS, ".txt"))
     paths, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
     for image in (entry for entry in entries if entry.lower().endswith(IMAGE_EXTENSIONS)):
         caption = Path(image).with_suffix(".txt").name
@@ -128,7 +132,8 @@ def open_pair_folder(folder: str) -> PairSource:
         else:
             left_out.add("without a .txt", os.path.join(folder, image))
     files = FileSource(f"folder {folder}", folder, paths.packed(), None, None)
-    return PairSource(files, partial(listed_captions, captions.packed(), None), left_out)
+    how = f"read{left_out_files(others)}"
+    return PairSource(files, partial(listed_captions, captions.packed(), None), left_out, how_opened=how)
 
 
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.data.sources import CorruptImageError
-from dino_sparo.data.sources.decode import IMAGE_ENDINGS
+from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
     Kind,
@@ -23,6 +23,7 @@ from dino_sparo.data.sources.indexes import (
     open_index,
     shard_samples,
 )
+from dino_sparo.data.sources.tables import FILES_CHECKED
 from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
 from dino_sparo.runtime.faults import UserError
@@ -31,6 +32,11 @@ from dino_sparo.runtime.files import open_regular, parse_json
 logger = logging.getLogger(__name__)
 
 CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
+REMEDIES = {
+    JSON_ENDING: "give --caption_key KEY to take captions from .json",
+    ".cls": "give --caption_templates to make them from .cls",
+    CAPTION_ENDING: "leave out --caption_key to take captions from .txt",
+}
 DAMAGED = "in damaged shards, as far as known"
 
 # First header and content of an image in blocks of the tar, its bytes, and the same of its caption's content.
@@ -85,7 +91,10 @@ def captions_in_json(text: str, key: str, location: str) -> list[str]:
     """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it has no such key."""
     content = _json_object(text, location)
     if key not in content:
-        raise CorruptImageError(location, f"has no key {key!r}; its keys are {', '.join(content) or 'none'}")
+        raise CorruptImageError(
+            location,
+            f"has no key {key!r}; give one of its keys as --caption_key: {', '.join(content) or 'it has none'}",
+        )
     value = content[key]
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
@@ -116,12 +125,28 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     if not len(index):
         endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
         wanted = CAPTION_ENDING if caption_key is None else JSON_ENDING
+        remedies = [remedy for ending, remedy in REMEDIES.items() if ending in endings and ending != wanted]
+        if not endings.keys() & set(IMAGE_EXTENSIONS):
+            remedies.append(f"convert the images to one of {', '.join(IMAGE_EXTENSIONS)}")
         raise UserError(
             f"{name}: no sample has an image and a {wanted}; the members end in {', '.join(endings) or 'nothing'}; "
-            "give --caption_key KEY to take captions from .json, or --caption_templates to make them from .cls"
+            f"{'; '.join(remedies) or f'name the caption of 7.jpg 7{wanted}'}"
         )
     how_opened = f"{len(shards)} shard(s) indexed"
-    return PairSource(TarSource(name, index), TarCaptions(index, caption_key), left_out, how_opened=how_opened)
+    pairs = PairSource(TarSource(name, index), TarCaptions(index, caption_key), left_out, how_opened=how_opened)
+    _require_captions(pairs)
+    return pairs
+
+
+def _require_captions(pairs: PairSource) -> None:
+    """UserError unless one of the first pairs has a caption."""
+    for index in range(min(FILES_CHECKED, len(pairs))):
+        try:
+            pairs.captions_of(index)
+            return
+        except CorruptImageError as error:
+            problem = error
+    raise UserError(f"{pairs.name}: the first pairs have no captions: {problem}")
 
 
 def pairs_kind(caption_key: str | None) -> Kind:
@@ -139,7 +164,9 @@ def _index_pairs(shard: str, ending: bytes) -> Piece:
         image = next((member for name, member in members.items() if name.endswith(IMAGE_ENDINGS)), None)
         caption = members.get(ending)
         if image is None or caption is None:
-            left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(key)}")
+            where = f"{shard}!{os.fsdecode(key)}"
+            has = ", ".join(map(os.fsdecode, members))
+            left_out.add(*((NO_IMAGE, f"{where} with {has}") if image is None else (NO_CAPTION, where)))
         else:
             records.append((*blocks_of(image), *blocks_of(caption)[1:]))
     notes = {
