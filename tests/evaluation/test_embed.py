@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -104,10 +105,10 @@ def test_unreadable_images_have_no_row_and_are_listed_with_the_reason(
 
 def killed_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which ends the process in a call of this number."""
-    calls = iter(range(1, call))
+    calls = itertools.count(1)
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
-        if next(calls, None) is None:
+        if next(calls) == call:
             raise KeyboardInterrupt
         return function(*arguments, **keywords)
 
@@ -139,6 +140,19 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_leaves_nothing_behind(
         with pytest.raises(SystemExit):
             embed(weights, photographs, tmp_path / "out", *options)
     embed(weights, photographs, tmp_path / "out", *options)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+
+
+def test_a_kill_while_old_embeddings_are_removed_leaves_none_of_them(
+    weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed(weights, photographs, tmp_path / "undisturbed")
+    embed(weights, photographs, tmp_path / "out", "--what", "slots", "mean")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed_at(2, Path.unlink))
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            embed(weights, photographs, tmp_path / "out", "--overwrite")
+    embed(weights, photographs, tmp_path / "out", "--overwrite")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
 
 

@@ -156,7 +156,7 @@ class EmbeddingWriter:
             UserError: the folder holds other embeddings, or files of others; or the disk is too small.
         """
         try:
-            saved = read_record(self.folder, verify=True)
+            saved = read_record(self.folder, verify=not overwrite)
         except UserError:
             if not overwrite:
                 raise
