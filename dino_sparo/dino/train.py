@@ -35,8 +35,9 @@ class DINOObjective(DistillationObjective):
     step = train_step  # of algorithm 1
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
+        self.loss_exchanges = bool(args.koleo_weight)
+        super().__init__(args, process)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
