@@ -1,7 +1,6 @@
 """The loss of DINO from the logits of student and teacher, the center, and a diagnosis of collapse."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
-from dino_sparo.runtime.collectives import all_reduce_sum_async
+from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 
@@ -124,7 +123,7 @@ class DINOLoss(nn.Module):
             student_logits: (S*B, K), crop by crop, global crops first.
             teacher_logits: (2*B, K), crop by crop.
             epoch: counted from 0, for the teacher's temperature.
-            update_center: False if the caller moves the center with `begin_center_update`, as `dino/step.py` does.
+            update_center: False if the caller moves the center with `move_center`, as `dino/step.py` does.
         """
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
         batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
@@ -154,7 +153,7 @@ class DINOLoss(nn.Module):
             chunks = zip(
                 student_logits.split(self.chunk_size, dim=-1), teacher_probs.split(self.chunk_size, dim=-1), strict=True
             )
-            parts = [checkpoint(self._part, *chunk, use_reentrant=False) for chunk in chunks]
+            parts = [checkpoint(self._part, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
             normalisers = torch.stack([part for part, _ in parts]).logsumexp(dim=0)
             agreement = torch.stack([part for _, part in parts]).sum()
         # n_s logsumexp(x_s), as each teacher crop meets all student crops but itself.
@@ -174,31 +173,21 @@ class DINOLoss(nn.Module):
         self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
-        """Move the center towards the mean of the teacher's logits; arguments as in `begin_center_update`."""
-        self.begin_center_update(logits_sum, count)(None)
+        """Sum this rank's teacher logits (1, K) over all ranks, of `count` rows each, and move the center."""
+        self.move_center(all_reduce_sum(logits_sum.detach().clone()), count * world_size())
 
     @torch.no_grad()
-    def begin_center_update(
-        self, logits_sum: Float[Tensor, "1 K"], count: int
-    ) -> Callable[[Float[Tensor, ""] | None], None]:
-        """Start to exchange the sums of all ranks; the center moves when the returned function is called.
+    def move_center(self, logits_sum: Float[Tensor, "1 K"], count: int, keep: Float[Tensor, ""] | None = None) -> None:
+        """Move the center towards the mean of the teacher's logits.
 
         Args:
-            logits_sum: (1, K), sum over this rank's rows.
-            count: number of rows, equal on every rank.
-
-        Returns:
-            A function of a flag (); it does not move the center if the flag is not zero.
+            logits_sum: (1, K), sum over the rows of all ranks.
+            count: number of these rows.
+            keep: a flag (); the center stays if it is not zero.
         """
-        wait = all_reduce_sum_async(logits_sum.clone())
-
-        @torch.no_grad()
-        def finish(keep: Tensor | None) -> None:
-            mean = wait() / (count * world_size())
-            moved = (self.center * self.center_momentum).add_(mean.to(self.center), alpha=1 - self.center_momentum)
-            self.center.copy_(moved if keep is None else torch.where(keep > 0, self.center, moved))
-
-        return finish
+        mean = logits_sum / count
+        moved = (self.center * self.center_momentum).add_(mean.to(self.center), alpha=1 - self.center_momentum)
+        self.center.copy_(moved if keep is None else torch.where(keep > 0, self.center, moved))
 
     @torch.no_grad()
     def diagnose(self, teacher_probs: Float[Tensor, "T B K"], loss: Float[Tensor, ""]) -> LossDiagnostics:

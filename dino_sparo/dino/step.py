@@ -5,6 +5,8 @@ towards the teacher's logits. `train.py` builds the networks and the loss, `dist
 the optimizer.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.koleo import koleo_loss
-from dino_sparo.distillation.images import crops_on_device
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
-from dino_sparo.distillation.step import clip_student, move_teacher
+from dino_sparo.distillation.step import clip_student, compute_gradients, exchange, move_teacher
+from dino_sparo.runtime.launch import world_size
 from dino_sparo.training.objective import StepReport
+from dino_sparo.training.recording import Outputs
 
 if TYPE_CHECKING:
     from dino_sparo.dino.train import DINOObjective
@@ -24,7 +27,7 @@ DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entr
 
 
 def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, is_last: bool = False) -> StepReport:
-    """One step of algorithm 1: forward, loss, backward, student update, teacher update, center update.
+    """One step of algorithm 1: `compute` gives the gradients, `apply` updates student, teacher and center.
 
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     center, which moves once, at the end. (Batch norm in the head and KoLeo, if asked for, see each part alone.)
@@ -39,36 +42,57 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, is_last:
         epoch: counted from 0.
         is_last: the epoch or the run ends with this step, so that it reports the teacher's entropies, as every tenth.
     """
-    updater, criterion = dino.updater, dino.loss
     dino.begin_step()
-    losses, koleo, logits_sum, num_logits = [], list[Tensor](), torch.zeros_like(criterion.center), 0
-    for index, batch in enumerate(batches):
-        is_last_part = index == len(batches) - 1
-        crops = crops_on_device(batch, dino.distort, updater.device)
-        with updater.gradient_sync(dino.student, is_last_part):
-            with updater.autocast():
-                with torch.no_grad():
-                    teacher_logits = dino.teacher(crops[:NUM_TEACHER_CROPS])
-                logits_sum += teacher_logits.float().sum(dim=0, keepdim=True)
-                num_logits += len(teacher_logits)
-                if is_last_part:  # the ranks' sums are exchanged while the student computes
-                    finish_center = criterion.begin_center_update(logits_sum, num_logits)
-                student_logits, encodings = dino.student(crops, with_encodings=True)
-            loss = criterion(student_logits, teacher_logits, epoch, update_center=False)
-            total = loss
-            if dino.koleo_weight:  # the two crops of an image shall be close, so each is spread on its own
-                parts = [koleo_loss(crop) for crop in encodings[: len(teacher_logits)].chunk(NUM_TEACHER_CROPS)]
-                koleo.append(torch.stack(parts).sum())
-                total = loss + dino.koleo_weight * koleo[-1]
-            updater.backward(total, total, parts=len(batches))
-        losses.append(loss.detach())
-    scalars = {"koleo": torch.stack(koleo).detach().mean()} if koleo else {}
-    if is_last or updater.step % dino.sampler.steps_per_epoch % DIAGNOSE_EVERY == 0:
-        scalars |= criterion.diagnose(criterion.teacher_probabilities(teacher_logits, epoch), loss)._asdict()
-    step_loss = torch.stack(losses).mean()
+    temperature = float(dino.loss.teacher_temp_schedule[epoch])
+    outputs = compute_gradients(dino, partial(compute, dino, epoch), batches, key=temperature)
+    is_diagnosed = is_last or dino.updater.step % dino.sampler.steps_per_epoch % DIAGNOSE_EVERY == 0
+    return apply(dino, outputs, epoch, is_diagnosed)
+
+
+def compute(dino: "DINOObjective", epoch: int, crops: Sequence[Tensor], parts: int) -> Outputs:
+    """Crops -> gradients of the student: forward passes, loss, backward pass. A GPU may record this function.
+
+    Returns:
+        loss (); teacher_logits (2*B, K); logits_sum (1, K), their sum over the rows; koleo (), if it has a weight.
+    """
+    updater, criterion = dino.updater, dino.loss
+    with updater.autocast():
+        with torch.no_grad():
+            teacher_logits = dino.teacher(crops[:NUM_TEACHER_CROPS])
+        student_logits, encodings = dino.student(crops, with_encodings=True)
+    loss = total = criterion(student_logits, teacher_logits, epoch, update_center=False)
+    outputs = {"loss": loss.detach(), "teacher_logits": teacher_logits}
+    outputs["logits_sum"] = teacher_logits.float().sum(dim=0, keepdim=True)
+    if dino.koleo_weight:  # the two crops of an image shall be close, so each is spread on its own
+        terms = [koleo_loss(crop) for crop in encodings[: len(teacher_logits)].chunk(NUM_TEACHER_CROPS)]
+        koleo = torch.stack(terms).sum()
+        total = loss + dino.koleo_weight * koleo
+        outputs["koleo"] = koleo.detach()
+    updater.backward(total, total, parts=parts)
+    return outputs
+
+
+def apply(dino: "DINOObjective", outputs: Sequence[Outputs], epoch: int, is_diagnosed: bool) -> StepReport:
+    """Gradients -> student; student -> teacher; the teacher's logits -> center.
+
+    Args:
+        dino: changed in place.
+        outputs: of `compute`, for each micro-batch.
+        epoch: counted from 0.
+        is_diagnosed: report the teacher's entropies for the last micro-batch.
+    """
+    updater, criterion, last = dino.updater, dino.loss, outputs[-1]
+    logits_sum = torch.stack([output["logits_sum"] for output in outputs]).sum(dim=0)
+    exchange(dino, [logits_sum])
+    scalars = {"koleo": torch.stack([output["koleo"] for output in outputs]).mean()} if "koleo" in last else {}
+    if is_diagnosed:
+        probabilities = criterion.teacher_probabilities(last["teacher_logits"], epoch)
+        scalars |= criterion.diagnose(probabilities, last["loss"])._asdict()
+    step_loss = torch.stack([output["loss"] for output in outputs]).mean()
     last_layer = [dino.network.head.get_submodule("last_layer")] if epoch < dino.freeze_last_layer else []
     scalars["grad_norm"] = clip_student(dino, step_loss, frozen=last_layer)
     updater.update()
     schedules = move_teacher(dino)
-    finish_center(updater.nonfinite)
+    num_logits = len(outputs) * len(last["teacher_logits"]) * world_size()
+    criterion.move_center(logits_sum, num_logits, keep=updater.nonfinite)
     return StepReport(step_loss, updater.nonfinite.clone(), {**schedules, **scalars})

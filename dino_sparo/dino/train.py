@@ -41,8 +41,9 @@ class DINOObjective(DistillationObjective):
                 f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
                 "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
             )
-        super().__init__(args, process)
         self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
+        self.loss_exchanges = bool(args.koleo_weight)
+        super().__init__(args, process)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:

@@ -9,13 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.crops import MultiCropAugmentation
-from dino_sparo.data.dataset import Batch, ImageDataset, open_images
+from dino_sparo.data.dataset import ImageDataset, open_images
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
@@ -105,15 +104,6 @@ def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: M
     whole = ImageDataset(source, square, args.seed)
     shown = [whole[index].views[0] for index in few]
     return Examples(crops, torch.stack(shown), first_crops)
-
-
-@torch.no_grad()
-def crops_on_device(batch: Batch, distort: Distortions | None, device: torch.device) -> list[Shaped[Tensor, "B C _ _"]]:
-    """The S crops (B, C, H, W) of a batch on the device, distorted and normalised."""
-    batch = batch.to(device)
-    if distort is None or batch.parameters is None:
-        return batch.views
-    return distort.views(batch.views, batch.parameters)
 
 
 def create_updater(

@@ -25,12 +25,15 @@ from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.choices import TIMM
+from dino_sparo.runtime.collectives import broadcast_tensors
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
+from dino_sparo.runtime.launch import Distributed, num_nodes, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
+from dino_sparo.training.recording import Recorder, record_on_cuda
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
 
@@ -50,6 +53,8 @@ class DistillationObjective(Objective[Batch]):
         clip_grad: largest norm of a parameter's gradient; 0 for no limit.
         frozen_steps: number of first steps in which the backbones of student and teacher stay as they are.
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
+        recorder: calls or replays the first part of a step.
+        loss_exchanges: the loss exchanges tensors between ranks, so that a step of several ranks is not recorded.
         examples: images to look at after every epoch; rank 0 only.
     """
 
@@ -59,6 +64,8 @@ class DistillationObjective(Objective[Batch]):
     harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer")
     source: ImageSource
     loss: nn.Module
+    recorder = Recorder([])
+    loss_exchanges: bool = False
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         # Data: images -> S crops.
@@ -96,11 +103,15 @@ class DistillationObjective(Objective[Batch]):
         for network in (student, teacher):
             use_fused_attention(network.backbone, prefers_fused_attention(process.device, self.updater.dtype))
         student.backbone.set_grad_checkpointing(args.grad_checkpointing)
-        if world_size() > 1 and any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in student.modules()):
+        if world_size() > 1 and has_batch_norm(student):
             student, teacher = synchronize_batch_norm(student, teacher, process.device)
         self.network, self.teacher = student, teacher
-        # Steps under no_sync use another graph, so static_graph must be off.
-        self.student = wrap_ddp(student, process.device, static_graph=args.grad_accum_steps == 1)
+        is_recorded = self.decide_recording(process.device)
+        self.recorder = Recorder(self.updater.parameters, record_on_cuda if is_recorded else None)
+        # Steps under no_sync use another graph, so static_graph must be off. Recorded steps exchange their gradients
+        # after the replay, without DDP.
+        static_graph = args.grad_accum_steps == 1
+        self.student = student if is_recorded else wrap_ddp(student, process.device, static_graph)
         millions = sum(parameter.numel() for parameter in student.parameters()) / 1e6
         summary, dtype = student.encoder.summary, self.updater.dtype
         logger.info("%s, %.1f M parameters with the head, %s on %s", summary, millions, dtype, process)
@@ -112,6 +123,29 @@ class DistillationObjective(Objective[Batch]):
         with torch.device("meta"):  # takes no memory
             prepare_for_crops(cls.build_network(args, args.drop_path_rate), args)
             cls.build_loss(args)
+
+    def decide_recording(self, device: torch.device) -> bool:
+        """Whether the steps are recorded as a CUDA graph, by `--cuda_graph`; the log says why not.
+
+        Decided by rules, not by trying: a failed recording leaves CUDA's allocator unusable.
+        """
+        wanted = self.args.cuda_graph
+        reasons = {
+            f"the device is {device.type}": device.type != "cuda",
+            "there are several nodes, whose exchange of gradients DDP overlaps with the backward pass": (
+                wanted == "auto" and num_nodes() > 1
+            ),
+            "--grad_checkpointing repeats random numbers": (
+                self.args.grad_checkpointing and (self.args.drop_path_rate > 0 or self.args.arch.startswith(TIMM))
+            ),
+            "its loss exchanges tensors between ranks": world_size() > 1 and self.loss_exchanges,
+            "its batch norm is synchronised between ranks": world_size() > 1 and has_batch_norm(self.network),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None and wanted != "off":
+            level = logging.WARNING if wanted == "on" else logging.INFO
+            logger.log(level, "--cuda_graph %s: the step is not recorded, as %s", wanted, reason)
+        return wanted != "off" and reason is None
 
     @staticmethod
     @abstractmethod
@@ -177,6 +211,12 @@ class DistillationObjective(Objective[Batch]):
                 "file (--init_from), from timm (--pretrained), or leave the option out"
             )
 
+    def synchronize(self) -> None:
+        """Give all ranks rank 0's weights; DDP does the same for an unrecorded run."""
+        if self.recorder.record is not None:
+            for network in self.networks.values():
+                broadcast_tensors([*network.parameters(), *network.buffers()])
+
     @property
     def is_backbone_frozen(self) -> bool:
         """Whether this step leaves the backbones of student and teacher as they are."""
@@ -196,6 +236,7 @@ class DistillationObjective(Objective[Batch]):
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """The k-NN probe of the teacher; rank of its encodings and pictures of some images."""
+        self.recorder.drop()  # its memory is the evaluation's
         values, accuracy = {}, None
         if self.is_evaluated(epoch):  # first: if it is repeated, TensorBoard has no picture twice
             accuracy = knn_probe(self.teacher.encoder, self.source, self.args, self.updater.device)
@@ -224,6 +265,11 @@ def prepare_for_crops(network: DINONetwork, args: argparse.Namespace) -> None:
     """Resample positions for both sizes of crops; ValueError if the backbone cannot read one of them."""
     for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
         network.backbone.prepare(side)
+
+
+def has_batch_norm(network: nn.Module) -> bool:
+    """Whether a network has batch norm."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in network.modules())
 
 
 def synchronize_batch_norm(

@@ -130,6 +130,12 @@ OPTIMIZATION: Group = {
     "weight_decay_end": Option(0.4, "Weight decay in the last step."),
     "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0: no limit."),
 }
+CUDA_GRAPH = Option(
+    "off",
+    "Record the forward and backward pass as one CUDA graph, which spares a GPU the wait for Python. auto: on GPUs of "
+    "one machine, where the step can be recorded. on: on GPUs of several machines too.",
+    choices=("auto", "on", "off"),
+)
 USE_FP16 = Option(None, "facebookresearch/dino's option: true is --precision fp16, false is fp32.", bool_flag)
 KNN_FREQ = Option(0, "Measure the teacher's 20-NN accuracy every N epochs and keep the best checkpoint; 0: never.")
 
@@ -152,7 +158,7 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
             "encoder: images -> tokens -> slots": ENCODER,
             "head": head | HEAD,
             "loss and teacher": loss | TEACHER,
-            "optimisation": OPTIMIZATION | optimization | COMPUTE | {"use_fp16": USE_FP16},
+            "optimisation": OPTIMIZATION | optimization | COMPUTE | {"cuda_graph": CUDA_GRAPH, "use_fp16": USE_FP16},
             "run": RUN | {"knn_freq": KNN_FREQ},
             "device and processes": shared.DEVICE,
         }

@@ -1,19 +1,83 @@
-"""Before and after the optimizer's step: the student's gradients, and the teacher, its moving average.
+"""The parts of a step that objectives with a student and a teacher share.
 
-A step calls `clip_student` before the optimizer's step and `move_teacher` after it, as in `dino/step.py`.
+    compute    crops -> gradients of the student, and sums that the ranks exchange     the objective's own
+    apply      gradients -> clipped, optimizer; the teacher moves                      `clip_student`, `move_teacher`
+
+`compute` alone may be recorded, see `training/recording.py`; `compute_gradients` calls it for each micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from dino_sparo.data.augment import Distortions
+from dino_sparo.data.dataset import Batch
+from dino_sparo.runtime.collectives import all_reduce_flat
+from dino_sparo.runtime.launch import world_size
 from dino_sparo.training.optim import clip_gradients_
+from dino_sparo.training.recording import Outputs
 
 if TYPE_CHECKING:
     from dino_sparo.distillation.objective import DistillationObjective
+
+# Crops (S tensors), number of micro-batches -> outputs; adds to the student's gradients.
+ComputeCrops = Callable[[Sequence[Tensor], int], Outputs]
+
+
+def compute_gradients(
+    objective: "DistillationObjective", compute: ComputeCrops, batches: Sequence[Batch], key: Hashable
+) -> list[Outputs]:
+    """Call `compute` for each micro-batch; the gradients are then this rank's, or with DDP the mean over the ranks.
+
+    Args:
+        objective: its student gets the gradients.
+        compute: crops, number of micro-batches -> outputs.
+        batches: micro-batches of this rank.
+        key: of what `compute` depends on beside the crops and the weights.
+    """
+    updater, outputs = objective.updater, []
+    for index, batch in enumerate(batches):
+        batch = batch.to(updater.device)
+        inputs, distort = list(batch.views), None
+        if batch.parameters is not None:
+            inputs, distort = [*inputs, batch.parameters], objective.distort
+        call = partial(_on_crops, compute, distort, len(batches))
+        with updater.gradient_sync(objective.student, is_last=index == len(batches) - 1):
+            whole_key = key, objective.is_backbone_frozen
+            outputs.append(objective.recorder(call, inputs, whole_key, is_only_part=len(batches) == 1))
+    return outputs
+
+
+def _on_crops(compute: ComputeCrops, distort: Distortions | None, parts: int, inputs: Sequence[Tensor]) -> Outputs:
+    return compute(crops_of(inputs, distort), parts)
+
+
+@torch.no_grad()
+def crops_of(inputs: Sequence[Tensor], distort: Distortions | None) -> Sequence[Shaped[Tensor, "B C _ _"]]:
+    """The S crops (B, C, H, W) of a batch, distorted and normalised.
+
+    Args:
+        inputs: the crops; with `distort` behind them its parameters (S, B, numbers).
+        distort: distortions that the loader left to the device; None if the crops are finished.
+    """
+    return inputs if distort is None else distort.views(inputs[:-1], inputs[-1])
+
+
+def exchange(objective: "DistillationObjective", sums: Sequence[Tensor] = ()) -> None:
+    """Sum tensors over the ranks, in place; without DDP the same all-reduce takes the mean of the gradients."""
+    if world_size() == 1:
+        return
+    has_mean = isinstance(objective.student, DistributedDataParallel)
+    parameters = [] if has_mean else objective.updater.parameters
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    all_reduce_flat([*gradients, *sums])
+    for gradient in gradients:
+        gradient /= world_size()
 
 
 def clip_student(

@@ -82,9 +82,9 @@ class Backbone(nn.Module):
         self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
         self.norm_eps = PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
         grid_size = img_size // patch_size
-        self.grad_checkpointing = False
+        self.grad_checkpointing, self.is_random = False, drop_path_rate > 0
         self._resampling: dict[tuple[int, torch.device], Tensor] = {}
-        # Like the reference, it leaves out pixels beyond the last whole patch: no image size, no check of the size.
+        # It names the weights; `_project_patches` computes.
         self.patch_embed = PatchEmbed(None, patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
@@ -131,9 +131,20 @@ class Backbone(nn.Module):
         """Images -> tokens before the first block: patches and class token plus positions, normalised if `pre_norm`."""
         check_images(images, self.in_chans, self.patch_size)
         height, width = images.shape[2:]
-        patches = self.patch_embed(images)
+        patches = self._project_patches(images)
         cls_tokens = self.cls_token.expand(images.shape[0], -1, -1)  # len() would fix the batch of an ONNX file
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
+
+    def _project_patches(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B hw D"]:
+        """The convolution of the patches as a matrix product, which is faster; weights are the convolution's.
+
+        Like the reference, it leaves out pixels beyond the last whole patch.
+        """
+        side, projection = self.patch_size, self.patch_embed.proj
+        rows, columns = self.grid(images)
+        patches = images[:, :, : rows * side, : columns * side].unflatten(3, (columns, side)).unflatten(2, (rows, side))
+        pixels = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (B, rows * columns, C * side * side)
+        return F.linear(pixels, projection.weight.flatten(1), projection.bias)
 
     def grid(self, images: Float[Tensor, "B C H W"]) -> tuple[int, int]:
         """Rows and columns of the images' patches; pixels beyond the last whole patch are left out."""
@@ -249,7 +260,8 @@ class Backbone(nn.Module):
 
     def _call(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(function, *arguments, use_reentrant=False)
+            # Random states are read from the device, which a recording cannot do.
+            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.is_random)
         return function(*arguments)
 
 

@@ -5,7 +5,7 @@ group, which waits `CONTROL_FACTOR` times as long, so that no device waits.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,17 +25,23 @@ def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
     return tensor
 
 
-def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor]:
-    """Start `all_reduce_sum` without waiting; the returned function waits for the result and returns the tensor."""
-    if world_size() == 1:
-        return lambda: tensor
-    work = dist.all_reduce(tensor, async_op=True)
+def all_reduce_flat(tensors: Sequence[Tensor]) -> None:
+    """Sum tensors of one device over all processes, in place, in one exchange of one buffer in fp32 or wider."""
+    if world_size() == 1 or not tensors:
+        return
+    dtype = torch.promote_types(torch.float32, tensors[0].dtype)
+    flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
 
-    def wait() -> Tensor:
-        work.wait()
-        return tensor
 
-    return wait
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor]) -> None:
+    """Give all processes rank 0's values, in place."""
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.data, src=0)
 
 
 def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:  # noqa: F821

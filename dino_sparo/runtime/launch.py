@@ -294,6 +294,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def num_nodes() -> int:
+    """Number of machines, as torchrun or Slurm gives it."""
+    if here := os.environ.get("LOCAL_WORLD_SIZE"):
+        return max(world_size() // int(here), 1)
+    return int(os.environ.get("SLURM_STEP_NUM_NODES") or 1) if world_size() > 1 else 1
+
+
 def rank() -> int:
     """This process' number, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0

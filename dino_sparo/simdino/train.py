@@ -4,7 +4,7 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.data.dataset import Batch
-from dino_sparo.distillation.images import crops_on_device
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork, mlp
 from dino_sparo.distillation.objective import DistillationObjective, build_encoder
-from dino_sparo.distillation.step import clip_student, move_teacher
+from dino_sparo.distillation.step import clip_student, compute_gradients, exchange, move_teacher
 from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
-from dino_sparo.simdino.loss import SimDINOLoss, SimDINOTerms
+from dino_sparo.simdino.loss import SimDINOLoss
 from dino_sparo.training.objective import StepReport
+from dino_sparo.training.recording import Outputs
 
 
 class SimDINOHead(nn.Module):
@@ -50,6 +50,7 @@ class SimDINOObjective(DistillationObjective):
     command = "train-simdino"
     make_parser = options.get_args_parser
     loss_key = "simdino_loss"
+    loss_exchanges = True
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
 
@@ -67,23 +68,25 @@ class SimDINOObjective(DistillationObjective):
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
         """One step. With several micro-batches, each has a coding rate of its own."""
-        updater = self.updater
         self.begin_step()
-        terms = []
-        for index, batch in enumerate(batches):
-            crops = crops_on_device(batch, self.distort, updater.device)
-            with updater.gradient_sync(self.student, is_last=index == len(batches) - 1):
-                with updater.autocast():
-                    with torch.no_grad():
-                        teacher_features = self.teacher(crops[:NUM_TEACHER_CROPS])
-                    student_features = self.student(crops)
-                terms.append(self.loss(student_features, teacher_features))
-                updater.backward(terms[-1].loss, terms[-1].loss, parts=len(batches))
-        mean = SimDINOTerms(*(torch.stack(values).detach().mean() for values in zip(*terms, strict=True)))
-        grad_norm = clip_student(self, mean.loss)
-        updater.update()
-        scalars = {"compression": mean.compression, "expansion": mean.expansion, "grad_norm": grad_norm}
-        return StepReport(mean.loss, updater.nonfinite.clone(), {**move_teacher(self), **scalars})
+        outputs = compute_gradients(self, self.compute, batches, key=None)
+        exchange(self)
+        means = {name: torch.stack([output[name] for output in outputs]).mean() for name in outputs[0]}
+        loss = means.pop("loss")
+        grad_norm = clip_student(self, loss)
+        self.updater.update()
+        scalars = {**means, "grad_norm": grad_norm}
+        return StepReport(loss, self.updater.nonfinite.clone(), {**move_teacher(self), **scalars})
+
+    def compute(self, crops: Sequence[Tensor], parts: int) -> Outputs:
+        """Crops -> gradients of the student; the terms of the loss. A GPU may record this function."""
+        with self.updater.autocast():
+            with torch.no_grad():
+                teacher_features = self.teacher(crops[:NUM_TEACHER_CROPS])
+            student_features = self.student(crops)
+        terms = self.loss(student_features, teacher_features)
+        self.updater.backward(terms.loss, terms.loss, parts=parts)
+        return {name: value.detach() for name, value in terms._asdict().items()}
 
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float

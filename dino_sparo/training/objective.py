@@ -136,6 +136,9 @@ class Objective(ABC, Generic[AnyBatch]):
     def initialize(self) -> None:
         """Load the weights that the options name for the start of a run, if any."""
 
+    def synchronize(self) -> None:
+        """Called once before the first step, after the weights were loaded: make all ranks equal, unless DDP did."""
+
     @property
     def compiled_modules(self) -> list[nn.Module]:
         """The modules that `--compile` compiles; by default all networks."""

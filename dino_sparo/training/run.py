@@ -62,6 +62,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
     ):
         run = build(args, objective_class, signals, lock)
         log_step = resume(run)
+        run.objective.synchronize()
         names = vars(objective_class.make_parser().parse_args([])).keys() - {"local_rank"}
         config = config_text({name: given[name] for name in given if name in names}, objective_class.command)
         on_rank_0(lambda: write_text(config, Path(args.output_dir) / "config.yaml"), "writing config.yaml")

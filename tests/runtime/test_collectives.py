@@ -6,8 +6,8 @@ from two_ranks import TwoRanks
 
 from dino_sparo.runtime.collectives import (
     all_gather_ragged,
+    all_reduce_flat,
     all_reduce_sum,
-    all_reduce_sum_async,
     gather_with_gradient,
 )
 from dino_sparo.runtime.launch import rank
@@ -15,8 +15,9 @@ from dino_sparo.runtime.launch import rank
 
 def _sums(numbers: list[list[float]]) -> list[list[float]]:
     tensor = torch.tensor(numbers[rank()])
-    wait = all_reduce_sum_async(tensor.clone())
-    return [all_reduce_sum(tensor).tolist(), tensor.tolist(), wait().tolist()]
+    parts = [tensor[:2].clone(), tensor[2:].half()]
+    all_reduce_flat(parts)
+    return [all_reduce_sum(tensor).tolist(), tensor.tolist(), [*parts[0].tolist(), *parts[1].tolist()]]
 
 
 def test_a_sum_over_ranks_is_the_same_on_both_and_in_place(two_ranks: TwoRanks) -> None:

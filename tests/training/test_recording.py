@@ -1,0 +1,183 @@
+"""Recorded steps: a stand-in for a CUDA graph that computes on the CPU, and writes in place as a graph does."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from objectives import no_data
+from runs import options
+from torch import Tensor, nn
+from two_ranks import TwoRanks
+
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.dino import options as dino_options
+from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation import objective as distillation
+from dino_sparo.distillation.objective import DistillationObjective
+from dino_sparo.distillation.step import exchange
+from dino_sparo.runtime.launch import Distributed, rank, world_size
+from dino_sparo.training.recording import Outputs, Recorder
+from dino_sparo.weights.checkpoint import load_checkpoint
+
+Replay = Callable[[], None]
+
+
+class GraphOnCPU:
+    """Records as CUDA does: recording computes nothing; a replay overwrites outputs and gradients in place."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters, self.recordings, self.replays = parameters, 0, 0
+
+    def __call__(self, function: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
+        self.recordings += 1
+        state = torch.get_rng_state()
+        outputs = function()
+        torch.set_rng_state(state)
+        static = [*outputs.values(), *(p.grad for p in self.parameters if p.grad is not None)]
+        for value in static:
+            value.fill_(float("nan"))
+
+        def replay() -> None:
+            self.replays += 1
+            before = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+            new = [*function().values(), *(p.grad for p in self.parameters if p.grad is not None)]
+            for old, value in zip(static, new, strict=True):
+                old.copy_(value)
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+
+        return replay, outputs
+
+
+def weights_of(value: Any) -> list[Tensor]:
+    """All tensors of a checkpoint's entry."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return [tensor for part in parts for tensor in weights_of(part)]
+
+
+RUNS: dict[str, dict[str, object]] = {
+    "two temperatures": {"warmup_teacher_temp": 0.03, "warmup_teacher_temp_epochs": 1, "distort_on": "device"},
+    "parts": {"data_path": "scenes:32:32", "grad_accum_steps": 2, "koleo_weight": 0.1, "batch_size_per_gpu": 2},
+    "frozen": {"freeze_backbone_epochs": 1, "optimizer": "sgd", "init_from": "FIRST"},
+    "checkpointing": {"grad_checkpointing": "true", "drop_path_rate": 0, "readout": "cls", "loss_chunk": 7},
+    "timm": {"arch": "timm/vit_tiny_patch16_224", "patch_size": 16, "readout": "cls"},
+}
+
+
+@pytest.mark.parametrize("name", [*RUNS, "simdino"])
+def test_a_recorded_run_is_bit_identical_to_another(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = "train-simdino" if name == "simdino" else "train"
+    changes = {"data_path": "scenes:16:32", "epochs": 2, "cuda_graph": "auto", **RUNS.get(name, {})}
+    words = options(tmp_path / "plain", **changes)
+    if name == "simdino":
+        at = words.index("--out_dim")
+        words[at : at + 2] = ["--z_dim", "16"]
+    if changes.get("init_from"):
+        run_command("train", options(tmp_path / "first", epochs=1))
+        words[words.index("FIRST")] = str(tmp_path / "first" / "checkpoint.pth")
+    run_command(command, words)
+    assert "not recorded, as the device is cpu" in caplog.text
+    graphs: list[GraphOnCPU] = []
+
+    class Recording(Recorder):
+        def __init__(self, parameters: Sequence[nn.Parameter], record: Any = None) -> None:
+            graphs.append(GraphOnCPU(parameters))
+            super().__init__(parameters, graphs[-1])
+
+    monkeypatch.setattr(distillation, "Recorder", Recording)
+    monkeypatch.setattr(DistillationObjective, "decide_recording", lambda *_: True)
+    words[words.index(str(tmp_path / "plain"))] = str(tmp_path / "recorded")
+    run_command(command, [*words, "--max_steps", "7"])  # within the first epoch
+    run_command(command, words)
+    plain, recorded = (load_checkpoint(tmp_path / run / "checkpoint.pth") for run in ("plain", "recorded"))
+    assert graphs[0].replays > 0
+    # The look at the encoder after the first epoch drops the recording. With two parts one step is left of that epoch.
+    assert graphs[1].recordings == (1 if name == "parts" else 2)
+    for entry in ("student", "teacher", "optimizer", "simdino_loss" if name == "simdino" else "dino_loss"):
+        pairs = list(zip(weights_of(plain[entry]), weights_of(recorded[entry]), strict=True))
+        assert all(torch.equal(old, new) for old, new in pairs), entry
+    assert plain["step"] == recorded["step"]
+
+
+def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
+    words = options(Path("unused"), batch_size_per_gpu=6 // size, precision="fp32", drop_path_rate=0)
+    args = dino_options.get_args_parser().parse_args(words)
+    dino_options.fill_in_defaults(args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distillation, "open_crops", lambda *_: no_data(10, 6))
+        patch.setattr(DistillationObjective, "decide_recording", lambda *_: is_recorded)
+        patch.setattr(distillation, "record_on_cuda", None)  # `compute` is called directly
+        return DINOObjective(args, Distributed(rank, size, torch.device("cpu")))
+
+
+def whole_step(is_recorded: bool) -> tuple[list[Tensor], Tensor]:
+    """Gradients and center after one step on this rank's share of six images."""
+    from dino_sparo.data.dataset import Batch
+
+    dino = objective_on(rank(), world_size(), is_recorded)
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randn(6, 3, side, side, generator=generator) for side in (32, 32, 16)]
+    own = slice(6 * rank() // world_size(), 6 * (rank() + 1) // world_size())
+    number = 6 // world_size()
+    batch = Batch([view[own] for view in views], torch.zeros(number).long(), torch.arange(number), [])
+    dino.clip_grad = 0.0
+    gradients: list[Tensor] = []
+    finish = dino.updater.finish_gradients
+
+    def look(loss: Tensor) -> Tensor:
+        norms = finish(loss)
+        gradients.extend(p.grad.clone() for p in dino.updater.parameters if p.grad is not None)
+        return norms
+
+    dino.updater.finish_gradients = look  # type: ignore[method-assign]
+    dino.step([batch], 0, True)
+    return gradients, dino.loss.center.clone()
+
+
+def test_the_flat_exchange_and_ddp_give_the_gradients_and_the_center_of_one_process(two_ranks: TwoRanks) -> None:
+    whole = whole_step(is_recorded=False)
+    flat, ddp = (two_ranks(whole_step, is_recorded) for is_recorded in (True, False))
+    for (gradients, center), (ddp_gradients, ddp_center) in zip(flat, ddp, strict=True):
+        assert torch.equal(center, ddp_center)
+        torch.testing.assert_close(center, whole[1], rtol=1e-5, atol=1e-7)
+        for own, other, expected in zip(gradients, ddp_gradients, whole[0], strict=True):
+            assert torch.equal(own, other)
+            torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_process_alone_exchanges_nothing() -> None:
+    total = torch.ones(3)
+    exchange(objective_on(0, 1, is_recorded=True), [total])
+    assert total.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"grad_checkpointing": "true"}, "repeats random numbers"),
+        ({"grad_checkpointing": "true", "arch": "timm/vit_tiny_patch16_224", "patch_size": 16}, "repeats random"),
+        ({"cuda_graph": "off"}, ""),
+        ({"cuda_graph": "auto"}, None),
+        ({"cuda_graph": "on", "grad_checkpointing": "true", "drop_path_rate": 0}, None),
+    ],
+)
+def test_rules_decide_before_the_run_what_is_recorded(
+    changes: dict[str, object], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`None`: it is recorded; an empty reason: it is not, without a line."""
+    dino = objective_on(0, 1, is_recorded=False)
+    words = options(Path("unused"), **{"cuda_graph": "on", **changes})
+    dino.args = dino_options.get_args_parser().parse_args(words)
+    caplog.set_level("INFO")
+    caplog.clear()
+    assert dino.decide_recording(torch.device("cuda")) == (reason is None)
+    assert (reason or "") in caplog.text
+    assert bool(caplog.text) == bool(reason)
