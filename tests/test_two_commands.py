@@ -1,0 +1,450 @@
+"""Two commands that meet: what one command writes, another reads, resumes, moves or overwrites."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+from argparse import Action, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from runs import assert_same_run, context, options
+from small_models import TINY, words_of
+
+from dino_sparo import load_embeddings
+from dino_sparo.__main__ import COMMANDS, main, parse_keywords
+from dino_sparo.runtime.launch import shutdown
+
+RUN = {**TINY, "data_path": "scenes:64:32", "precision": "fp32", "epochs": 2, "knn_freq": 1}
+STEPS = 4  # of an epoch
+DEVICE = ("--device", "cpu", "--num_workers", "0")
+EVALUATED = "scenes:40:32"
+STEP_PARTS = {  # of each training
+    "train": "dino_sparo.dino.loss.DINOLoss.forward",
+    "train-simdino": "dino_sparo.simdino.loss.SimDINOLoss.forward",
+    "train-clip": "dino_sparo.clip.train.clip_loss",
+    "train-oc-clip": "dino_sparo.oc_clip.train.contrastive_loss",
+}
+
+
+class Said(NamedTuple):
+    """Exit status of a command, and its words on the terminal."""
+
+    status: int
+    text: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The errors in the log, one line each."""
+        return re.findall(r"^\d\d:\d\d:\d\d E .*$", self.text, flags=re.MULTILINE)
+
+
+Say = Callable[..., Said]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs a command in this process; it must end with one of these statuses."""
+
+    def call(*words: object, statuses: tuple[int, ...] = (0,)) -> Said:
+        capsys.readouterr()
+        status = status_of(*words)
+        said = Said(status, "".join(capsys.readouterr()))
+        assert status in statuses, said.text
+        return said
+
+    return call
+
+
+def status_of(*words: object) -> int:
+    try:
+        main([str(word) for word in words])
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        shutdown()
+    return 0
+
+
+def train(folder: Path, **changes: object) -> None:
+    assert status_of("train", *words_of({**RUN, "output_dir": folder, **changes})) == 0
+
+
+def knn(weights: object, data: str = EVALUATED) -> tuple[object, ...]:
+    return "knn", "--pretrained_weights", weights, "--data_path", data, *DEVICE
+
+
+def results_in(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The results of `dino-sparo knn` in a folder and its subfolders."""
+    records = {path: json.loads(path.read_text()) for path in folder.rglob("*.json")}
+    return {path: record for path, record in records.items() if record.get("evaluation") == "weighted k-NN"}
+
+
+def score(record: dict[str, Any]) -> str:
+    """The 20-NN accuracy as commands print it."""
+    return next(f"{row['top1']:.2f} %" for row in record["results"] if row["k"] == 20)
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped after the first of two epochs, with a best checkpoint."""
+    folder = tmp_path_factory.mktemp("one_epoch") / "run"
+    train(folder, max_steps=STEPS)
+    return folder
+
+
+@pytest.fixture
+def run(one_epoch: Path, tmp_path: Path) -> Path:
+    """A copy of `one_epoch` that a test may change."""
+    return Path(shutil.copytree(one_epoch, tmp_path / "run"))
+
+
+def write_images(folder: Path) -> Path:
+    """Noise of two classes, ten images in each of two splits."""
+    rng = np.random.default_rng(0)
+    for number in range(20):
+        path = folder / ("train", "val")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(rng.integers(256, size=(32, 35, 3), dtype=np.uint8)).save(path)
+    return folder
+
+
+# Whose score is it?
+
+
+def test_a_card_and_info_show_the_scores_of_their_own_weights_alone(run: Path, tmp_path: Path, say: Say) -> None:
+    say(*knn(run / "checkpoint.pth"))
+    (early,) = results_in(run).values()
+    train(run)
+    say("export", run / "checkpoint.pth", tmp_path / "early", "--format", "huggingface")
+    assert score(early) not in (tmp_path / "early" / "README.md").read_text()
+    assert score(early) not in say("info", run).text
+
+    status_of(*knn(run / "checkpoint.pth"))
+    assert early in results_in(run).values(), "the result of other weights was overwritten"
+    say(*knn(run / "checkpoint.pth"), "--overwrite")
+    (late,) = (record for record in results_in(run).values() if record["encoder"]["epoch"] == 2)
+    say("export", run / "checkpoint.pth", tmp_path / "late", "--format", "huggingface")
+    card = (tmp_path / "late" / "README.md").read_text()
+    for text in (card, say("info", run).text):
+        assert f"20-NN {score(late)}" in text
+    assert EVALUATED in card
+
+
+@pytest.mark.parametrize("form", ["huggingface", "safetensors"])
+def test_two_exports_side_by_side_have_a_result_each(form: str, run: Path, tmp_path: Path, say: Say) -> None:
+    files = []
+    for network in ("teacher", "student"):
+        say("export", run / "checkpoint.pth", tmp_path / network, "--format", form, "--checkpoint_key", network)
+        files.append(tmp_path / (f"{network}/model.safetensors" if form == "huggingface" else f"{network}.safetensors"))
+        say(*knn(files[-1].parent if form == "huggingface" else files[-1]))
+    found = {record["encoder"]["sha256"]: path for path, record in results_in(tmp_path).items()}
+    assert [found.get(sha256(path), Path()).parent for path in files] == [path.parent for path in files]
+
+
+def test_two_checkpoints_of_a_run_and_two_data_sets_have_a_result_each(run: Path, say: Say) -> None:
+    train(run, knn_freq=0)  # the best checkpoint stays that of the first epoch
+    paths = [run / name for name in ("checkpoint.pth", "checkpoint_best.pth")]
+    for path, data in [(paths[0], EVALUATED), (paths[1], EVALUATED), (paths[0], "scenes:24:32")]:
+        say(*knn(path, data))
+    found = {(record["encoder"]["sha256"], record["images"]["data_path"]) for record in results_in(run).values()}
+    assert found == {(sha256(path), EVALUATED) for path in paths} | {(sha256(paths[0]), "scenes:24:32")}
+
+
+def test_a_result_is_repeated_but_not_overwritten_by_another_protocol_unasked(run: Path, say: Say) -> None:
+    say(*knn(run / "checkpoint.pth"))
+    (path,) = results_in(run)
+    before = path.read_bytes()
+    say(*knn(run / "checkpoint.pth"))
+    assert "--overwrite" in say(*knn(run / "checkpoint.pth"), "--nb_knn", "3", statuses=(1,)).errors[0]
+    assert path.read_bytes() == before
+    say(*knn(run / "checkpoint.pth"), "--nb_knn", "3", "--overwrite")
+    assert [row["k"] for row in json.loads(path.read_text())["results"]] == [3]
+
+
+# A run's folder is moved.
+
+
+def test_a_moved_run_is_evaluated_resumed_and_exported_where_it_lies(run: Path, tmp_path: Path, say: Say) -> None:
+    say(*knn(run / "checkpoint.pth"))
+    (early,) = results_in(run).values()
+    moved = tmp_path / "my archive" / "moved.run"
+    moved.parent.mkdir()
+    shutil.move(run, moved)
+    say(*knn(moved / "checkpoint.pth"))
+    assert score(early) in say("info", moved).text
+
+    say("train", "--config", moved / "config.yaml", "--output_dir", moved, "--max_steps", 2 * STEPS)
+    train(tmp_path / "undisturbed")
+    assert_same_run(moved, tmp_path / "undisturbed")
+    say("export", moved / "checkpoint.pth", moved / "ex", "--format", "huggingface")
+    assert score(early) not in (moved / "ex" / "README.md").read_text()
+    for weights in (moved / "checkpoint.pth", moved / "ex"):
+        say(*knn(weights), "--overwrite")
+    found = {record["encoder"]["sha256"]: record["results"] for record in results_in(moved).values()}
+    assert found[sha256(moved / "checkpoint.pth")] == found[sha256(moved / "ex" / "model.safetensors")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my archive", "undisturbed"]
+
+
+# embed is killed, and its images change.
+
+
+def embed_until(words: list[str], last: int) -> None:
+    """Embed, and be killed when image number `last` is opened."""
+    opened, open_image = 0, PIL.Image.open
+
+    def open_or_die(*arguments: Any, **keywords: Any) -> PIL.Image.Image:
+        nonlocal opened
+        opened += 1
+        if opened == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return open_image(*arguments, **keywords)
+
+    PIL.Image.open = open_or_die
+    main(words)
+
+
+def change_pixels(table: Path) -> None:
+    PIL.Image.new("RGB", (41, 37), (200, 30, 90)).save(table.parent / "train" / "a" / "0.png")
+
+
+def change_label(table: Path) -> None:
+    table.write_text(table.read_text().replace("a/0.png,a", "a/0.png,b"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [None, change_pixels, change_label])
+def test_a_killed_embed_resumes_with_the_images_and_labels_of_now_or_refuses(
+    change: Callable[[Path], None] | None, run: Path, tmp_path: Path, say: Say
+) -> None:
+    table = write_images(tmp_path / "images") / "labels.csv"
+    rows = [f"train/{path.parent.name}/{path.name},{path.parent.name}" for path in table.parent.glob("train/*/*")]
+    table.write_text("\n".join(["path,label", *sorted(rows)]))
+    words = ["embed", "--pretrained_weights", run / "checkpoint.pth", "--data_path", table, *DEVICE]
+    words += ["--batch_size_per_gpu", 2, "--output_dir"]
+    child = context.Process(target=embed_until, args=([*map(str, words), str(tmp_path / "out")], 7))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+    if change:
+        change(table)
+    resumed = say(*words, tmp_path / "out", statuses=(0, 1) if change else (0,))
+    if resumed.status:
+        assert len(resumed.errors) == 1
+        assert "--overwrite" in resumed.text
+        say(*words, tmp_path / "out", "--overwrite")
+    say(*words, tmp_path / "fresh")
+    found, fresh = load_embeddings(tmp_path / "out"), load_embeddings(tmp_path / "fresh")
+    np.testing.assert_array_equal(found.arrays["encoding"], fresh.arrays["encoding"])
+    assert found.index == fresh.index
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(os.listdir(tmp_path / "fresh"))
+
+
+# Bugs and mistakes.
+
+
+def bug(*_: object, **__: object) -> None:
+    """numpy's error about wrong shapes."""
+    np.ones((2, 3)) @ np.ones((5, 7))
+
+
+BUG = re.compile(r"Traceback \(most recent call last\).*_two_commands.py\", line \d+, in bug.*ValueError: ", re.DOTALL)
+
+
+def training(command: str, folder: Path, **changes: object) -> list[str]:
+    """The words of a training of a few steps."""
+    if "clip" in command:
+        pytest.importorskip("open_clip")
+    if command != "train-simdino":
+        return [command, *options(folder, command, **changes)]
+    values = {**RUN, "output_dir": folder, **changes}
+    return [command, *words_of({name: value for name, value in values.items() if name != "out_dim"})]
+
+
+@pytest.mark.parametrize("command", sorted(STEP_PARTS))
+def test_a_bug_in_an_objectives_step_shows_its_traceback_and_ends_with_status_70(
+    command: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = training(command, tmp_path)
+    monkeypatch.setattr(STEP_PARTS[command], bug)
+    said = say(*words, statuses=(70,))
+    for text in (said.text, (tmp_path / "run.log").read_text()):
+        assert BUG.search(text), text
+        assert "bug of dino_sparo" in text
+
+
+@pytest.mark.parametrize("command", sorted(STEP_PARTS))
+def test_a_users_mistake_is_one_line_whose_traceback_is_in_run_log(command: str, tmp_path: Path, say: Say) -> None:
+    said = say(*training(command, tmp_path / "run", data_path=tmp_path / "none"), statuses=(1,))
+    assert "Traceback" not in said.text
+    assert len(said.errors) == 1
+    assert str(tmp_path / "none") in said.errors[0]
+    assert re.search(r"Traceback .*UserError", (tmp_path / "run" / "run.log").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("command", ["knn", "linear", "embed", "attention"])
+def test_a_bug_in_the_encoder_is_no_mistake_of_the_one_who_evaluates_it(
+    command: str, run: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.Linear, "forward", bug)
+    assert BUG.search(
+        say(command, *knn(run / "checkpoint.pth")[1:], "--output_dir", tmp_path / "out", statuses=(70,)).text
+    )
+
+
+# Paths in every option of every command.
+
+# Options that take a text, but no path. A new option that takes a text is a path unless it is listed here.
+TEXTS = {"arch", "readout", "checkpoint_key", "device", "dist_url", "run_name", "repository", "parts", "benchmarks"}
+TEXTS |= {"models", "caption", "server", "split", "path_column", "label_column", "split_column", "image_key"}
+TEXTS |= {"caption_key", "negative_key", "graph_key"}
+PATHS = ("with blank", "name.v1.2", "größe-図/b", ".", "./x", "null", "1e3", "a: b # c", "[x]", "'q\"", "{0..1}.tar")
+PARSERS = {name: command.parser for name, command in COMMANDS.items() if command.parser is not None}
+every_command = pytest.mark.parametrize("name", sorted(PARSERS))
+
+
+def paths_of(name: str) -> dict[str, Action]:
+    """The options and positionals of a command that take a path."""
+    return {
+        action.dest: action
+        for action in PARSERS[name]()._actions
+        if action.choices is None and action.nargs in (None, "+", "*") and action.dest not in {"config", *TEXTS}
+        if getattr(action.type, "__name__", "str") not in ("parse", "bool_flag", "int", "float")
+    }
+
+
+def words_with(name: str, values: Mapping[str, str]) -> list[str]:
+    """A command line with these values; other options that are required have the value x."""
+    given = [action for action in PARSERS[name]()._actions if action.dest in values or action.required]
+    return [word for action in given for word in (*action.option_strings[:1], values.get(action.dest, "x"))]
+
+
+def texts(args: Namespace) -> dict[str, str]:
+    """Values of options as texts; of a list its first."""
+    values = {name: value[:1] if isinstance(value, (list, tuple)) else [value] for name, value in vars(args).items()}
+    return {name: " ".join(map(str, value)) for name, value in values.items()}
+
+
+def print_config(name: str, values: Mapping[str, str], path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Write what --print_config prints to a file, and return its path."""
+    with pytest.raises(SystemExit, match="0"):
+        PARSERS[name]().parse_args([*words_with(name, values), "--print_config"])
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    return str(path)
+
+
+@every_command
+def test_a_path_is_taken_as_it_is_typed_and_survives_a_printed_configuration(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    differ = []
+    for path in PATHS:
+        given = dict.fromkeys(paths_of(name), path)
+        config = print_config(name, given, tmp_path / "c.yaml", capsys)
+        for words in (words_with(name, given), ["--config", config]):
+            found = texts(PARSERS[name]().parse_args(words))
+            differ += [(option, path, words[0]) for option in given if found[option] != path]
+    assert not differ
+
+
+@every_command
+def test_a_printed_configuration_takes_other_positionals(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = dict.fromkeys(paths_of(name), "x")
+    config = print_config(name, given, tmp_path / "c.yaml", capsys)
+    others = {action.dest: f"of {action.dest}" for action in PARSERS[name]()._actions if not action.option_strings}
+    for words in (["--config", config, *others.values()], [*others.values(), f"--config={config}"]):
+        assert texts(PARSERS[name]().parse_args(words)).items() >= {**given, **others}.items()
+
+
+@every_command
+def test_a_tilde_is_the_home_folder_on_the_command_line_in_yaml_and_in_python(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths, typed, home = paths_of(name), "~/with blank", f"{tmp_path}/with blank"
+    required = {action.dest: "x" for action in PARSERS[name]()._actions if action.required}
+    values = {**required, **{option: [typed] if action.nargs else typed for option, action in paths.items()}}
+    (tmp_path / "c.yaml").write_text(json.dumps(values))
+    found = {
+        "command line": PARSERS[name]().parse_args(words_with(name, dict.fromkeys(paths, typed))),
+        "YAML": PARSERS[name]().parse_args(["--config", str(tmp_path / "c.yaml")]),
+        "Python": parse_keywords(name, values),
+    }
+    assert not [(way, option) for way, args in found.items() for option in paths if texts(args)[option] != home]
+
+
+def test_a_job_expands_a_tilde_and_quotes_a_blank(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    script = say("submit", "--dry_run", "--data_path", "~/my images", "--output_dir", "~/größe", "--job_dir=~/my jobs")
+    assert "~" not in script.text
+    assert f"'{tmp_path}/home/my jobs'" in script.text
+
+
+def result(command: str, path: str) -> tuple[str, str]:
+    """Where a command writes its result."""
+    names = {action.dest for action in PARSERS[command]()._actions}
+    return "--output_dir" if "output_dir" in names else "--output", path
+
+
+def chain(typed: str) -> Iterator[tuple[object, ...]]:
+    """Commands that read what earlier ones wrote; all paths begin with `typed`."""
+    weights = f"{typed}/run/checkpoint.pth"
+    evaluation = ("--pretrained_weights", weights, "--data_path", typed, *DEVICE)
+    run = words_of({**RUN, "data_path": typed, "epochs": 1, "batch_size_per_gpu": 5})
+    yield "train", *run, "--output_dir", f"{typed}/run"
+    yield "train", *run, "--output_dir", f"{typed}/next", "--init_from", weights, "--max_steps", 1
+    yield "knn", *evaluation, "--output_dir", f"{typed}/result", "--dump_features", f"{typed}/features"
+    yield "knn", "--load_features", f"{typed}/features", "--output_dir", f"{typed}/loaded"
+    yield "linear", *evaluation, "--output_dir", f"{typed}/linear", "--epochs", 1
+    yield "slots", "study", *evaluation, "--output_dir", f"{typed}/study"
+    yield "attention", *evaluation, "--data_path", f"{typed}/val/a/1.png", "--output_dir", f"{typed}/maps"
+    for split in ("train", "val"):
+        yield "embed", *evaluation, "--split", split, "--output_dir", f"{typed}/of_{split}"
+    yield "cluster", f"{typed}/of_train", "--clusters", 2, "--map", "pca"
+    yield "predict", f"{typed}/of_train", "--images", f"{typed}/of_val", *result("predict", f"{typed}/p.csv")
+    yield "export", weights, f"{typed}/exports/v1.0"
+    yield "export", weights, f"{typed}/exports/hf", "--format", "huggingface"
+    for name in ("run", "of_train", "exports/hf", "exports/v1.0.safetensors", "features"):
+        yield "info", f"{typed}/{name}"
+    yield "statistics", "--data_path", typed, "--num_workers", 0
+    yield "scene-pairs", "--output_dir", f"{typed}/pairs", "--num_pairs", 2
+    yield "parse", "--captions", f"{typed}/captions.txt", *result("parse", f"{typed}/graphs.jsonl")
+
+
+@pytest.mark.parametrize("typed", ["with blank", "v1.2.run", "größe-図", "~", "."])
+def test_commands_read_what_others_wrote_in_a_folder_of_any_name(
+    typed: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = write_images(tmp_path / "home" if typed == "~" else tmp_path / "here" / typed)
+    (folder / "captions.txt").write_text("a red star\na blue ring\n")
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for words in chain(typed):
+        say(*words)
+    assert {"run", "next", "result", "loaded", "linear", "study", "maps", "pairs"} <= set(os.listdir(folder))
+    assert {"v1.0.safetensors", "v1.0.json", "hf"} <= set(os.listdir(folder / "exports"))
+    assert typed == "." or set(Path().resolve().iterdir()) <= {folder}, "written elsewhere"
+
+
+def test_the_card_of_an_export_into_the_working_folder_names_that_folder(
+    run: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    say("export", run / "checkpoint.pth", ".", "--format", "huggingface")
+    assert 'from_pretrained("here")' in Path("README.md").read_text().replace("'", '"')
