@@ -209,7 +209,7 @@ class DINOLoss(nn.Module):
 
 
 # Below this share of the largest possible information, the teacher's answer hardly depends on the image.
-COLLAPSE_SHARE = 0.05
+COLLAPSE_SHARE = 0.03
 
 
 def diagnose_collapse(
