@@ -197,8 +197,8 @@ class DINOLoss(nn.Module):
         return LossDiagnostics(teacher_entropy=entropy, kl=loss.detach() - entropy, marginal_entropy=marginal)
 
 
-# Below this share of the largest possible information, the teacher's answer does not depend on the image.
-COLLAPSE_SHARE = 0.01
+# Below this share of the largest possible information, the teacher's answer hardly depends on the image.
+COLLAPSE_SHARE = 0.03
 
 
 def diagnose_collapse(
@@ -223,21 +223,21 @@ def diagnose_collapse(
     reachable = min(log_k, math.log(batch_size))
     # The two crops of a single image should agree, so one image alone cannot tell.
     if batch_size > 1 and information < COLLAPSE_SHARE * reachable:
+        signs = f"loss {loss:.4f}, ln {out_dim} = {log_k:.4f}, information {information:.4f} nats"
         if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:
-            relation = "=" if abs(loss - log_k) < COLLAPSE_SHARE * log_k else "above"
             return (
-                f"loss {loss:.4f} {relation} ln {out_dim} ({log_k:.4f}): uniform collapse, every image gets the same "
-                f"flat distribution; try a lower --teacher_temp or --warmup_teacher_temp, a lower --lr, or more "
-                f"--freeze_last_layer epochs"
+                f"{signs}: uniform collapse, every image gets the same flat distribution; start again in another "
+                f"--output_dir with dino-sparo train-simdino, or with --use_bn_in_head true --teacher_temp 0.02 "
+                f"--warmup_teacher_temp 0.02"
             )
         if marginal_entropy < COLLAPSE_SHARE * log_k:
             return (
-                f"loss {loss:.4f}: collapse on one prototype, all images get it; try a higher --teacher_temp, a lower "
-                f"--lr, or --norm_last_layer true"
+                f"{signs}: collapse on one prototype, all images get it; try a higher --teacher_temp, a lower --lr, or "
+                f"--norm_last_layer true"
             )
         return (
-            f"loss {loss:.4f}: the teacher gives every image the same distribution (entropy {teacher_entropy:.4f} of "
-            f"at most {log_k:.4f}); try a lower --lr, more --warmup_epochs, or a lower --clip_grad"
+            f"{signs}: collapse, the teacher gives every image the same distribution (entropy {teacher_entropy:.4f}); "
+            f"try a lower --lr, more --warmup_epochs, or a lower --clip_grad"
         )
     if feature_rank < 2:
         return (

@@ -52,6 +52,6 @@ def get_args_parser() -> Parser:
     return shared.parser_of(HEAD, LOSS, OPTIMIZATION)
 
 
-def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:
+def fill_in_defaults(args: argparse.Namespace) -> dict[str, int | float]:
     """`distillation.options.fill_in_defaults`; the prototypes must learn at least in the last epoch."""
     return shared.fill_in_defaults(args, {"freeze_last_layer": (FREEZE_LAST_LAYER, args.epochs - 1)})

@@ -74,10 +74,11 @@ class DINOObjective(DistillationObjective):
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float
     ) -> tuple[dict[str, float], str | None]:
-        """Loss relative to that of a flat distribution; the kind of collapse, if there is one."""
+        """Information, and the loss relative to that of a flat distribution; the kind of collapse, if there is one."""
         args, entropies = self.args, (means["teacher_entropy"], means["marginal_entropy"])
         collapse = diagnose_collapse(means["loss"], *entropies, feature_rank, args.out_dim, args.batch_size_per_gpu)
-        values = {"loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
+        information = means["marginal_entropy"] - means["teacher_entropy"]
+        values = {"information": information, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
         return values, collapse if may_warn_of_collapse(args, epoch) else None
 
 

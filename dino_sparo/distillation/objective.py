@@ -237,15 +237,17 @@ class DistillationObjective(Objective[Batch]):
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """The k-NN probe of the teacher; rank of its encodings and pictures of some images."""
         self.recorder.drop()  # its memory is the evaluation's
-        values, accuracy = {}, None
+        values, accuracy, collapse = dict[str, float](), None, None
         if self.is_evaluated(epoch):  # first: if it is repeated, TensorBoard has no picture twice
             accuracy = knn_probe(self.teacher.encoder, self.source, self.args, self.updater.device)
         if self.examples is not None:
-            values = self._look(self.examples, epoch, means, log)
-        return EpochResult(values if accuracy is None else {**values, self.metric: accuracy}, accuracy)
+            feature_rank = self._look(self.examples, log)
+            values, collapse = self.diagnose(epoch, means, feature_rank)
+            values = {"feature_rank": feature_rank, **values}
+        return EpochResult(values if accuracy is None else {**values, self.metric: accuracy}, accuracy, collapse)
 
-    def _look(self, examples: Examples, epoch: int, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
-        """Rank of the teacher's encodings and pictures of some images; names a collapse in the log."""
+    def _look(self, examples: Examples, log: RunLog) -> float:
+        """Log pictures of some images; returns the effective rank of the teacher's encodings of the images."""
         args, encoder, device = self.args, self.teacher.encoder.eval(), self.updater.device
         with torch.no_grad(), self.updater.autocast():
             feature_rank = effective_rank(encoder(examples.first_crops.to(device)))
@@ -255,10 +257,7 @@ class DistillationObjective(Objective[Batch]):
             }
         for name, picture in pictures.items():
             log.image(name, picture, self.updater.step)
-        values, collapse = self.diagnose(epoch, means, feature_rank)
-        if collapse is not None:
-            logger.warning("%s", collapse)
-        return {"feature_rank": feature_rank, **values}
+        return feature_rank
 
 
 def prepare_for_crops(network: DINONetwork, args: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from dino_sparo.runtime import options as shared
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
-from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, positive_int, share, whole_number
+from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
@@ -114,9 +114,8 @@ OPTIMIZATION: Group = {
     ),
     "warmup_epochs": Option(
         None,
-        f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run 1, in a run of "
-        "one epoch 0)",
-        whole_number,
+        f"Epochs of linear warm-up of the learning rate. (default: a tenth of the run, at most {WARMUP_EPOCHS})",
+        number_from_0,
     ),
     "min_lr": Option(1e-6, "Learning rate at the end."),
     "layer_decay": LAYER_DECAY,
@@ -189,7 +188,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     for name in ("freeze_backbone_epochs", "warmup_epochs"):
         if (value := getattr(args, name) or 0) > args.epochs:
-            raise UserError(f"--{name} {value} is longer than the run of {args.epochs} epochs; shorten it")
+            raise UserError(f"--{name} {value:g} is longer than the run of {args.epochs} epochs; shorten it")
     if args.arch.startswith(TIMM) and (args.pre_norm or args.quick_gelu):
         raise UserError(
             f"--pre_norm {args.pre_norm} --quick_gelu {args.quick_gelu} with --arch {args.arch}: a model of timm has "
@@ -211,27 +210,27 @@ def check_normalization(args: argparse.Namespace) -> None:
             )
 
 
-def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]] = {}) -> dict[str, int]:
-    """Give options whose default depends on the run's length their values: the reference's, where they fit.
+def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]] = {}) -> dict[str, int | float]:
+    """Give options whose default depends on the run's length their values: the reference's, or the highest that fits.
 
-    Else one epoch is enough, and none in a run of one epoch. The log names what differs from the reference.
+    The log names what differs from the reference.
 
     Args:
         args: parsed options; those that are None are changed in place.
         defaults: name -> the reference's default, and the highest value that fits the run; beside `warmup_epochs`,
-            since a warm-up must not be longer than the run.
+            which is at most a tenth of the run: a short run must have time to lower its learning rate.
 
     Returns:
         The values that were filled in, by name.
     """
-    filled_in = {}
-    for name, (reference, most) in {"warmup_epochs": (WARMUP_EPOCHS, args.epochs), **defaults}.items():
+    filled_in = dict[str, int | float]()
+    for name, (reference, most) in {"warmup_epochs": (WARMUP_EPOCHS, args.epochs / 10), **defaults}.items():
         if getattr(args, name) is None:
-            filled_in[name] = reference if reference <= most else min(1, args.epochs - 1)
+            filled_in[name] = min(reference, most)
             setattr(args, name, filled_in[name])
             if filled_in[name] != reference:
                 logger.info(
-                    "--%s %d: the default of %d does not fit a run of %d epochs",
+                    "--%s %g: the default of %d does not fit a run of %d epochs",
                     *(name, filled_in[name], reference, args.epochs),
                 )
     return filled_in

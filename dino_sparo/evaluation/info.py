@@ -114,7 +114,7 @@ def _require_finite(content: Mapping[str, Any], file: Path) -> None:
 def _training(origin: Mapping[str, Any]) -> dict[str, Any]:
     """Facts about the training of weights, from their `origin_of`."""
     names = {"objective": "objective", "epochs": "epoch", "steps": "step", "images per step": "global_batch"}
-    names |= {"data": "data", "images": "num_images", "options": "recipe", "scores": "scores"}
+    names |= {"data": "data", "images": "num_images", "options": "recipe", "scores": "scores", "warning": "warning"}
     return {fact: origin.get(name) for fact, name in names.items()}
 
 

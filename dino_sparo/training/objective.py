@@ -64,10 +64,12 @@ class EpochResult:
     Attributes:
         values: numbers for the log.
         score: percent, or None without an evaluation; the run keeps the checkpoint with the highest score.
+        warning: that the run fails, such as a collapse, with the remedies; on rank 0.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     score: float | None = None
+    warning: str | None = None
 
 
 class Objective(ABC, Generic[AnyBatch]):

@@ -123,13 +123,14 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
 
 
 def cosine_schedule(
-    base: float, final: float, total_steps: int, warmup_steps: int = 0, start: float = 0.0
+    base: float, final: float, total_steps: int, warmup_steps: int | float = 0, start: float = 0.0
 ) -> np.ndarray:
     """One value per step: a linear warm-up, then half a cosine.
 
         value_i = final + (base - final) (1 + cos(pi i / n)) / 2,   i = 0 .. n - 1 after the warm-up
 
-    The warm-up runs from `start` to `base` inclusive, so `base` stands twice, as in the reference.
+    The warm-up, rounded to whole steps, runs from `start` to `base` inclusive, so `base` stands twice, as in the
+    reference.
 
     Returns:
         (total_steps,) float64.
@@ -139,8 +140,8 @@ def cosine_schedule(
             f"a warm-up of {warmup_steps} steps does not fit a schedule of {total_steps} steps; shorten the warm-up "
             f"or train longer"
         )
-    warmup = np.linspace(start, base, warmup_steps)
-    steps = np.arange(total_steps - warmup_steps)
+    warmup = np.linspace(start, base, round(warmup_steps))
+    steps = np.arange(total_steps - len(warmup))
     cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate((warmup, cosine))
 

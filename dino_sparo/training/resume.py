@@ -70,6 +70,7 @@ class Run:
         meters: this rank's means of the epoch under way.
         best_score: the highest so far, percent.
         unlogged_epoch: the means of an epoch that is trained and saved, and not yet evaluated and logged.
+        warning: of the last evaluated epoch, see `EpochResult`.
         saved_step: of the newest checkpoint; None before the first.
     """
 
@@ -81,6 +82,7 @@ class Run:
     meters: Meters = field(init=False)
     best_score: float = 0.0
     unlogged_epoch: dict[str, float] | None = None
+    warning: str | None = None
     saved_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +136,7 @@ class Run:
             "step": updater.step,
             "epoch": updater.step // objective.sampler.steps_per_epoch,  # whole ones
             "unlogged_epoch": self.unlogged_epoch,
+            "warning": self.warning,
             objective.score_name: self.best_score,
             **self.counts,
             "ranks": all_gather_object(own),
@@ -160,7 +163,7 @@ class Run:
         updater.step = self.saved_step = checkpoint["step"]
         self.counts = {name: checkpoint.get(name, 0) for name in self.counts}
         self.best_score = checkpoint[self.objective.score_name]
-        self.unlogged_epoch = checkpoint.get("unlogged_epoch")
+        self.unlogged_epoch, self.warning = checkpoint.get("unlogged_epoch"), checkpoint.get("warning")
         ranks = checkpoint.get("ranks", [])
         if len(ranks) == world_size():
             restore_random_state(ranks[rank()]["rng"], updater.device)

@@ -93,7 +93,11 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
                     stop = run.agreement.stop_between_steps()
         if stop is not None:
             hand_over(signals, stop, run.step)
-        logger.info("done: %d steps in %.0f s, %s", run.step, time.monotonic() - begin, run.checkpoints.newest)
+        message = f"done: {run.step} steps in {time.monotonic() - begin:.0f} s, {run.checkpoints.newest}"
+        if run.warning is None:
+            logger.info("%s", message)
+        else:
+            logger.warning("%s; %s", message, run.warning)
 
 
 def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signals: StopSignals, lock: RunLock) -> Run:
@@ -134,7 +138,9 @@ def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None
     watchdog.beat()
     result = run.objective.after_epoch(epoch, means, log)
     values = {f"train_{name}": value for name, value in means.items()} | result.values
-    copies = []
+    copies, run.warning = [], result.warning
+    if run.warning is not None:
+        logger.warning("%s", run.warning)
     if result.score is not None and result.score > run.best_score:
         run.best_score = result.score
         copies.append("checkpoint_best.pth")

@@ -12,6 +12,7 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     fp16_scaler            scale of the gradients, with fp16 only
     epoch, step            finished epochs, finished steps
     unlogged_epoch         means of the last finished epoch until it is evaluated and logged, then None
+    warning                that the last evaluated epoch was collapsed, or None
     data_hashes            fingerprint of the data
     num_corrupt            unreadable images or pairs in the running epoch
     num_truncated          CLIP and OC-CLIP: truncated captions in the running epoch

@@ -167,6 +167,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
         "epochs": record.get("epoch"),
         "steps": record.get("step"),
         "images per step": record.get("global_batch"),
+        "warning": record.get("warning"),
         "recipe": " ".join(f"{name}={value}" for name, value in recipe.items()) or None,
         "checkpoint": f"{record['checkpoint']}, SHA-256 {record['sha256']}",
     }

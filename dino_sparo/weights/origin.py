@@ -37,6 +37,7 @@ def origin_of(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
         "epoch": content.get("epoch"),
         "step": content.get("step"),
         "global_batch": content.get("global_batch"),
+        "warning": content.get("warning"),
         "recipe": {name: args[name] for name in RECIPE if args.get(name) is not None} or None,
     }
     return {

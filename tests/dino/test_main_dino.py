@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.sources import CorruptImageError, open_source
 from dino_sparo.dino.train import DINOObjective
@@ -37,6 +38,7 @@ from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.export import export
 from dino_sparo.weights.folder import CheckpointFolder
 from main_dino import check_options, get_args_parser, main, train_dino
 
@@ -555,6 +557,21 @@ def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: py
     assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 1
 
 
+def test_a_run_that_ends_collapsed_says_so_in_its_last_line_and_in_info(tmp_path: Path, whole: Path) -> None:
+    """The bug: the only warning was above the last lines, and whoever took the weights did not see it."""
+    flat = {"epochs": 1, "warmup_epochs": 0, "teacher_temp": 99, "warmup_teacher_temp": 99}
+    for _ in range(2):  # the second run has nothing left to do
+        run(tmp_path, **flat)
+        last = (tmp_path / "run.log").read_text().splitlines()[-1]
+        assert "done: 4 steps" in last
+        assert "uniform collapse" in last
+    assert "uniform collapse" in run_command("info", [str(tmp_path)])["warning"]
+    export(tmp_path / "checkpoint.pth", tmp_path / "hub", format="huggingface")
+    assert "| warning | loss 3." in (tmp_path / "hub" / "README.md").read_text()
+    assert "warning" not in run_command("info", [str(whole)])
+    assert "collapse" not in (whole / "run.log").read_text().splitlines()[-1]
+
+
 def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images", count=12, broken=6)
     with pytest.raises(TooManyCorruptError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
@@ -589,22 +606,24 @@ def test_a_first_trial_of_few_epochs_shortens_the_warm_up_and_says_so(
     at = arguments.index("--warmup_epochs")
     with caplog.at_level(logging.INFO):
         main_dino.train_dino(main_dino.get_args_parser().parse_args(arguments[:at] + arguments[at + 2 :]))
-    assert "--warmup_epochs 0: the default of 10 does not fit a run of 1 epochs" in caplog.text
+    assert "--warmup_epochs 0.1: the default of 10 does not fit a run of 1 epochs" in caplog.text
     assert "--freeze_last_layer 0: the default of 1 does not fit a run of 1 epochs" in caplog.text
-    assert load_checkpoint(tmp_path / "checkpoint.pth")["args"]["warmup_epochs"] == 0
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["args"]["warmup_epochs"] == 0.1
 
 
 @pytest.mark.parametrize(
     ("words", "warmup", "freeze"),
     [
         ([], 10, 1),
-        (["--epochs", "10"], 10, 1),
-        (["--epochs", "9"], 1, 1),
-        (["--epochs", "1"], 0, 0),
+        (["--epochs", "300"], 10, 1),
+        (["--epochs", "99"], 9.9, 1),
+        (["--epochs", "10"], 1, 1),
+        (["--epochs", "1"], 0.1, 0),
         (["--epochs", "5", "--warmup_epochs", "5", "--freeze_last_layer", "3"], 5, 3),
     ],
 )
-def test_defaults_are_the_references_wherever_they_fit_the_run(words: list[str], warmup: int, freeze: int) -> None:
+def test_defaults_are_the_references_wherever_they_fit_the_run(words: list[str], warmup: float, freeze: int) -> None:
+    """The bug: a run of ten epochs was all warm-up and never lowered its learning rate."""
     args = main_dino.get_args_parser().parse_args(words)
     main_dino.check_options(args)
     main_dino.fill_in_defaults(args)

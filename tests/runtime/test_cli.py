@@ -86,8 +86,8 @@ REFERENCE: dict[str, Any] = {
 # Defaults that differ from the reference's on purpose.
 CHANGED: dict[str, Any] = {
     "patch_size": None,  # 16; for timm/NAME the model's own
-    "warmup_epochs": None,  # 10 wherever that fits the run
-    "freeze_last_layer": None,  # 1, likewise
+    "warmup_epochs": None,  # 10 in runs of 100 epochs and more, a tenth of shorter runs
+    "freeze_last_layer": None,  # 1, or 0 in a run of one epoch
     "use_fp16": None,  # --precision auto decides: bf16 where the device computes in it
     "data_path": None,  # a training without data or folder is refused
     "output_dir": None,

@@ -14,7 +14,7 @@ from dino_sparo.training import optim
 from dino_sparo.training.updater import Updater
 
 
-def schedule(base: float, final: float, total_steps: int, warmup_steps: int, start: float) -> np.ndarray:
+def schedule(base: float, final: float, total_steps: int, warmup_steps: int | float, start: float) -> np.ndarray:
     return optim.cosine_schedule(base, final, total_steps, warmup_steps=warmup_steps, start=start)
 
 
@@ -58,6 +58,10 @@ def test_a_schedule_that_is_all_warm_up_ends_at_its_base_value() -> None:
 def test_a_warm_up_starts_at_zero_unless_told_otherwise() -> None:
     assert optim.cosine_schedule(0.5, 0.1, 5, warmup_steps=3)[0] == 0
     assert optim.cosine_schedule(0.5, 0.1, 5)[0] == 0.5
+
+
+def test_a_fraction_of_a_step_of_warm_up_is_rounded() -> None:
+    np.testing.assert_array_equal(schedule(0.5, 0.1, 11, 0.29 * 100 / 7, 0.2), schedule(0.5, 0.1, 11, 4, 0.2))
 
 
 def test_a_warm_up_of_negative_length_is_refused() -> None:
