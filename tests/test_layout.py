@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import graphlib
 import re
 import symtable
@@ -52,6 +53,7 @@ def room_of(name: str) -> str:
     return name.split(".")[0]
 
 
+@functools.cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 

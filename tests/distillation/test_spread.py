@@ -129,7 +129,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, command: str, words: list[str]
         assert_same_state(whole[key], parts[key], key)
 
 
-@pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
+@pytest.mark.parametrize("readout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("cls", "gap")), "sparo"])
 def test_a_simdino_checkpoint_is_read_like_one_of_dino(tmp_path: Path, readout: str) -> None:
     run("train-simdino", [*TINY, "--readout", readout, "--max_steps", "1", "--output_dir", str(tmp_path)])
     path = tmp_path / "checkpoint.pth"
