@@ -2,7 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,18 @@ def seed_table(found: Results) -> str:
     return markdown(["", "seed", *_titles(columns)], rows)
 
 
+TALK_SIZE = 14  # points, of a plot's words: they can be read on a slide
+
+
+@contextmanager
+def talk_panels(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """`panels` with words large enough for a talk."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": TALK_SIZE}), panels(path, rows, columns, size=size) as axes:
+        yield axes
+
+
 # Keys of log.txt -> what they show; those that were logged are drawn.
 CURVES = {
     "train_loss": "training loss, nats",
@@ -229,38 +242,55 @@ CURVES = {
 
 
 def draw(name: str, results: Path, path: Path) -> None:
-    """Draw training curves and, below, final scores of all runs as a PNG; controls have the colour of their row."""
+    """Draw final scores of all runs and, below, training curves as a PNG.
+
+    A curve has the colour of its row's name, and controls have the colour of their row. Scores that some rows lack
+    stand in the tables only.
+    """
     found = {row: by_seed for row, by_seed in finished(name, results).items() if by_seed}
     controlled = {control: row for control, (row, _) in STUDIES[name].controls.items()}
     trained = [row for row in found if row not in controlled]
     colours = {row: colour_of(number, len(trained)) for number, row in enumerate(trained)}
+    colours |= {control: colours[row] for control, row in controlled.items() if row in colours}
     logged = {key for by_seed in found.values() for run in by_seed.values() for epoch in run["epochs"] for key in epoch}
     curves = [key for key in CURVES if key in logged]
-    scores = [score for state, score in _columns(found) if state == "trained"]
-    with panels(path, 2, max(len(curves), len(scores), 1)) as (above, below):
-        for axis, key in zip(above, curves, strict=False):
-            for row in trained:
-                _draw_curves(axis, found[row], key, colours[row], row)
-        beside = above[min(len(curves), len(above) - 1)]  # an empty place, if there is one
-        beside.legend(*above[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper left")
-        for axis, score in zip(below, scores, strict=False):
-            for height, (row, by_seed) in enumerate(reversed(found.items())):
-                _draw_score(axis, by_seed, score, colours[controlled.get(row, row)], height)
-            axis.set(xlabel=f"{score}, %", ylim=(-0.6, len(found) - 0.4))
-            axis.set_yticks(range(len(found)), [] if axis is not below[0] else list(reversed(found)), fontsize=8)
-            axis.grid(axis="y", color=FAINT)
-            axis.set_axisbelow(True)
+    scores = [column[1] for column in _columns(found) if column[0] == "trained" and _is_complete(found, column)]
+    columns, rows = max(len(curves), len(scores), 1), list(reversed(found))
+    with talk_panels(path, 2, columns, (6.5 * columns, 4.5 + max(3.0, 0.4 * len(rows)))) as (above, below):
+        for axis, score in zip(above, scores, strict=False):
+            for height, row in enumerate(rows):
+                _draw_score(axis, found[row], score, colours[row], height)
+            label_rows(axis, rows if axis is above[0] else [""] * len(rows), [colours[row] for row in rows])
+            axis.set_xlabel(f"{score}, %")
         if any(state == "untrained" for state, _ in _columns(found)):
-            below[0].set_title("hollow: untrained, filled: trained", fontsize=9, loc="left")
-        for axis in (*above[len(curves) :], *below[len(scores) :]):
+            above[0].set_title("hollow: untrained, filled: trained", loc="left")
+        for axis, key in zip(below, curves, strict=False):
+            for row in trained:
+                _draw_curves(axis, found[row], key, colours[row])
+        for axis in (*above[len(scores) :], *below[len(curves) :]):
             axis.set_axis_off()
 
 
-def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, colour: str, variant: str) -> None:
+def _is_complete(found: Results, column: Column) -> bool:
+    """Whether every row has the score of a column."""
+    return all(_values(by_seed, column) for by_seed in found.values())
+
+
+def label_rows(axis: Any, rows: Sequence[str], colours: Sequence[str]) -> None:
+    """Names of rows, from the lowest, in their colours, and a faint line along each row."""
+    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.set_yticks(range(len(rows)), rows)
+    for label, colour in zip(axis.get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
+    axis.grid(axis="y", color=FAINT)
+    axis.set_axisbelow(True)
+
+
+def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, colour: str) -> None:
     """One line per seed."""
-    for number, run in enumerate(by_seed.values()):
+    for run in by_seed.values():
         points = [(epoch["step"], epoch[key]) for epoch in run["epochs"] if key in epoch]
-        axis.plot(*zip(*points, strict=True), color=colour, alpha=0.7, label=None if number else variant)
+        axis.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=2)
     axis.set(xlabel="step", ylabel=CURVES[key])
 
 
@@ -274,5 +304,5 @@ def draw_marks(axis: Any, values: Sequence[float], state: str, colour: str, heig
     """One mark per seed, hollow for untrained weights, and a short line at the mean."""
     if values:
         face = "none" if state == "untrained" else colour
-        axis.plot(values, [height] * len(values), "o", color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
+        axis.plot(values, [height] * len(values), "o", color=colour, markerfacecolor=face, markersize=7, alpha=0.8)
         axis.plot([statistics.mean(values)] * 2, [height - 0.3, height + 0.3], color=colour, linewidth=2)

@@ -114,6 +114,7 @@ def test_a_failed_training_ends_its_workers_and_leaves_those_of_others(tmp_path:
     assert next(theirs).item() == 0
 
 
+@pytest.mark.slow
 def test_any_command_can_be_called_and_one_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:
     result = call("knn", untrained=True, arch="vit_micro", data_path="scenes:40:32", num_workers=0, output_dir=tmp_path)
     assert result.results["encoder"]["untrained"]
@@ -121,6 +122,7 @@ def test_any_command_can_be_called_and_one_without_a_checkpoint_has_no_encoder(t
         result.encoder()
 
 
+@pytest.mark.slow
 def test_a_call_of_simdino_gives_its_checkpoint_and_history(tmp_path: Path) -> None:
     options = {name: value for name, value in TINY.items() if name != "out_dim"}
     run = dino_sparo.train_simdino(output_dir=tmp_path, epochs=1, z_dim=7, **options)

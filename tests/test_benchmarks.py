@@ -27,7 +27,7 @@ SCRIPTS = {
     "linear": [],
     "scaling": ["--ranks", "1"],
 }
-LONG = ("train_step", "scaling", "clip_step", "binding", "input_pipeline", "backbone")
+LONG = ("readout", "train_step", "scaling", "clip_step", "binding", "input_pipeline", "backbone")
 
 
 @pytest.mark.parametrize(

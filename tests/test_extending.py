@@ -142,6 +142,7 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
         load_encoder(folder / "checkpoint.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file twice
 def test_the_new_backbone_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
     script, folder = tmp_path / "my_backbone.py", tmp_path / "flat"
@@ -187,6 +188,7 @@ def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python
         python(script, "compositional", *words)
 
 
+@pytest.mark.slow
 def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(
     tmp_path: Path, python: Callable[..., dict]
 ) -> None:

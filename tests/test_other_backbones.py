@@ -28,7 +28,7 @@ from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.export import export
 
 SLOTS, SLOT_DIM = 5, 3
-QUICK = ("tiny_dinov3", "tiny_resnet50")  # tokens with registers and rotary positions; a feature map
+QUICK = ("tiny_dinov3",)  # tokens with registers and rotary positions
 SLOW = [pytest.param(family, marks=pytest.mark.slow, id=name) for name, family in FAMILIES.items() if name not in QUICK]
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 main_families = pytest.mark.parametrize("family", [*(pytest.param(FAMILIES[name], id=name) for name in QUICK), *SLOW])
@@ -228,6 +228,7 @@ def test_two_processes_resume_to_the_same_bits(family: Family, tmp_path: Path) -
         assert_same_state(whole[key], parts[key], key)
 
 
+@pytest.mark.slow
 @main_families
 @pytest.mark.parametrize("command", ["train-clip", "train-oc-clip"])
 def test_a_step_of_clip_and_of_oc_clip(family: Family, command: str, tmp_path: Path) -> None:
@@ -276,6 +277,7 @@ def evaluate(command: str, weights: Path, output_dir: Path, **options: Any) -> A
         shutdown()
 
 
+@pytest.mark.slow
 @main_families
 def test_knn_and_the_linear_probe_read_the_encoder(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     result = evaluate("knn", checkpoint, tmp_path, nb_knn="1 3")
@@ -285,6 +287,7 @@ def test_knn_and_the_linear_probe_read_the_encoder(family: Family, checkpoint: P
     assert result["feature"]["dim"] >= SLOTS * SLOT_DIM
 
 
+@pytest.mark.slow
 @main_families
 @torch.no_grad()
 def test_maps_are_the_slots_attention_to_patches(family: Family, checkpoint: Path, tmp_path: Path) -> None:
@@ -301,6 +304,7 @@ def test_maps_are_the_slots_attention_to_patches(family: Family, checkpoint: Pat
     assert (tmp_path / "attention.png").is_file()
 
 
+@pytest.mark.slow
 @main_families
 def test_slots_are_scored_against_masks(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     result = evaluate("slots score", checkpoint, tmp_path, num_images=3)

@@ -76,6 +76,7 @@ class FewPhotographs:
         return ((Image.new("RGB", (2, 2), (number % 256, 0, 0)), number % 2) for number in range(self.number))
 
 
+@pytest.mark.slow
 def test_the_script_for_small_photographs_writes_class_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "small_photographs.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -132,6 +132,7 @@ def measured(width: int, capacity: str) -> Information:
     return Information(y, f, 1.0)
 
 
+@pytest.mark.slow
 def test_noise_has_no_information_and_true_objects_have_nearly_all():
     noise, known = measured(7, "MLP 32"), measured(0, "MLP 32")
     assert abs(noise.ratio) < 0.1
@@ -139,6 +140,7 @@ def test_noise_has_no_information_and_true_objects_have_nearly_all():
     assert known.ratio > 0.8
 
 
+@pytest.mark.slow
 def test_a_probe_gives_the_same_numbers_twice_and_leaves_the_random_state():
     before = torch.random.get_rng_state()
     assert measured(3, "MLP 8") == measured(3, "MLP 8")

@@ -97,6 +97,7 @@ def test_results_are_read_with_how_their_models_are_built(results, tmp_path):
         assert point["accuracy"] == json.loads(path.read_text())["top1"]
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_the_same_files(results, tmp_path, capsys):
     written = []
     for _ in range(2):

@@ -21,7 +21,8 @@ from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, spr
 
 TRAINING = read_config(Path(__file__).with_name("demo.yaml"))
 EVALUATION_DATA = "scenes:4000:48"
-SHORT = {"data_path": "scenes:640:48", "epochs": "2"}
+MINUTES = "3 to 6"  # of one encoder, with its evaluations
+SHORT = {"data_path": "scenes:640:48"}
 SHORT_EVALUATION_DATA = "scenes:500:48"
 PROBE = ["--fast", "--epochs", "30", "--lr", "0.01", "0.1", "1", "--val_freq", "30"]
 SCORES = ("20-NN", "linear probe")
@@ -80,6 +81,8 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """
     choose_models(args, DINO_READOUTS)
     start_demo(args, "demo")
+    number, minutes = len(args.seeds) * len(args.models), "1" if args.short else MINUTES
+    say(f"training and evaluation of {number} encoder(s), each {minutes} minutes on two free cores")
     runs = [train_and_evaluate(readout, seed, args, run) for seed in args.seeds for readout in args.models]
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
     pictures = [

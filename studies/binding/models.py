@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
 from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, write_pairs
@@ -23,8 +22,9 @@ from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.binding.scenes import PROBED_SHAPES
+from studies.plans import DINO_RECIPE
 
-NUM_DINO_TRAINING = int(str(DINO_TRAINING["data_path"]).split(":")[1])
+NUM_DINO_TRAINING = int(str(DINO_RECIPE["data_path"]).split(":")[1])
 DINO = "train"  # command
 SMALLEST_NUM_IMAGES = 64  # one batch of pairs
 
@@ -44,8 +44,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "DINO cls": Model(DINO, {**DINO_TRAINING, "readout": "cls"}, NUM_DINO_TRAINING),
-    "DINO sparo": Model(DINO, {**DINO_TRAINING, "readout": "sparo"}, NUM_DINO_TRAINING),
+    "DINO cls": Model(DINO, {**DINO_RECIPE, "readout": "cls"}, NUM_DINO_TRAINING),
+    "DINO sparo": Model(DINO, {**DINO_RECIPE, "readout": "sparo"}, NUM_DINO_TRAINING),
     **{
         name: Model(command, {**SHARED, **options}, NUM_TRAINING)
         for name, (command, options) in zip(("OC-CLIP", "CLIP cls", "CLIP sparo"), PAIR_MODELS.values(), strict=True)

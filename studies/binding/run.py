@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dino_sparo.draw.plots import FAINT, colour_of, panels
+from dino_sparo.draw.plots import FAINT, colour_of
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.image_text.demos import IMAGE_SIZE
 from dino_sparo.runtime.cli import Option, Parser, say
@@ -37,7 +37,15 @@ from studies.binding.probes import (
     standardized,
 )
 from studies.binding.scenes import NUM_COLOURS, NUM_SHAPES
-from studies.report import differences, draw_marks, interval_table, markdown, mean_and_deviation
+from studies.report import (
+    differences,
+    draw_marks,
+    interval_table,
+    label_rows,
+    markdown,
+    mean_and_deviation,
+    talk_panels,
+)
 
 MEASURES = ("shapes", "colours", "binding", "shuffled", "true - shuffled")
 # Width, capacity and labels of a probe -> column of the tables.
@@ -132,22 +140,25 @@ def score_table(results: Results) -> str:
     return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in found.items()])
 
 
+SHOWN_MEASURES = ("colours", "binding", "true - shuffled")
+SHOWN_READINGS = ("true objects", "class token", "patches", "all slots", "entity slots")
+
+
 def draw(results: Results, entropy: float, path: Path) -> None:
-    """Draw information about shapes, colours and binding of every reading; a mark per seed, a line at the mean."""
-    values, shown = values_of(results, entropy), ("shapes", "colours", "binding", "true - shuffled")
-    rows = list(dict.fromkeys(row for row, _ in values))[::-1]
+    """Draw information about colours and binding of the main readings; a mark per seed, a line at the mean."""
+    values = values_of(results, entropy)
+    shown = {key: own for key, own in values.items() if key[0].split(", ")[-1] in SHOWN_READINGS}
+    rows = list(dict.fromkeys(row for row, _ in shown))[::-1]
     models = list(dict.fromkeys(row.split(", ")[0] for row in rows))
-    title = f"Information in % of the entropy. Hollow: untrained, filled: trained. {MAIN}, equal width."
-    with panels(path, 1, len(shown), title, (15.0, 1.6 + 0.32 * len(rows))) as (axes,):
-        for axis, measure in zip(axes, shown, strict=True):
-            for (row, state), own in values.items():
-                colour = colour_of(models.index(row.split(", ")[0]), len(models))
-                draw_marks(axis, [*own.get(measure, {}).values()], state, colour, rows.index(row))
-            axis.set(xlabel=f"{measure}, %", ylim=(-0.6, len(rows) - 0.4))
-            axis.set_yticks(range(len(rows)), rows if axis is axes[0] else [], fontsize=8)
+    colours = {row: colour_of(models.index(row.split(", ")[0]), len(models)) for row in rows}
+    with talk_panels(path, 1, len(SHOWN_MEASURES), (15.0, 2.0 + 0.4 * len(rows))) as (axes,):
+        for axis, measure in zip(axes, SHOWN_MEASURES, strict=True):
+            for (row, state), own in shown.items():
+                draw_marks(axis, [*own.get(measure, {}).values()], state, colours[row], rows.index(row))
+            label_rows(axis, rows if axis is axes[0] else [""] * len(rows), [colours[row] for row in rows])
+            axis.set_xlabel(f"{measure}, %")
             axis.axvline(0, color=FAINT, zorder=0)
-            axis.grid(axis="y", color=FAINT)
-            axis.set_axisbelow(True)
+        axes[0].set_title("hollow: untrained, filled: trained", loc="left")
 
 
 EQUAL_WIDTH = 64  # inputs of a probe; only one slot is narrower

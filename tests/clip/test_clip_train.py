@@ -404,6 +404,7 @@ def test_two_processes_go_on_where_one_stopped(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"readout": "cls"}, {"readout": "gap"}, {"precision": "bf16"}])
 def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, str]) -> None:
     run(tmp_path, epochs=1, **changes)

@@ -242,7 +242,8 @@ def test_nothing_depends_on_a_value_so_the_device_is_never_waited_for() -> None:
     assert distortions(pixels, parameters).shape == (5, 3, 7, 11)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_it_compiles_as_one_graph(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
     torch._dynamo.reset()

@@ -69,6 +69,7 @@ def test_scenes_are_kept_up_to_a_number_of_bytes_and_a_reader_may_write_on_them(
     assert len(draws) == 5 + 3
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_pixels():
     # By its path, because importing the package would also import torch.
     code = (

@@ -395,6 +395,7 @@ def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> N
     assert torch.allclose(large["dino_loss"]["center"], parts["dino_loss"]["center"], atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"readout": "cls"}, {"readout": "gap"}, {"precision": "bf16"}])
 def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, str]) -> None:
     run(tmp_path, epochs=1, warmup_epochs=0, **changes)

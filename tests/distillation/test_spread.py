@@ -136,7 +136,7 @@ def test_koleo_without_a_neighbour_is_refused(tmp_path: Path, caplog: pytest.Log
     assert "--koleo_weight 0.1 with one image per batch, which has no neighbour" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
+@pytest.mark.parametrize("readout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("cls", "gap")), "sparo"])
 def test_a_simdino_checkpoint_is_read_like_one_of_dino(tmp_path: Path, readout: str) -> None:
     run("train-simdino", [*TINY, "--readout", readout, "--max_steps", "1", "--output_dir", str(tmp_path)])
     path = tmp_path / "checkpoint.pth"

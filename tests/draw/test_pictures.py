@@ -53,17 +53,15 @@ def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Pa
     assert_readable(figures)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_maps", [1, 5])
+@pytest.mark.parametrize(("shape", "num_maps"), [*((shape, 5) for shape in SHAPES), ("portrait", 1)])
 def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     with drawn_words() as figures:
         save_sheet(several(maps_of(num_maps, 3, alike=2, shape=shape)), tmp_path / "matrix.png")
     assert_readable(figures)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (4, 16)])
-def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ours", "theirs", "shape"), [(4, 16, "portrait"), *((1, 3, shape) for shape in SHAPES)])
+def test_all_words_of_a_comparison_can_be_read(ours: int, theirs: int, shape: str, tmp_path: Path) -> None:
     """Labels of portraits lay over one another."""
     sides = maps_of(ours, 2, alike=3, shape=shape), maps_of(theirs, 2, "head", 2, shape)
     with drawn_words() as figures:
@@ -71,8 +69,9 @@ def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: in
     assert_readable(figures)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("num_slots", "num_images"), [(1, 1), (17, 2)])
+@pytest.mark.parametrize(
+    ("shape", "num_slots", "num_images"), [("portrait", 17, 2), *((shape, 1, 1) for shape in SHAPES)]
+)
 def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
     shape: str, num_slots: int, num_images: int, tmp_path: Path
 ) -> None:

@@ -296,6 +296,7 @@ def test_the_page_sorts_filters_and_toggles_in_a_browser(built: Built, atlas: At
     assert dark == [*expected, "truergb(18, 18, 23)"]
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_atlas(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     encoder = colour_encoder()
     checkpoint = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config)}

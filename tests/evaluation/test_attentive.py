@@ -213,6 +213,7 @@ def test_a_trained_probe_is_an_encoder_that_is_drawn_scored_and_evaluated(
     assert near["results"][0]["k"] == 5
 
 
+@pytest.mark.slow
 def test_live_crops_train_and_a_stopped_training_resumes_as_if_it_had_not_been(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_statistics_are_those_of_all_pixels(stacks: Path, capsys: pytest.Capture
         np.testing.assert_allclose([float(word) for word in line[1:]], expected, atol=6e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     stacks: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_knn_probes_and_embeddings_take_the_name_and_write_no_folder_of_that_nam
     )
 
 
+@pytest.mark.slow
 def test_maps_are_the_class_tokens_attention_and_a_map_of_features_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_hash_tells_weights_apart_and_is_the_same_in_every_run() -> None:
     assert all(len(value) == 64 for value in hashes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["arch", "pretrained_weights"])
 def test_an_untrained_timm_model_is_a_control(by: str) -> None:
     name = "timm/test_resnet"
@@ -152,6 +154,7 @@ def test_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.Monke
         dino_sparo.load_encoder("timm/test_vit")
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_once_and_then_read_without_a_network(tmp_path: Path) -> None:
     program = (
         "import sys, torch, dino_sparo\n"

@@ -532,6 +532,7 @@ def test_the_table_shows_half_of_an_interval() -> None:
     assert redundancy_words({"model": {"maps": float("nan")}}) == "this encoder maps -"
 
 
+@pytest.mark.slow
 def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None, few_are_enough: None
 ) -> None:
@@ -712,6 +713,7 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     assert "0 images have objects in view, 3 have none and 3 cannot be read" in caplog.text
 
 
+@pytest.mark.slow
 def test_voc_and_coco_run_through_the_command(
     voc: Path, tmp_path: Path, undrawn: None, few_are_enough: None, caplog: pytest.LogCaptureFixture
 ) -> None:

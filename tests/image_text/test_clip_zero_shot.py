@@ -494,6 +494,7 @@ def test_the_options_are_frozen():
     assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 
+@pytest.mark.slow
 def test_slots_are_evaluated_alone(weights, tmp_path):
     """The kept slots' own features, and a record of which they were."""
     path = tmp_path / "slots.json"

@@ -28,6 +28,7 @@ DATA: dict[str, tuple[str, ...]] = {
     "pictures": ("--data_path", "pairs"),
     "oc-pictures": ("--data_path", "pairs"),
 }
+QUICK = ("zero-shot", "retrieval", "oc-pictures")  # classes; pairs; graphs
 
 
 def write_deep(path: Path) -> None:
@@ -56,7 +57,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DATA]
+)
 def test_the_largest_value_of_16_bit_images_becomes_white(
     name: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +88,9 @@ def levels(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any) -> set[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["zero-shot", "compositional", "pictures"])
+@pytest.mark.parametrize(
+    "name", ["zero-shot", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compositional", "pictures"))]
+)
 def test_the_range_is_that_of_the_training_unless_another_is_given(
     name: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,6 @@ def test_encoding_is_the_slots_one_after_another(encoder) -> None:
         ("vit_small", "sparo", 11, 4096),
         ("vit_small", "cls", 12, 384),
         ("vit_small", "gap", 12, 384),
-        ("vit_base", "sparo", 11, 4096),
         ("vit_tiny", "sparo", 11, 4096),
         ("vit_micro", "sparo", 3, 4096),
     ],

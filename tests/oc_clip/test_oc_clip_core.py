@@ -308,9 +308,8 @@ def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("training", "pads"), [(True, False), (False, True)])
 @pytest.mark.parametrize(("chunk_mb", "kept_share"), [(256, 1), (256, 0), (1e-9, 0)], ids=["kept", "large", "single"])
-@pytest.mark.parametrize("pads", [False, True])
 def test_scores_of_all_pairs_are_those_of_the_equations(
     kind: str, training: bool, chunk_mb: float, kept_share: float, pads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,11 +114,11 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
     [{}, {"logit_scale": False}, {"relation": "mlp"}, {"competition": "keys", "num_default": 0}, {"num_default": 0}],
     ids=str,
 )
-@pytest.mark.parametrize("sizes", [[2, 7, 3], [1, 11], [1] * 12])
-def test_gradients_in_parts_are_those_of_the_whole_batch(binding: dict[str, Any], sizes: list[int]) -> None:
+def test_gradients_in_parts_are_those_of_the_whole_batch(binding: dict[str, Any]) -> None:
     model = small_model(**binding).double()
     whole = gradients(model, [12])
-    assert_same_gradients(gradients(model, sizes), whole)
+    for sizes in ([2, 7, 3], [1, 11]):
+        assert_same_gradients(gradients(model, sizes), whole)
     for name in ("scoring.ent_coef", "scoring.rel_coef", "logit_scale", "relation_proj.weight"):
         assert name not in whole or whole[name].abs().max() > 1e-6, name
 
@@ -331,6 +331,7 @@ def test_a_clip_checkpoint_is_not_resumed_and_other_graphs_are_another_run_not_a
         run(tmp_path / "clip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

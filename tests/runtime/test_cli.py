@@ -818,9 +818,14 @@ def test_a_file_can_name_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (
             "train",
-            "--arch vit_micro --patch_size 8 --global_crops_size 32 --local_crops_number 0 --batch_size_per_gpu 4",
+            "--arch vit_micro --patch_size 8 --global_crops_size 32 --local_crops_number 0 --batch_size_per_gpu 4 "
+            "--out_dim 32 --head_hidden_dim 16 --sparo_slots 5 --sparo_slot_dim 3",
         ),
-        ("train-clip", "--preset cc3m --arch vit_micro --patch_size 16 --img_size 32 --batch_size 4 --text_layers 2"),
+        (
+            "train-clip",
+            "--preset cc3m --arch vit_micro --patch_size 16 --img_size 32 --batch_size 4 --text_layers 2 "
+            "--text_width 24 --text_heads 2 --context_length 20",
+        ),
     ],
 )
 def test_a_training_writes_the_configuration_that_repeats_it(command: str, words: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_an_output_dir_that_is_a_file_is_called_so_with_a_remedy(tmp_path: Path,
         trainer(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run" / "deep")]))
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_process_that_was_killed_is_taken_over_at_once_though_its_workers_live(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_watchdog_ends_a_process_whose_log_hangs(monkeypatch: pytest.MonkeyPat
     assert statuses == [FAULT_STATUS]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

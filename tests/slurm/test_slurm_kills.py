@@ -11,9 +11,8 @@ from runs import PATIENCE, Moments, assert_same_run, assert_whole_checkpoints, i
 from slurm.cluster import Cluster, is_alive, wait_until
 from slurm.jobs import Job, submit
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.kills]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-JOBS, KILLS = 4, 6  # kills per job; the jobs run at the same time, since a requeued one waits most of the time
 EPOCHS = 10
 LIMIT = 15.0  # seconds within which all tasks of a job are gone
 
@@ -24,10 +23,10 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(tmp_path_factory.mktemp("long"), epochs=EPOCHS)
 
 
-def kill_again_and_again(job: Job, output_dir: Path, seed: int) -> list[dict]:
+def kill_again_and_again(job: Job, output_dir: Path, seed: int, kills: int) -> list[dict]:
     """Kill a random task at a random moment, wait until the job is requeued, and so on; then let it end."""
     moments, measured = Moments(seed), []
-    for number in range(KILLS):
+    for number in range(kills):
         wait_until(lambda number=number: job.restarts == number and job.state == "RUNNING", PATIENCE, "a start")
         ranks = job.wait_for_ranks(2)
         moment, step = moments.draw(), assert_whole_checkpoints(output_dir)
@@ -42,22 +41,27 @@ def kill_again_and_again(job: Job, output_dir: Path, seed: int) -> list[dict]:
         wait_until(lambda number=number: job.restarts == number + 1, PATIENCE, f"job {job.number} to be requeued")
         measured.append({**found, "seconds_to_requeue": time.monotonic() - begin})
     assert job.wait_for_end(4 * PATIENCE) == "COMPLETED", job.log()
-    assert job.restarts == KILLS
+    assert job.restarts == kills
     return measured
 
 
-def test_killed_jobs_are_requeued_and_end_in_the_same_bits(slurm: Cluster, tmp_path: Path, long: Path) -> None:
-    folders = [tmp_path / str(number) for number in range(JOBS)]
+# The jobs run at the same time, since a requeued one waits most of the time.
+@pytest.mark.parametrize(("num_jobs", "kills_per_job"), [(1, 1), pytest.param(4, 6, marks=pytest.mark.kills)])
+def test_killed_jobs_are_requeued_and_end_in_the_same_bits(
+    slurm: Cluster, tmp_path: Path, long: Path, num_jobs: int, kills_per_job: int
+) -> None:
+    folders = [tmp_path / str(number) for number in range(num_jobs)]
     jobs = []
     for number, folder in enumerate(folders):
         folder.mkdir()
-        jobs.append(submit(slurm, folder, "--max_requeues", str(KILLS), epochs=EPOCHS, num_workers=number % 2))
-    with ThreadPoolExecutor(JOBS) as pool:
-        done = list(pool.map(kill_again_and_again, jobs, folders, range(100, 100 + JOBS)))
+        jobs.append(submit(slurm, folder, "--max_requeues", str(kills_per_job), epochs=EPOCHS, num_workers=number % 2))
+    with ThreadPoolExecutor(num_jobs) as pool:
+        seeds = range(100, 100 + num_jobs)
+        done = list(pool.map(kill_again_and_again, jobs, folders, seeds, [kills_per_job] * num_jobs))
     for folder in folders:
         assert_same_run(long, folder)
     kills = [kill for job in done for kill in job]
-    assert len(kills) == JOBS * KILLS >= 20
+    assert len(kills) == num_jobs * kills_per_job
     ends, requeues = ([kill[name] for kill in kills] for name in ("seconds_to_end", "seconds_to_requeue"))
     record(
         "kills under Slurm",

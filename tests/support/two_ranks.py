@@ -18,14 +18,17 @@ TIMEOUT_MIN = 0.5  # of a collective
 
 
 class TwoRanks:
-    """Two processes, started at the first call and again after an error; the fixture `two_ranks` of `conftest.py`."""
+    """Two processes, started at the first call and again after an error; the fixture `two_ranks` of `conftest.py`.
+
+    They are no daemons, which a command that ends would kill.
+    """
 
     def __init__(self) -> None:
         self.ranks: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results of both ranks; the first exception is raised here, and both ranks end."""
-        if not all(process.is_alive() for process, _ in self.ranks):  # a command that ends kills its daemons
+        if not all(process.is_alive() for process, _ in self.ranks):
             self.end()
         if not self.ranks:
             self._start()
@@ -43,11 +46,12 @@ class TwoRanks:
         return self(_error_of, function, *arguments)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        from runs import context  # a server that has imported everything; not above, where no hook checks shapes yet
+
         self.folder = TemporaryDirectory()
         for rank in range(2):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, f"{self.folder.name}/rendezvous"), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, f"{self.folder.name}/rendezvous"))
             process.start()
             there.close()
             self.ranks.append((process, here))

@@ -48,6 +48,7 @@ def test_commands_take_it_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
+@pytest.mark.slow
 def test_a_training_starts_from_it(tmp_path: Path) -> None:
     words = (
         "--init_from demo --data_path scenes:32:48 --arch vit_micro --patch_size 8 --global_crops_size 32 --epochs 1"

@@ -204,6 +204,7 @@ def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(os, name, until_killed(getattr(os, name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors", "timm", "huggingface"])
 def test_no_kill_leaves_weights_beside_a_description_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str

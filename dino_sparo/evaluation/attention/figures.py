@@ -21,7 +21,7 @@ from dino_sparo.evaluation.attention.maps import (
     rank_by_peakedness,
 )
 
-SHEET_WIDTH, SIDE, GAP = 1528, 264, 12  # pixels: of a sheet, about, of the image at the left, between tiles
+SHEET_WIDTH, GAP = 1528, 12  # pixels: of a sheet, about, and between tiles
 TILE_HEIGHTS = (96, 320)  # pixels, smallest and largest
 ASPECT = 1.7  # of a block of tiles, width to height, as a slide's
 SEVERAL_IMAGES_MAPS, TWO_ENCODERS_MAPS = 12, 24  # shown per image, if nobody asks for another number
@@ -96,10 +96,10 @@ class MapSet:
         ]
 
     def tiles(self, order: Int[np.ndarray, " _"], image: int, threshold: float | None) -> list[Tile]:
-        """Maps of one image, each with its number, the patches it looks at and the class token's share."""
+        """One image, and its maps, each with its number, the patches it looks at and the class token's share."""
         maps = self.maps[image]
         patches, prefix = effective_patches(maps), class_token_share(maps)
-        return [
+        return [Tile(self.pictures[image], self.names[image], title="image")] + [
             Tile(
                 self.pictures[image],
                 self.names[image],
@@ -146,15 +146,15 @@ def maps_figure(
             )
             for side, order in zip(sides, orders, strict=True)
         ]
-        lead = Tile(first.pictures[image], first.names[image])
-        sections.append(Section(bands, picture=lead, about=short_name(lead.name) if len(images) > 1 else ""))
+        sections.append(Section(bands, about=short_name(first.names[image]) if len(images) > 1 else ""))
     words = dict.fromkeys(words for side in sides for words in side.summary())
     summary = [" ".join([_order_in_words(first), *words])]
     if threshold is not None:
         summary.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {first.kind}'s attention.")
-    longest = max(map(len, orders))
-    is_aligned = len(images) > 1 and longest <= SEVERAL_IMAGES_MAPS  # the same map below itself for all images
-    count = longest if is_aligned else len(images) * sum(map(len, orders))
+    lengths = [1 + len(order) for order in orders]  # the image stands before its maps
+    longest = max(lengths)
+    is_aligned = len(images) > 1 and longest <= 1 + SEVERAL_IMAGES_MAPS  # the same map below itself for all images
+    count = longest if is_aligned else len(images) * sum(lengths)
     return Figure(
         short_name(first.names[images[0]]) if len(images) == 1 else f"{len(images)} images",
         f"{first.run}  ·  {first.about(orders[0])}" if len(sides) == 1 else "",
@@ -179,6 +179,6 @@ def _layout(picture: Picture, count: int, longest: int, least: int) -> Layout:
         range(least, longest + 1),
         key=lambda n: abs(math.log(n * aspect / math.ceil(count / n) / ASPECT)) + (-longest % n) / longest,
     )
-    width = (SHEET_WIDTH - SIDE + GAP) / columns - GAP
+    width = (SHEET_WIDTH + GAP) / columns - GAP
     height = min(max(round(width / aspect), TILE_HEIGHTS[0]), TILE_HEIGHTS[1])
-    return Layout((height, max(1, round(height * aspect))), columns, SIDE, GAP)
+    return Layout((height, max(1, round(height * aspect))), columns, gap=GAP)
