@@ -397,6 +397,7 @@ EXPORTED: Group = {
         "Side of the images in pixels, by default the training size; an ONNX file takes only this size.",
         positive_int,
     ),
+    "overwrite": Option(False, "Replace other files that have the names of the result."),
 }
 
 
