@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_sparo.draw.pixels import maps_grid, to_pixels
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.faults import UserError
 
 # Cosine similarity from which two maps look the same to the eye; our choice.
 NEAR_DUPLICATE = 0.95
