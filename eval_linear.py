@@ -3,9 +3,9 @@
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --lr 0.001 0.01 0.1
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
 
-The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
-with all that they depend on; linear.pth holds the probes, and the same command goes on from it. Options as in
-facebookresearch/dino.
+The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear_WEIGHTS_DATA.json, the
+accuracies with all that they depend on; the .pth file of that name holds the probes, and the same command resumes from
+it. Options as in facebookresearch/dino.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """CLIP models of many sizes -> accuracy and number of parameters against L and V (SPARO, section 5.4 and figure 3).
 
-    python -m studies sweep output/*/zero_shot.json
+    python -m studies sweep output/*/zero_shot_*.json
 
 Inputs are results of `dino-sparo zero-shot`. Models without slots appear by the width of their encoding. Prints a
 table, writes sweep.json and sweep.png.
@@ -20,9 +20,9 @@ from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.task import write_result
-from dino_sparo.runtime.cli import Option, Parser
-from dino_sparo.runtime.files import differences, parse_json
+from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import differences, parse_json, write_json
 from dino_sparo.runtime.logs import setup_logging
 
 METRICS = ("top1", "top5", "mean_per_class_recall")
@@ -38,7 +38,7 @@ def get_args_parser() -> Parser:
     options = {
         "inputs": Option([], "Results of dino-sparo zero-shot (.json).", str, nargs="*", is_positional=True),
         "metric": Option("top1", "The accuracy to compare.", choices=METRICS),
-        "output": Option(None, "File of the result; by default sweep.json in the folder of all inputs."),
+        "output_dir": Option(None, "Folder of the result; by default the folder of all inputs."),
     }
     return Parser({"trained models": options}, "studies sweep")
 
@@ -78,9 +78,9 @@ def read_result(path: Path) -> dict[str, Any]:
             raise KeyError("zero-shot classification")
         _config(result)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
+        raise UserError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
     if result.get("slots"):
-        raise ValueError(f"{path} is the result of a choice among a model's slots; give those of whole models")
+        raise UserError(f"{path} is the result of a choice among a model's slots; give those of whole models")
     return result
 
 
@@ -110,7 +110,7 @@ def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, result in others:
         sides = _flat(protocol_of(expected)), _flat(protocol_of(result))
         if changed := differences(sides[0], sides[1], f"in {first}", f"in {name}"):
-            raise ValueError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models alike")
+            raise UserError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models alike")
 
 
 def collect(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,11 +118,9 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     setup_logging()
     require_matplotlib()
     if not args.inputs:
-        raise ValueError("there is nothing to compare; give results of dino-sparo zero-shot")
-    folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs])
-    path = Path(args.output or os.path.join(folder, "sweep.json"))
-    if path.suffix == ".png":
-        raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
+        raise UserError("there is nothing to compare; give results of dino-sparo zero-shot")
+    folder = args.output_dir or os.path.commonpath([Path(name).absolute().parent for name in args.inputs])
+    path = Path(folder) / "sweep.json"
     results = {str(name): read_result(Path(name)) for name in args.inputs}
     check_comparable(results)
     points = [
@@ -139,7 +137,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_sweep(points, args.metric, path.with_suffix(".png"))
-    write_result(result, table(points, args.metric), path)
+    write_json(result, path)
+    say(f"{table(points, args.metric)}\n\n{path}")
     return result
 
 

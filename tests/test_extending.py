@@ -117,9 +117,9 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
     given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
     computed = ["--device", "cpu"]
     python(script, "knn", *given, *computed, "--data_path", "scenes:26:32", "--num_workers", 0)
-    assert json.loads((folder / "knn.json").read_text())["feature"]["dim"] == 3 * 5
+    assert json.loads(next(folder.glob("knn_*.json")).read_text())["feature"]["dim"] == 3 * 5
     python(script, "attention", *given, *computed)
-    python(script, "attention", *given, *computed, "--atlas", "scenes:26:32", "--num_workers", 0)
+    python(script, "attention", *given, *computed, "--overwrite", "--atlas", "scenes:26:32", "--num_workers", 0)
     assert np.load(folder / "attention.npy").shape[1] == 3
     assert len(json.loads((folder / "atlas.json").read_text())["slots"]) == 3
     assert {path.name for path in folder.glob("*.png")} >= {"atlas.png"}
@@ -151,7 +151,7 @@ def test_the_new_backbone_trains_and_is_evaluated(tmp_path: Path, python: Callab
     python(script, "train", *words_of(options), "--output_dir", folder)
     given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
     python(script, "knn", *given, "--device", "cpu", "--data_path", "scenes:26:32", "--num_workers", 0)
-    assert json.loads((folder / "knn.json").read_text())["feature"]["dim"] == 3 * 5
+    assert json.loads(next(folder.glob("knn_*.json")).read_text())["feature"]["dim"] == 3 * 5
     assert len(load_encoder(folder / "checkpoint.pth").backbone.model.blocks) == 5
 
 
@@ -164,7 +164,7 @@ def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Cal
     assert load_checkpoint(tmp_path / "checkpoint.pth")["num_images"] == 40
     given = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--output_dir", tmp_path, "--device", "cpu"]
     python(script, "knn", *given, "--data_path", f"frames:{video}", "--num_workers", 0)
-    result = json.loads((tmp_path / "knn.json").read_text())
+    result = json.loads(next(tmp_path.glob("knn_*.json")).read_text())
     assert (result["images"]["num_train"], result["images"]["num_val"]) == (40, 10)
 
 
@@ -181,7 +181,7 @@ def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python
     file = data / "colours.json"
     file.write_text(json.dumps([{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]))
     python(script, "compositional", *words, "--num_workers", 0)
-    (result,) = json.loads((tmp_path / "compositional.json").read_text())["benchmarks"].values()
+    (result,) = json.loads((tmp_path / "compositional_checkpoint_data.json").read_text())["benchmarks"].values()
     assert result["splits"]["colours"]["num_questions"] == 1
     file.write_text(json.dumps([{"image": "1.png", "right": 3, "wrong": "a blue cup"}]))
     with pytest.raises(SystemExit, match="1"):

@@ -5,9 +5,9 @@
 
 One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or
 of `dino-sparo scene-pairs`). The model itself stays as it is. Where slots are concepts, a choice among them that suits
-one task should do little harm to others: --evaluate measures the harm. Prints a table, writes mask.json (the mask,
-which evaluations of a CLIP take as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2,
-table 5 and appendix 0.C.1.
+one task should do little harm to others: --evaluate measures the harm. Prints a table, writes the mask, with all that
+it depends on, as mask_WEIGHTS_DATA.json, which evaluations of a CLIP take as --slots, and a plot of that name. Source:
+SPARO, section 5.2, table 5 and appendix 0.C.1.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
-from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.command import encode_folder, open_folder, pairs_record
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, SplitResult, macro, split_results
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -221,8 +221,8 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     process = start_evaluation(args)
     require_matplotlib()
     local = open_folder(args, "sugarcrepe")
-    plot = plot_path(args, "mask.json")
     scorer = clip_scorer(args, process)
+    file = open_result(args, "mask", scorer.record["model"])
     config: CLIPConfig = scorer.model.config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_folder(scorer, local, args.max_missing, limits_of(args))
@@ -239,10 +239,9 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         **{name: value for name, value in scorer.record.items() if name != "slots"},
         "pairs": pairs_record(local, len(pairs.questions), len(pairs.truncated)),
     }
-    report(result, table(result), args, "mask.json")
     if is_main():
-        draw_mask(fit_result, result["accuracy"]["initial"], plot)
-    return result
+        draw_mask(fit_result, result["accuracy"]["initial"], file.path.with_suffix(".png"))
+    return file.write(result, table(result))
 
 
 def describe(

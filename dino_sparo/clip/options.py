@@ -173,7 +173,7 @@ def select_parser() -> Parser:
     )
     images = LABELLED_IMAGES | {"num_images": num_images}
     groups = {"images": images, "classes in words": CLASSES, "selection": {"keep": keep}}
-    return evaluation_parser("slots.json", groups, CLIP_MODEL)
+    return evaluation_parser(groups, CLIP_MODEL)
 
 
 MASK: Group = {
@@ -201,12 +201,12 @@ def mask_parser() -> Parser:
     evaluate = Option(
         [],
         "Labelled images to classify with and without the mask, each with its own class names and templates; for "
-        "others run dino-sparo zero-shot with and without --slots mask.json.",
+        "others run dino-sparo zero-shot with and without --slots FILE.",
         metavar="DATA_PATH",
     )
     elsewhere = {"evaluate": evaluate, "download": DOWNLOAD}
     groups = {"questions": QUESTIONS, "mask": MASK, "evaluation elsewhere": elsewhere}
-    return evaluation_parser("mask.json", groups, CLIP_MODEL)
+    return evaluation_parser(groups, CLIP_MODEL)
 
 
 CHOICE: Group = {

@@ -27,6 +27,7 @@ from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, ma
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import parse_selection
+from dino_sparo.evaluation.task import open_figures
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
     begin_pictures,
@@ -64,6 +65,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     device = begin_pictures(args)
     criteria = Criteria(args.min_cosine, args.min_sharpness)
     loaded = load_clip(args.pretrained_weights)
+    file = open_figures(args, "pictures", loaded.record)
     config = loaded.model.config
     if not config.image.kind.has_slots:
         raise UserError(f"readout {config.readout!r} has no slots to show; sparo has")
@@ -96,7 +98,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         "num_common_pairs": choice.num_common,
         "slots": [{"slot": slot, "pairs": pairs_to_json(slot, shown, criteria)} for slot in choice.slots],
     }
-    return write_pictures(args, "pictures", figure, numbers)
+    return write_pictures(args, file, figure, numbers)
 
 
 def slots_figure(

@@ -2,12 +2,12 @@
 
     dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
-        --slots output/slots.json
+        --slots output/slots_checkpoint_imagenet.json
 
 Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
-k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which every evaluation takes as
---slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images that chose the slots are no
-test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+k; without --keep the best k is taken. Prints a table, writes slots_WEIGHTS_DATA.json (the selection, which every
+evaluation takes as --slots, the scores, the curve and all that they depend on) and a plot of that name. Images that
+chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, plot_path, report
+from dino_sparo.evaluation.task import open_result, start_evaluation
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -167,8 +167,8 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     """Select slots of the model that the options name, write selection and curve, print the table."""
     process = start_evaluation(args)
     require_matplotlib()
-    plot = plot_path(args, "slots.json")
     scorer = clip_scorer(args, process)
+    file = open_result(args, "slots", scorer.record["model"])
     config: CLIPConfig = scorer.model.config
     check_normalized_per_slot(config)
     num_slots = config.image.num_slots
@@ -183,16 +183,15 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     scores = score_slots(scorer, choosing, held_out, classes.names, templates, num_slots)
     result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
-    report(result, table(scores, len(result["slots"])), args, "slots.json")
     if is_main():
-        draw(scores, len(result["slots"]), plot)
-    return result
+        draw(scores, len(result["slots"]), file.path.with_suffix(".png"))
+    return file.write(result, table(scores, len(result["slots"])))
 
 
 def describe(
     scores: SlotScores, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Selection, accuracies and protocol, as slots.json holds them."""
+    """Selection, accuracies and protocol, as the result holds them."""
     ranking = [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking]
     selection = describe_selection(ranking, scores.rows(), args.keep, record["model"]["sha256"])
     return {

@@ -34,6 +34,7 @@ def evaluate(
     """20-NN and linear probe of a checkpoint, in percent; `untrained` keeps its shape, not its weights."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--data_path", data_path, "--device", device]
     shared += ["--seed", str(seed), "--num_workers", "2", *(["--untrained"] if untrained else [])]
+    shared += ["--overwrite"]  # results of this run before it was trained further
     knn = run("knn", [*shared, "--nb_knn", "20"])
     linear = run("linear", [*shared, *PROBE])
     return dict(zip(SCORES, (knn["results"][0]["top1"], linear["best"]["top1"]), strict=True))
@@ -54,6 +55,7 @@ def train_and_evaluate(readout: str, seed: int, args: argparse.Namespace, run: R
 def draw(folder: Path, readout: str, data_path: str, device: str, run: RunCommand) -> list[Path]:
     """The pictures of one run: attention on a scene, the atlas of what each slot looks at, the training's curve."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
+    shared += ["--overwrite"]  # the demo's own figures
     run("attention", shared)
     if readout_kind(readout).shows != "average":  # whose one map is uniform, so there is nothing to search for
         run("attention", [*shared, "--atlas", data_path])

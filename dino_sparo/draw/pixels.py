@@ -4,6 +4,7 @@ Everything here needs numpy and Pillow alone, so training can write its pictures
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from dino_sparo.data.channels import picture_of
+from dino_sparo.runtime.files import written_beside
 
 Picture = UInt8[np.ndarray, "H W 3"]
 
@@ -33,6 +35,12 @@ GRID_COLOUR = 255
 GRID_HEIGHT = 128  # pixels, the least height of a row: crops of small images would be too small to look at
 GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, the height where there are more
 NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
+
+
+def save_picture(picture: Picture, path: Path) -> None:
+    """Write a PNG; an older file stays until all of the new one is written."""
+    with written_beside(path) as file:
+        Image.fromarray(picture).save(file, "PNG")
 
 
 def heat(heatmap: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "h w"]:

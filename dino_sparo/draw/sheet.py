@@ -19,6 +19,7 @@ from jaxtyping import UInt8
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, merge_words
 from dino_sparo.draw.pixels import add_frame, fit, ramp
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import written_beside
 
 DPI = 100
 INK, SOFT, PAPER = "#16161d", "#74747f", "#ffffff"
@@ -145,7 +146,9 @@ def save_figure(figure: Any, path: Path) -> None:
 
     undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
     with rc_context({"svg.hashsalt": "dino_sparo"}):
-        figure.savefig(path, dpi=figure.dpi, facecolor=PAPER, metadata=undated.get(path.suffix))
+        kind = path.suffix.removeprefix(".")
+        with written_beside(path) as file:
+            figure.savefig(file, format=kind, dpi=figure.dpi, facecolor=PAPER, metadata=undated.get(path.suffix))
 
 
 def _heading(figure: Figure, width: int) -> Drawing:

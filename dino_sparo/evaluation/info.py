@@ -27,7 +27,7 @@ from dino_sparo.weights.checkpoint import (
     weights_file,
 )
 from dino_sparo.weights.file import DOCUMENTS_KEY
-from dino_sparo.weights.origin import in_percent, origin_of, scores_of
+from dino_sparo.weights.origin import evaluated_data, in_percent, origin_of, scores_of, subject_of
 
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
@@ -75,7 +75,7 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
 def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
     content = load_checkpoint(path)
     networks = [name for name in NETWORKS if name in content]
-    encoder = encoder_of(content, path, (networks or NETWORKS)[0])
+    encoder = encoder_of(content, path, (networks or NETWORKS)[0], is_described=True)
     _require_finite(content, file)
     origin, args, pair = origin_of(content, file), content.get("args", {}), image_text_entry(content)
     has_checksums, is_export = zipfile.is_zipfile(file), "sha256" in content
@@ -175,18 +175,21 @@ def _describe_result(file: Path) -> dict[str, Any]:
     if file.with_suffix(".safetensors").is_file() or ("encoder" not in record and "model" not in record):
         raise UserError(f"{file} is no result of an evaluation; for an export or embeddings give the file or folder")
     kind = record.get("evaluation", file.stem)
-    scores = in_percent(scores_of(record))
-    return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **_facts(record)}
+    try:
+        scores, facts = in_percent(scores_of(record)), _facts(record)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no result of this version, or was changed ({error!r}); evaluate again") from error
+    return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **facts}
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Facts that results, embeddings and cached features have in common: the encoder, its weights, the data."""
-    encoder = record.get("encoder", record.get("model", {}))
+    encoder = subject_of(record)
     image = encoder.get("image", encoder)
     names = ("arch", "patch_size", "readout", "img_size", "in_chans")
     return {
         "encoder": {name: image[name] for name in names if name in image},
         "weights": {name: encoder[name] for name in ("pretrained_weights", "epoch", "sha256") if encoder.get(name)},
-        "data": record.get("images", {}).get("data_path") or record.get("data", {}).get("name"),
+        "data": evaluated_data(record),
         "versions": record.get("versions"),
     }

@@ -3,9 +3,9 @@
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Prints a table and writes knn.json, the accuracies with all that they depend on. `task.py` opens the encoder, by default
-the teacher of the checkpoint; the reference's checkpoints and raw ViT weights are read too. Options as in
-facebookresearch/dino.
+Prints a table and writes knn_WEIGHTS_DATA.json, the accuracies with all that they depend on. `task.py` opens the
+encoder, by default the teacher of the checkpoint; the reference's checkpoints and raw ViT weights are read too. Options
+as in facebookresearch/dino.
 
 The quickest evaluation: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
 vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
@@ -43,7 +43,7 @@ from dino_sparo.evaluation.features import (
     total_images,
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
-from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.evaluation.task import EvaluationTask, open_result
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
@@ -237,14 +237,13 @@ def merge_ranks(
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
     task = EvaluationTask.start(args)
-    train, val, record = load(task) if args.load_features else extract(task)
+    cached = load(task) if args.load_features else None
+    name = "knn" if args.n_last_blocks == KNN_BLOCKS else f"knn_{args.n_last_blocks}blocks"
+    file = open_result(args, name, cached[2].get("encoder", {}) if cached else task.subject.record)
+    train, val, record = cached or extract(task)
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
     totals = {split: total_images(part, task.device) for split, part in (("train", train), ("val", val))}
-    result = describe(results, totals, args.temperature, record)
-    layers = record.get("feature", {}).get("n_last_blocks", KNN_BLOCKS)
-    name = "knn" if layers == KNN_BLOCKS else f"knn_{layers}block{'s' * (layers > 1)}"
-    write_result(result, table(results), task.result_path(name, record.get("encoder", {})))
-    return result
+    return file.write(describe(results, totals, args.temperature, record), table(results))
 
 
 def load(task: EvaluationTask) -> tuple[Features, Features, dict]:
@@ -257,18 +256,21 @@ def load(task: EvaluationTask) -> tuple[Features, Features, dict]:
 
 
 def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
-    """Refuse options of other features than those in a cache, whose record is given."""
+    """Refuse options of other features than those in a cache, whose record is given; set the others as it says."""
     made = {
         "data_path": record.get("images", {}).get("data_path"),
         "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
+        "precision": record.get("feature", {}).get("precision"),
         "untrained": record.get("encoder", {}).get("untrained"),
         "exif": record.get("view", {}).get("exif"),
     }
     refused = [name for name in ("slots", "dump_features", "img_size") if getattr(args, name)]
     for name, cached in made.items():
-        default = {"n_last_blocks": KNN_BLOCKS, "exif": EXIF[0]}.get(name)
+        default = {"n_last_blocks": KNN_BLOCKS, "precision": "fp32", "exif": EXIF[0]}.get(name)
         if getattr(args, name) and getattr(args, name) not in (default, cached):
             refused.append(name)
+        elif cached is not None:
+            setattr(args, name, cached)
     for name in refused:
         raise UserError(f"--{name} {getattr(args, name)} with --load_features: leave out one of the two")
 
@@ -298,7 +300,7 @@ def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
 def describe(
     results: Mapping[int, KNNResult], totals: Mapping[str, tuple[int, int]], temperature: float, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """Accuracies and protocol, as knn.json holds them: the same for every run of the same command.
+    """Accuracies and protocol, as the result holds them: the same for every run of the same command.
 
     `totals` are for each split the images with features, and those that could not be read; `record` describes encoder
     and images.

@@ -43,7 +43,7 @@ RESULT: Group = {
         "products on GPUs, including those of k-NN and probes.",
         choices=PRECISIONS,
     ),
-    "output_dir": Option(None, "Where the result is written; by default beside the checkpoint."),
+    **shared.RESULT,
 }
 SLOTS = Option(
     None,
@@ -108,8 +108,7 @@ ATTENTIVE_PROBES: Group = {
         None,
         "Train read-outs on the frozen tokens, each with a linear classifier, and compare accuracy and number "
         "of parameters. linear: the encoder's own read-out, frozen. sparo: slots. ep: efficient probing. "
-        "attention: one query with several heads. Writes probes.json, and probe_NAME.pth, an encoder with the "
-        "trained read-out.",
+        "attention: one query with several heads. Writes for each kind an encoder with the trained read-out.",
         choices=PROBES,
         nargs="+",
     ),
@@ -144,8 +143,8 @@ PROBE_TRAINING: Group = {
     ),
     "evaluate": Option(
         False,
-        "Train nothing, and test the probes in linear.pth of --output_dir. A linear head of "
-        "facebookresearch/dino with this file name is read too.",
+        "Train nothing, and test the probes that the same command without this option trained. Without such probes, "
+        "linear.pth in the same folder is read, which may be a linear head of facebookresearch/dino.",
     ),
     "use_cuda": shared.USE_CUDA,
 }
@@ -178,7 +177,6 @@ EMBEDDINGS: Group = {
         "retrieval. Not needed if --data_path is a table, shards or scenes with captions.",
     ),
     "dtype": Option("float32", "Type of the arrays on disk.", choices=("float32", "float16")),
-    "overwrite": Option(False, "Overwrite embeddings in --output_dir."),
 }
 
 
@@ -307,6 +305,7 @@ DRAWN_IMAGES: Group = {
 }
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
+    "overwrite": shared.RESULT["overwrite"],
     "threshold": Option(
         None,
         "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.",
@@ -371,7 +370,7 @@ MEASURES: Group = {
         "", "Another checkpoint, for example with another seed, whose slots are matched to the slots of this one."
     ),
     "seed": Option(0, "Random seed of controls, subsets and intervals."),
-    "output_dir": Option(None, "Where result and plots are written; by default beside the checkpoint."),
+    **shared.RESULT,
 }
 
 
@@ -397,6 +396,7 @@ EXPORTED: Group = {
         "Side of the images in pixels, by default the training size; an ONNX file takes only this size.",
         positive_int,
     ),
+    "overwrite": Option(False, "Replace other files that have the names of the result."),
 }
 
 

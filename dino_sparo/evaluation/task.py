@@ -8,6 +8,7 @@ versions. The same command writes the same file: nothing in it changes from one 
 import argparse
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -28,12 +29,14 @@ from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import require_same_options
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.files import differences, file_sha256, plain, read_json, versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.options import DEVICE
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.weights.checkpoint import (
+    EXPORTED_WEIGHTS,
     activation_of,
     encoder_of,
     load_checkpoint,
@@ -42,9 +45,17 @@ from dino_sparo.weights.checkpoint import (
     normalization_of,
     weights_sha256,
 )
+from dino_sparo.weights.origin import data_name
 
 logger = logging.getLogger(__name__)
 
+# Options that change no number of a result, or that `ResultFile.options` states otherwise.
+HARMLESS_OPTIONS = {
+    *DEVICE,
+    *("pretrained_weights", "output_dir", "overwrite", "batch_size_per_gpu", "use_cuda", "download", "dump_features"),
+    *("load_features", "chunk_images", "failures", "write_captions", "figure_format", "save_each", "threshold"),
+}
+MAX_PART = 40  # letters of each part of a file's name, which systems limit
 OTHER_SEED = 1_000_003  # far from the seeds of runs: an untrained encoder of a run's seed equals the run's start
 
 
@@ -251,36 +262,13 @@ class EvaluationTask:
             "versions": versions(),
         }
 
-    @cached_property
-    def folder(self) -> Path:
-        """The folder of the result."""
-        folder = self.args.output_dir or getattr(self.args, "load_features", None)
-        return result_folder(folder, self.args.pretrained_weights)
-
-    def result_path(self, name: str, record: Mapping[str, Any] | None = None) -> Path:
-        """Path of a result file; results of random weights and of some slots have endings of their own.
-
-        Args:
-            name: of the evaluation, such as "knn".
-            record: of the encoder, if it is not this task's.
-        """
-        record = self.subject.record if record is None else record
-        endings = ("_untrained" * bool(record.get("untrained")), "_slots" * bool(record.get("slots")))
-        return self.folder / f"{name}{''.join(endings)}.json"
+    def open_result(self, name: str, **options: Any) -> "ResultFile":
+        """The file of this task's result, see `open_result`."""
+        return open_result(self.args, name, self.subject.record, **options)
 
 
-def start_evaluation(args: argparse.Namespace, several_results: bool = False) -> Distributed:
-    """Join the other processes, set up the log and the precision of products.
-
-    Args:
-        args: parsed options.
-        several_results: `--output` is the folder of several files, not a file.
-    """
-    output = getattr(args, "output", None)
-    if output and several_results and os.path.isfile(output):
-        raise UserError(f"--output {output} is a file; give a folder")
-    if output and not several_results and os.path.isdir(output):
-        raise UserError(f"--output {output} is a folder; give the path of a file")
+def start_evaluation(args: argparse.Namespace) -> Distributed:
+    """Join the other processes, set up the log and the precision of products."""
     WARNINGS.clear()
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     require_same_options(vars(args))
@@ -302,21 +290,94 @@ def view_record(transform: EvalTransform, exif: str) -> dict[str, Any]:
     }
 
 
-def write_result(result: dict[str, Any], table: str, path: Path) -> None:
-    """Print the table and write the result, with the warnings about its features, on rank 0."""
-    if WARNINGS:
-        result["warnings"] = list(WARNINGS)
-    if is_main():
-        say(table)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(result, path)
-        say(f"\n{path}")
+# The files of results. The functions below alone decide on their folder and name, and on what may be overwritten.
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """The file of a result.
+
+    Attributes:
+        path: of the JSON file; figures have the same stem.
+        options: the entry `options` of the result: weights, data and protocol, from `options_of`.
+    """
+
+    path: Path
+    options: dict[str, Any]
+
+    def write(self, result: dict[str, Any], table: str | None = None) -> dict[str, Any]:
+        """Write the result with its options and the warnings about its features, and print the table, on rank 0."""
+        warnings = {"warnings": list(WARNINGS)} if WARNINGS else {}
+        result = {**result, **warnings, "options": self.options}
+        if is_main():
+            write_json(result, self.path)
+        if is_main() and table is not None:
+            say(f"{table}\n\n{self.path}")
+        return result
+
+
+def open_result(args: argparse.Namespace, name: str, record: Mapping[str, Any], **options: Any) -> ResultFile:
+    """The file NAME_WEIGHTS_DATA.json; results of random weights and of some slots have endings of their own.
+
+    In a folder that is not that of the weights, WEIGHTS begins with the folder of the weights.
+
+    Args:
+        args: parsed options.
+        name: of the evaluation, such as "knn".
+        record: of the encoder or model, with `sha256`.
+        options: further entries of `ResultFile.options`.
+
+    Raises:
+        UserError: the file holds a result of other weights, data or options, and --overwrite is not given.
+    """
+    given = vars(args)
+    folder = result_folder(args.output_dir or given.get("load_features"), args.pretrained_weights)
+    parts = [name]
+    if args.pretrained_weights:
+        file = Path(os.path.abspath(_weights_beside(args.pretrained_weights)))
+        is_elsewhere = file.is_file() and not file.parent.samefile(folder)
+        parts.append((f"{file.parent.name}_" if is_elsewhere else "") + (file.stem if file.is_file() else file.name))
+    data = given.get("data_path") or given.get("data_root") or ""
+    parts.append(data_name(os.path.abspath(data) if data and os.path.exists(data) else data))
+    parts += ["untrained"] * bool(record.get("untrained")) + ["slots"] * bool(record.get("slots") or given.get("slots"))
+    stem = "_".join(filter(None, (re.sub(r"[^\w.]+", "-", part).strip("-.")[:MAX_PART] for part in parts)))
+    return open_figures(args, stem, record, **options)
+
+
+def open_figures(args: argparse.Namespace, stem: str, record: Mapping[str, Any], **options: Any) -> ResultFile:
+    """The file STEM.json in the folder of the result, which figures belong to; otherwise as `open_result`."""
+    path = result_folder(args.output_dir or vars(args).get("load_features"), args.pretrained_weights) / f"{stem}.json"
+    # Random weights have no hash, but an architecture and a seed.
+    options |= {**options_of(args), "weights": record.get("sha256") or dict(record)}
+    if path.exists() and not args.overwrite:
+        saved = read_json(path)
+        saved = saved.get("options", {}) if isinstance(saved, dict) else {}
+        if differing := differences(saved, plain(options), "in the file", "now"):
+            raise UserError(
+                f"{path} holds another result: {'; '.join(differing)}. Give another --output_dir, or --overwrite"
+            )
+    return ResultFile(path, options)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that a result depends on, without the weights; a file is its path and its hash."""
+    options = {name: value for name, value in vars(args).items() if name not in HARMLESS_OPTIONS}
+    files = {name for name, value in options.items() if isinstance(value, str) and os.path.isfile(value)}
+    return {name: [value, file_sha256(Path(value))] if name in files else value for name, value in options.items()}
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
-    """The folder of results: `output_dir`, which is created, else the checkpoint's, else the current one."""
+    """The folder of results: `output_dir`, which is created, else that of the file of weights, else the current one."""
     if not output_dir:
-        beside = Path(pretrained_weights).parent  # of a model's name, such as timm/NAME, there is none
-        return beside if beside.is_dir() else Path()
+        file = _weights_beside(pretrained_weights)
+        return file.parent if file.is_file() else Path()  # of a model's name, such as timm/NAME, there is no file
+    if Path(output_dir).suffix in (".json", ".png"):
+        raise UserError(f"--output_dir {output_dir} names a file; give the folder of the result")
     create_output_dir(folder := Path(output_dir))
     return folder
+
+
+def _weights_beside(pretrained_weights: str) -> Path:
+    """The file of weights at a path, or in the folder of an export."""
+    exported = Path(pretrained_weights) / EXPORTED_WEIGHTS
+    return exported if exported.is_file() else Path(pretrained_weights)

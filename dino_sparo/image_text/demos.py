@@ -66,7 +66,11 @@ def compare_models(
     runs = [train_and_evaluate(name, seed) for seed in args.seeds for name in models]
     for done in runs:
         if pictures := models[done[kind]].pictures:
-            model = {"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": args.device}
+            model = {
+                "pretrained_weights": Path(done["folder"]) / "checkpoint.pth",
+                "device": args.device,
+                "overwrite": "true",
+            }
             run(pictures[0], [*option_words(model), *pictures[1:]])
     words = f"accuracy on {num_images:,} held-out scenes and {num_pairs:,} pairs of captions"
     finish_demo(args, runs, words, score_table(runs, kind, title))
@@ -84,7 +88,9 @@ def scene_scores(
     folder: Path, data_path: str, pairs: Path, device: str, run: RunCommand, templates: str = "auto"
 ) -> dict[str, float]:
     """Scores in percent of the model in a run's folder: on scenes to classify, and on a folder of `write_pairs`."""
-    model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": device, "num_workers": 1})
+    model = option_words(
+        {"pretrained_weights": folder / "checkpoint.pth", "device": device, "num_workers": 1, "overwrite": "true"}
+    )
     classified = run("zero-shot", [*model, "--data_path", data_path, "--templates", templates])
     compared = run("sugarcrepe", [*model, "--data_root", str(pairs)])["splits"]
     scores = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))

@@ -19,14 +19,14 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model, run_n
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
-from dino_sparo.evaluation.task import result_folder
+from dino_sparo.evaluation.task import ResultFile
 from dino_sparo.image_text.evaluation.protocol import limits_of
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.cli import printable, say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import select_device
 from dino_sparo.runtime.logs import progress, setup_logging
 
@@ -69,16 +69,16 @@ def about_pairs(
     return f"{describe_model(loaded.record, loaded.model.config.image, run, *model_words)}  ·  {pairs}", pairs
 
 
-def write_pictures(args: argparse.Namespace, stem: str, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Write STEM.png (or another format), STEM.html and STEM.json with `numbers`; returns the content of the last."""
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    paths = [folder / f"{stem}.{ending}" for ending in (args.figure_format, "html", "json")]
+def write_pictures(
+    args: argparse.Namespace, file: ResultFile, figure: Figure, numbers: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `file` with `numbers`, and beside it a sheet and a page; returns the content of the file."""
+    paths = [file.path.with_suffix(f".{ending}") for ending in (args.figure_format, "html")]
     save_sheet(figure, paths[0])
     save_page(figure, paths[1])
     result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}
-    write_json(result, paths[2])
-    say("\n".join(map(str, paths)))
-    return result
+    say("\n".join(map(str, [*paths, file.path])))
+    return file.write(result)
 
 
 def open_picture_pairs(args: argparse.Namespace) -> PairSource:

@@ -171,7 +171,7 @@ def read_words(where: str) -> Any:
     if not path.endswith(".json"):
         words: Any = list(filter(None, map(str.strip, Path(path).read_text(encoding="utf-8-sig").splitlines())))
     else:
-        words = read_json(path)
+        words = read_json(path, has_unique_keys=True)
         lists = words if isinstance(words, dict) else {}
         if key and key not in lists:
             raise UserError(f"{path} has no key {key!r}; its keys are {', '.join(sorted(lists)) or 'none'}")
@@ -227,7 +227,7 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
     if kind == "objectnet":
         return _objectnet(folders, folder)
     if is_file(classnames):
-        return _from_file(folders, classnames)
+        return _distinct(_from_file(folders, classnames))
     raise UserError(
         f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
     )
@@ -266,6 +266,14 @@ def _one_each(names: Iterable[Any], origin: str) -> ClassList:
     return ClassList(words, np.arange(len(words)), origin)
 
 
+def _distinct(classes: ClassList) -> ClassList:
+    """Refuse two classes of one name; ImageNet's own list has two such pairs and is not checked."""
+    words = [" ".join(name.lower().split()) for name in classes.names]
+    if twice := [name for name in words if words.count(name) > 1]:
+        raise UserError(f"{classes.origin}: two classes are called {twice[0]!r}; give each class a name of its own")
+    return classes
+
+
 def _automatic(folders: list[str], name: str | None) -> ClassList:
     if name is not None:
         words = PROMPT_SETS[name]
@@ -290,7 +298,7 @@ def _in_words(folders: list[str]) -> ClassList:
             f"their names with --classnames: imagenet for ImageNet V2 (folders 0 to 999), or a FILE"
         )
     names = (folder.replace("_", " ").split(", ")[0].strip() for folder in folders)
-    return _one_each(names, "the images' own class names")
+    return _distinct(_one_each(names, "the images' own class names"))
 
 
 def _all_of_imagenet(folders: list[str]) -> ClassList:

@@ -19,6 +19,7 @@ from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.pixels import Picture
+from dino_sparo.evaluation.task import open_figures
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import (
     about_pairs,
@@ -53,6 +54,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     device = begin_pictures(args)
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = load_oc_clip(args.pretrained_weights)
+    file = open_figures(args, "oc_pictures", loaded.record)
     config, scoring = loaded.model.config, loaded.model.scoring
     source = open_picture_pairs(args)
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
@@ -84,7 +86,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         "rel_coef": rel_coef,
         "pairs": [maps.to_json() for maps in pairs],
     }
-    return write_pictures(args, "oc_pictures", figure, numbers)
+    return write_pictures(args, file, figure, numbers)
 
 
 def pairs_figure(

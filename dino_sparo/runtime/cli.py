@@ -94,7 +94,7 @@ MAIN_OPTIONS = {
     *("pretrained_weights", "data_path", "data_root", "output_dir", "output", "epochs", "batch_size"),
     *("batch_size_per_gpu", "lr", "arch", "img_size", "global_crops_size", "readout", "sparo_slots", "out_dim"),
     *("init_from", "init_clip", "preset", "graphs", "device", "val_path", "captions", "caption", "parser", "server"),
-    *("model", "split", "slots", "keep", "nb_knn", "n_last_blocks", "fast", "numbers", "choosing_images", "probe"),
+    *("model", "split", "slots", "keep", "nb_knn", "fast", "numbers", "probe"),
     *("what", "dtype", "overwrite", "num_images", "threshold", "save_each", "max_maps", "compare", "atlas", "masks"),
     *("maps", "match", "classnames", "templates", "images", "benchmarks", "blind", "failures", "k", "parts", "pairs"),
     *("nodes", "ngpus", "partition", "timeout_min", "dry_run"),

@@ -15,7 +15,7 @@ import re
 import stat
 import subprocess
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,21 +56,31 @@ def require_inputs(options: Mapping[str, Any]) -> None:
                 raise UserError(f"--{name} {text} does not exist (in {os.getcwd()}); give a file or folder that does")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
+def parse_json(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply. `hook` makes objects of pairs."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=hook)
     except RecursionError:
         raise UserError("nested too deeply") from None
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file; raises ValueError with its path if it is no JSON."""
+def read_json(path: str | os.PathLike[str], has_unique_keys: bool = False) -> Any:
+    """The content of a JSON file; UserError with its path if it is no JSON.
+
+    `has_unique_keys` refuses objects with a key twice, of which JSON readers drop the first value.
+    """
     with open_regular(path) as file:
         try:
-            return parse_json(file.read())
+            return parse_json(file.read(), _unique_keys if has_unique_keys else None)
         except ValueError as error:
             raise UserError(f"{path} is no JSON ({error}); is the download complete?") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise UserError(f"the key {max(keys, key=keys.count)!r} twice in an object")
+    return dict(pairs)
 
 
 def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
@@ -146,15 +156,22 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_text(text: str, path: Path) -> None:
-    """Write a file so that `path` always holds a whole one, the old or the new."""
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Path to write a file to, which then is renamed: `path` always holds a whole file, the old or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
-            temporary.write_text(text, encoding="utf-8")
+            yield temporary
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file so that `path` always holds a whole one, the old or the new."""
+    with written_beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(values: dict[str, Any], path: Path) -> None:

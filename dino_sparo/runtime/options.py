@@ -17,6 +17,10 @@ from dino_sparo.runtime.cli import Group, Option, any_number, positive_int, posi
 
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
 USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
+RESULT: Group = {
+    "output_dir": Option(None, "Folder of the result; by default the folder of the weights."),
+    "overwrite": Option(False, "Overwrite what other weights, data or options gave."),
+}
 FIGURE_FORMAT = Option("png", "File format of figures with text.", choices=("png", "pdf", "svg"))
 PRETRAINED = Option(
     False,

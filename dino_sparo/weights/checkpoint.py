@@ -35,8 +35,10 @@ its full checkpoints and raw ViT weights. Exports of `export.py` are read wherev
 needed, a CLIP (ours, OpenCLIP's or sparo-clip's) gives its image tower.
 """
 
+import contextlib
 import hashlib
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -136,7 +138,8 @@ def weights_file(path: str | Path) -> Path:
         CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
     folder = Path(path)
-    if not folder.exists() and REPOSITORY.fullmatch(str(path)):
+    # Where there is a folder USER, its owner mistyped the name of a file.
+    if not folder.exists() and REPOSITORY.fullmatch(str(path)) and not folder.parent.is_dir():
         from huggingface_hub import snapshot_download  # takes half a second
 
         try:
@@ -276,8 +279,9 @@ def encoder_of(
     arch: str | None = None,
     patch_size: int | None = None,
     quick_gelu: bool = False,
+    is_described: bool = False,
 ) -> Encoder:
-    """`load_encoder` for a checkpoint that was read from `path`."""
+    """`load_encoder` for a checkpoint that was read from `path`; with `is_described` it only tells its sizes."""
     is_foreign = encoder_entry(checkpoint, path) is None and image_text_entry(checkpoint) is None
     weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
@@ -289,14 +293,16 @@ def encoder_of(
             )
         description = {**description, "quick_gelu": True}
     config = EncoderConfig.from_dict(description)
-    encoder = encoder_from_config(config)
+    with torch.device("meta") if is_described else contextlib.nullcontext():  # random weights of large models take long
+        encoder = encoder_from_config(config)
     if not isinstance(encoder.backbone, TimmBackbone):
         weights = without_layer_scale(weights)
     elif not any(name.startswith("backbone.model.") for name in weights):
         own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
         weights = {name: value for name, value in fitting.items() if name in own}
     network = network_name(checkpoint, which) or "encoder"
-    load_strictly(encoder, weights, f"{path} ({network})", f"; {timm_remedy(weights)}" if is_foreign else "")
+    remedy = f"; {timm_remedy(weights)}" if is_foreign else ""
+    load_strictly(encoder, weights, f"{path} ({network})", remedy, assign=is_described)
     max_value = max_value_of(checkpoint)
     view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
@@ -321,7 +327,14 @@ def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], 
     is_foreign_clip = not entry and has_clips_images(checkpoint)
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
     entry = entry or checkpoint.get(PUBLISHED, {})
-    return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
+    mean, std = tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
+    are_numbers = all(isinstance(value, (int, float)) and math.isfinite(value) for value in (*mean, *std))
+    if not are_numbers or min(std) <= 0:
+        raise CheckpointError(
+            f"the checkpoint says that its images have mean {mean} and std {std}, which are not finite numbers with a "
+            "std above 0; save it again with the version that wrote it"
+        )
+    return mean, std
 
 
 def max_value_of(checkpoint: Mapping[str, Any]) -> int:

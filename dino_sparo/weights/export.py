@@ -40,7 +40,7 @@ from dino_sparo.weights.checkpoint import (
     normalization_of,
     weights_file,
 )
-from dino_sparo.weights.file import DOCUMENTS_KEY, load_strictly, write_safetensors, write_together
+from dino_sparo.weights.file import DOCUMENTS_KEY, Replacing, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import timm_images, write_folder
 from dino_sparo.weights.origin import origin_of
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 MLP_RATIO = 4
 ONNX_OPSET = 18
+HUB_TIMEOUT_S = 20
 
 # Architectures that timm builds by name; the sizes in these names are overridden by the model's arguments.
 TIMM_NAMES = {arch: f"{arch}_patch16_224" for arch in ("vit_tiny", "vit_small", "vit_base")}
@@ -66,6 +67,7 @@ def export(
     patch_size: int | None = None,
     quick_gelu: bool = False,
     name: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the encoder of a checkpoint, or both towers of a CLIP, for other software.
 
@@ -79,17 +81,18 @@ def export(
         patch_size: patch side of foreign weights in pixels; None: inferred.
         quick_gelu: foreign weights were trained with OpenAI's activation.
         name: of the repository, for the model card of `huggingface`.
+        overwrite: replace other files of these names.
 
     Returns:
         The file of weights, or the folder.
 
     Raises:
-        ValueError: unknown format, or one that cannot hold this read-out.
+        UserError: unknown format, or one that cannot hold this read-out; or a file that is not to be replaced.
     """
     if format not in WRITERS | CLIP_FORMATS:
         raise UserError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
     checkpoint = weights_file(checkpoint)
-    content = load_checkpoint(checkpoint)
+    content, replacing = load_checkpoint(checkpoint), Replacing(overwrite, checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
             raise UserError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
@@ -97,18 +100,18 @@ def export(
             raise UserError(
                 f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
             )
-        path, network = _write_clip(content, checkpoint, str(out), format), "both towers"
+        path, network = _write_clip(content, checkpoint, str(out), format, replacing), "both towers"
     else:
         encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
         encoder = encoder if img_size is None else resized(encoder, img_size)
         key = network_name(content, which)
         record = {
             "encoder": encoder_description(encoder.config, *normalization_of(content)),
-            **origin_of(content, checkpoint),
+            **origin_of(content, checkpoint, key),
             "checkpoint_key": key,
             **({} if name is None else {"name": name}),
         }
-        path, network = WRITERS[format](encoder, str(out), record), key or "encoder"
+        path, network = WRITERS[format](encoder, str(out), record, replacing), key or "encoder"
     logger.info("%s of %s as %s: %s", network, checkpoint, format, path)
     return path
 
@@ -126,12 +129,12 @@ def resized(encoder: Encoder, img_size: int) -> Encoder:
     return other.eval()
 
 
-def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any], replacing: Replacing) -> Path:
     """OUT.safetensors with our names, and OUT.json."""
-    return write_safetensors(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record})
+    return write_safetensors(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record}, replacing)
 
 
-def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+def _write_timm(encoder: Encoder, out: str, record: dict[str, Any], replacing: Replacing) -> Path:
     """OUT.safetensors with timm's names (ours below `backbone.`), and OUT.json, whose `timm` builds the model."""
     if not encoder.is_vanilla:
         raise UserError(
@@ -142,7 +145,8 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     convert = _timm_model if isinstance(encoder.backbone, TimmBackbone) else _own_model
     architecture, arguments, weights = convert(encoder)
     model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
-    return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": {**record, "timm": model}})
+    documents = {".json": {**record, "timm": model}}
+    return write_safetensors(weights, _with_suffix(out, ".safetensors"), documents, replacing)
 
 
 def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -191,7 +195,7 @@ class _OnnxOutputs(nn.Module):
         return (output.slots.flatten(1), output.attention)[: len(self.names)]
 
 
-def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any], replacing: Replacing) -> Path:
     """OUT.onnx for any batch of images of the stored size, and OUT.onnx.json (OUT.json belongs to OUT.safetensors)."""
     for package in ("onnx", "onnxscript"):
         require(package, "ONNX exports")
@@ -221,10 +225,10 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         program.model.metadata_props[DOCUMENTS_KEY] = json.dumps(documents)
         program.save(str(temporary), external_data=False)
 
-    return write_together(path, documents, write)
+    return write_together(path, documents, write, replacing)
 
 
-WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
+WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any], Replacing], Path]] = {
     "safetensors": _write_safetensors,
     "timm": _write_timm,
     "huggingface": write_folder,
@@ -232,7 +236,7 @@ WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
 }
 
 
-def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str) -> Path:
+def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str, replacing: Replacing) -> Path:
     """Both towers of a CLIP.
 
     safetensors  OUT.safetensors with our names, and OUT.json, for `clip.load_clip`
@@ -247,7 +251,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
     weights = clip_weights(content, str(checkpoint)) or {}
     record = {"clip": entry, **origin_of(content, checkpoint)}
     if format == "safetensors":
-        return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": record})
+        return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": record}, replacing)
     if entry["readout"] not in CLIP_FORMATS[format]:
         raise UserError(
             f"{format} has no {entry['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
@@ -259,7 +263,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
         "dino_sparo.json": record,
     }
     renamed = to_open_clip_names(weights, entry["readout"])
-    return write_safetensors(renamed, Path(out) / "open_clip_model.safetensors", documents).parent
+    return write_safetensors(renamed, Path(out) / "open_clip_model.safetensors", documents, replacing).parent
 
 
 def _with_suffix(out: str, suffix: str) -> Path:
@@ -281,6 +285,7 @@ def export_checkpoint(args: argparse.Namespace) -> None:
         args.arch,
         args.patch_size,
         args.quick_gelu,
+        overwrite=args.overwrite,
     )
 
 
@@ -290,9 +295,12 @@ def push_checkpoint(args: argparse.Namespace) -> str:
     The hub's token is read from HF_TOKEN or from `hf auth login`.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import get_session
 
     setup_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)  # which logs every request
+    http_error: Any = HfHubHTTPError.__bases__[0]  # of the hub's HTTP library, which depends on the hub's version
     api = HfApi()
     with tempfile.TemporaryDirectory() as folder:
         name = args.repository.rpartition("/")[2]
@@ -300,14 +308,16 @@ def push_checkpoint(args: argparse.Namespace) -> str:
             args.checkpoint, Path(folder) / name, args.checkpoint_key, "huggingface", name=args.repository
         )
         try:
+            get_session().head(api.endpoint, timeout=HUB_TIMEOUT_S)  # the calls below wait for an answer without end
             api.create_repo(args.repository, private=args.private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=args.repository, folder_path=exported, commit_message="Upload the encoder"
             )
-        except (OSError, ValueError) as error:  # no network, no permission, or no such name
+        except (OSError, ValueError, http_error) as error:  # no network, no permission, or no such name
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"could not upload to {args.repository}: {str(error).splitlines()[0]}; is the name USER/NAME, and does "
-                "`hf auth whoami` name you?"
+                f"could not upload to {args.repository}: {reason}; is there a network, is the name USER/NAME, and "
+                "does `hf auth whoami` name you?"
             ) from error
     say(str(commit))
     return str(commit)

@@ -6,6 +6,7 @@ loaded strictly: all names and shapes must fit.
 
 import argparse
 import contextlib
+import filecmp
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,23 +201,51 @@ def _unsafe_name(message: str) -> str | None:
     return match and match[1]
 
 
-def write_safetensors(weights: Mapping[str, Tensor], path: Path, documents: Mapping[str, Any]) -> Path:
+@dataclass(frozen=True)
+class Replacing:
+    """Files that an export may replace: equal ones, with `overwrite` all, but never its `source`."""
+
+    overwrite: bool = False
+    source: Path | None = None
+
+    def check(self, target: Path, written: Path) -> None:
+        """Refuse to replace `target` with `written`."""
+        if self.source is not None and target.exists() and target.samefile(self.source):
+            raise UserError(f"{target} is what is exported; give another path of the result")
+        if target.exists() and not self.overwrite and not _are_equal(target, written):
+            raise UserError(f"{target} exists and is another file; give another path of the result, or --overwrite")
+
+
+def _are_equal(first: Path, second: Path) -> bool:
+    """Whether two files have the same bytes, or are exports whose metadata, in any order, state the same checksum."""
+    try:
+        with safe_open(first, framework="pt") as one, safe_open(second, framework="pt") as other:
+            return CHECKSUM_KEY in (one.metadata() or {}) and one.metadata() == other.metadata()
+    except SafetensorError:
+        return filecmp.cmp(first, second, shallow=False)
+
+
+def write_safetensors(
+    weights: Mapping[str, Tensor], path: Path, documents: Mapping[str, Any], replacing: Replacing
+) -> Path:
     """Write a safetensors file, whose metadata repeats the JSON files beside it, together with `documents`.
 
     Args:
         weights: by name.
         path: of the weights.
-        documents: see `write_together`.
+        documents, replacing: see `write_together`.
     """
     # Clones: tensors that share memory cannot be saved.
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
     text = json.dumps(plain({name: value for name, value in documents.items() if not isinstance(value, str)}))
     # transformers refuses files without "format".
     metadata = {"format": "pt", DOCUMENTS_KEY: text, CHECKSUM_KEY: weights_checksum(weights, text)}
-    return write_together(path, documents, partial(save_file, weights, metadata=metadata))
+    return write_together(path, documents, partial(save_file, weights, metadata=metadata), replacing)
 
 
-def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+def write_together(
+    path: Path, documents: Mapping[str, Any], write: Callable[[Path], None], replacing: Replacing
+) -> Path:
     """Write weights and the files that belong to them; a kill never leaves weights beside files of other weights.
 
     All files are written under temporary names first. The old weights are deleted before the first other file is
@@ -225,6 +255,7 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
         path: the file of weights.
         documents: texts, and values of JSON files, by name, or by suffix (".json") where they share the name of `path`.
         write: writes the weights to the path that it is given.
+        replacing: which files of these names may be replaced; checked before the first one is.
     """
     texts = {
         document_path(path, name): value if isinstance(value, str) else json.dumps(plain(value), indent=2) + "\n"
@@ -239,6 +270,8 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
         mode = temporary[path].stat().st_mode
         write(temporary[path])
         temporary[path].chmod(mode)  # as the umask says; safetensors lets only the owner read its files
+        for target, source in temporary.items():
+            replacing.check(target, source)
         path.unlink(missing_ok=True)
         for target, source in temporary.items():
             os.replace(source, target)
@@ -250,11 +283,16 @@ def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Pa
     return path
 
 
-def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], name: str, remedy: str = "") -> None:
-    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
+def load_strictly(
+    module: nn.Module, weights: Mapping[str, Tensor], name: str, remedy: str = "", assign: bool = False
+) -> None:
+    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not.
+
+    `assign` puts the weights themselves in the place of the module's, which may be without memory.
+    """
     if problems := misfits(module.state_dict(), weights):
         raise CheckpointError(f"the weights of {name} do not fit the model; {problems}{remedy}")
-    module.load_state_dict(dict(weights))
+    module.load_state_dict(dict(weights), assign=assign)
 
 
 def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], most: int = NUM_NAMES_SHOWN) -> str:

@@ -5,6 +5,8 @@ The folder needs no dino_sparo where it is loaded: `modeling_sparo.py` holds the
 """
 
 import ast
+import html
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from dino_sparo.runtime import choices
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
-from dino_sparo.weights.file import write_safetensors
+from dino_sparo.weights.file import Replacing, write_safetensors
 
 CODE = "modeling_sparo.py"
 
@@ -52,8 +54,8 @@ import torch
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, AutoModel
 
-processor = AutoImageProcessor.from_pretrained("{name}", trust_remote_code=True)
-model = AutoModel.from_pretrained("{name}", trust_remote_code=True).eval()
+processor = AutoImageProcessor.from_pretrained({name}, trust_remote_code=True)
+model = AutoModel.from_pretrained({name}, trust_remote_code=True).eval()
 output = model(**processor({images}, return_tensors="pt"))
 output.pooler_output  # (1, {encoding_dim}), the encoding
 output.slots  # (1, {num_slots}, {slot_dim})
@@ -61,18 +63,22 @@ output.slot_attentions  # (1, {num_slots}, N), the weight of each token in each 
 output.last_hidden_state  # (1, N, {embed_dim}), the tokens: {num_prefix_tokens} before the patches, then one per patch
 ```
 
-The code needs `pip install torch transformers {timm}`. With `pip install dino_sparo`,
-`dino_sparo.load_encoder("{name}")` loads the same encoder.
+The code needs `pip install torch transformers {timm}`. With `pip install dino_sparo`, this loads the same encoder:
+
+```python
+encoder = dino_sparo.load_encoder({name})
+```
 """
 
 
-def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
+def write_folder(network: Encoder, out: str, record: Mapping[str, Any], replacing: Replacing) -> Path:
     """Write configuration, weights, preprocessing, code and model card.
 
     Args:
         network: the encoder.
         out: the folder.
         record: `encoder`, the description of the encoder, and where the weights come from.
+        replacing: which files may be replaced.
     """
     require_exportable(network.config)
     folder, module = Path(out), CODE.removesuffix(".py")
@@ -97,7 +103,7 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
         },
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
-    return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
+    return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents, replacing).parent
 
 
 def require_exportable(config: EncoderConfig) -> None:
@@ -171,14 +177,14 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
         "recipe": " ".join(f"{name}={value}" for name, value in recipe.items()) or None,
         "checkpoint": f"{record['checkpoint']}, SHA-256 {record['sha256']}",
     }
-    rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
-    scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
+    rows = [f"| {key} | {_as_text(value)} |" for key, value in facts.items() if value is not None]
+    scores = [f"| {_as_text(key)} | {_as_text(score)} |" for key, score in record["scores"].items()]
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     levels = f"255 * torch.rand({config.in_chans}, 300, 400)"
     return CARD.format(
         images='ImageOps.exif_transpose(Image.open("photo.jpg"))' if config.in_chans == 3 else levels,
-        title=name,
-        name=name,
+        title=_as_text(name),
+        name=repr(name),
         readout=config.readout,
         architecture=network.summary,
         slots=f"{sizes[0]} slots of {sizes[1]} numbers" if sizes[0] > 1 else f"one encoding of {sizes[1]} numbers",
@@ -191,3 +197,9 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
         num_prefix_tokens=network.backbone.num_prefix_tokens,
         timm=f'"timm>={timm.__version__}"' if config.arch.startswith(TIMM) else "timm",
     )
+
+
+def _as_text(value: object) -> str:
+    """A value as one line of text in Markdown, whatever it contains."""
+    line = "".join(letter if letter.isprintable() else " " for letter in str(value))
+    return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(line, quote=False))

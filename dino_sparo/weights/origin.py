@@ -3,6 +3,8 @@
 Exports, model cards and `dino-sparo info` state it.
 """
 
+import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,23 @@ RECIPE = (
     *("optimizer", "lr", "min_lr", "lr_image", "lr_text", "warmup_epochs", "warmup_steps"),
     *("weight_decay", "weight_decay_end", "beta1", "beta2", "clip_grad", "precision"),
 )
-RESULTS = ("knn", "linear", "zero_shot", "retrieval", "probe", "compositional", "slot_score")  # files of scores
+# Files of scores: EVALUATION_WEIGHTS_DATA.json; older versions wrote EVALUATION.json.
+RESULTS = re.compile(r"(knn|linear|zero_shot|retrieval|probe|compositional|slot_score)(_.*)?\.json")
 PARTS = ("train", "val", "test", "images", "train2017")  # folders whose name alone does not tell the data
 
 
-def origin_of(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Origin of the weights in a checkpoint, or in an export of it: plain values for a JSON file."""
+def origin_of(content: Mapping[str, Any], checkpoint: Path, network: str | None = None) -> dict[str, Any]:
+    """Origin of the weights in a checkpoint, or in an export of it: plain values for a JSON file.
+
+    Scores are those of `network`, teacher or student; None: of both.
+    """
+    sha256 = file_sha256(checkpoint)
     args = content.get("args", {})
     data = args.get("data_path") or args.get("shards") or []
     names = [data_name(path) for path in ([data] if isinstance(data, str) else data)]
     origin = {
         "objective": next((name for key, name in OBJECTIVES.items() if key in content), None),
-        "data": ", ".join(names) or None,
+        "data": ", ".join(filter(None, names)) or None,
         "num_images": content.get("num_images", content.get("num_pairs")),
         "epoch": content.get("epoch"),
         "step": content.get("step"),
@@ -43,27 +50,50 @@ def origin_of(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {
         **{name: content.get(name) if value is None else value for name, value in origin.items()},
         "checkpoint": checkpoint.name,
-        "sha256": file_sha256(checkpoint),
-        "scores": {**content.get("scores", {}), **scores_beside(checkpoint)},
+        "sha256": sha256,
+        "scores": {**content.get("scores", {}), **scores_beside(checkpoint, sha256, network)},
         "versions": versions(),
     }
 
 
 def data_name(path: str) -> str:
-    """The name of some data without the folders it lies in: `cifar10`, `scenes:10000:48`, `imagenet/train`."""
+    """The name of data without the folders above it: `cifar10`, `scenes:10000:48`, `imagenet/train`; "" for `.`."""
     prefix, _, folder = path.partition(":")
     if "/" in folder and "/" not in prefix:
         return prefix
-    parts = Path(path).parts
-    return "/".join(parts[-2:] if parts[-1] in PARTS else parts[-1:])
+    parts = [part for part in Path(path).parts if part not in ("/", "..")]
+    return "/".join(parts[-2:] if parts[-1:] and parts[-1] in PARTS else parts[-1:])
 
 
-def scores_beside(checkpoint: Path) -> dict[str, str]:
-    """The scores in the result files beside a checkpoint, in words, by the name of the evaluation."""
-    paths = [checkpoint.with_name(f"{name}.json") for name in RESULTS]
-    results = {path.stem: parse_json(path.read_bytes()) for path in paths if path.is_file()}
-    in_words = {name: in_percent(scores_of(result)) for name, result in results.items()}
-    return {name: words for name, words in in_words.items() if words}
+def scores_beside(checkpoint: Path, sha256: str, network: str | None = None) -> dict[str, str]:
+    """The scores of these weights in the result files beside a checkpoint, in words, by the stem of the file.
+
+    Results of other weights, of another network of the checkpoint and of some slots are left out.
+    """
+    scores = {}
+    for path in sorted(path for path in checkpoint.parent.glob("*.json") if RESULTS.fullmatch(path.name)):
+        result: Any = {}
+        with contextlib.suppress(ValueError, OSError):
+            result = parse_json(path.read_bytes())
+        subject = subject_of(result) if isinstance(result, dict) else {}
+        is_other = network is not None and subject.get("checkpoint_key", network) != network
+        if subject.get("sha256") != sha256 or is_other or subject.get("slots") or result.get("slots"):
+            continue
+        data = data_name(evaluated_data(result) or "")
+        if words := in_percent(scores_of(result)):
+            scores[path.stem] = f"{words} on {data}" if data else words
+    return scores
+
+
+def subject_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of the encoder or model in a result; empty if there is none."""
+    subject = result.get("encoder", result.get("model"))
+    return subject if isinstance(subject, dict) else {}
+
+
+def evaluated_data(result: Mapping[str, Any]) -> str | None:
+    """The data of a result."""
+    return result.get("images", {}).get("data_path") or result.get("data", {}).get("name")
 
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:

@@ -236,7 +236,7 @@ def answers(
     name: str, weights: Path, data: Path, part: str, devices: Mapping[str, object], run: RunCommand
 ) -> dict[str, Any]:
     """Accuracy and number of ties of every test in a folder of questions; the answers lie beside the weights."""
-    files = {"data_root": data / part, "images": data / "tests" / "images", "output": weights.parent / f"{part}.json"}
+    files = {"data_root": data / part, "images": data / "tests" / "images"}
     graphs = _graphs(name, data / "tests" / "graphs.jsonl")
     words = option_words({"pretrained_weights": weights, **files, **graphs, **devices})
     tests = run("sugarcrepe", words)["splits"].items()

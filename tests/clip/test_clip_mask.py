@@ -271,13 +271,13 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
     out = capsys.readouterr().out
     assert "mean of these" in out
     assert f"epoch {result['fit']['best_epoch']}" in out
-    path = tmp_path / "run" / "mask.json"
+    path = next((tmp_path / "run").glob("mask_*.json"))
     assert json.loads(path.read_text()) == result
     assert parse_slots(str(path)) == SlotMask(tuple(result["mask"]), 35, result["model"]["sha256"])
     assert len(result["mask"]) == 5
     assert result["accuracy"]["masked"] == max(result["fit"]["accuracies"])
 
-    here = [*options, "--output", tmp_path / "sugarcrepe.json"]
+    here = [*options, "--output_dir", tmp_path / "there"]
     plain, masked = (evaluate("sugarcrepe", *here, *more) for more in ([], ["--slots", path]))
     assert plain["macro_splits"] == result["accuracy"]["initial"]
     assert masked["macro_splits"] == pytest.approx(result["accuracy"]["masked"])
@@ -286,8 +286,8 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
         weights,
         "--data_path",
         tmp_path / "three",
-        "--output",
-        tmp_path / "zero_shot.json",
+        "--output_dir",
+        tmp_path / "there",
     ]
     for name, more in (("initial", []), ("masked", ["--slots", path])):
         found = evaluate("zero-shot", *there, *more)
@@ -302,8 +302,8 @@ def test_the_same_command_writes_the_same_files(pairs, tmp_path):
     options = ["--pretrained_weights", weights, "--data_root", pairs, "--images", pairs / "images"]
     written = []
     for _ in range(2):
-        run(*options, "--parts", "dimension", "--epochs", 3, "--output", tmp_path / "out" / "mask.json")
-        written.append([(tmp_path / "out" / f"mask.{ending}").read_bytes() for ending in ("json", "png")])
+        run(*options, "--parts", "dimension", "--epochs", 3, "--output_dir", tmp_path / "out")
+        written.append([next((tmp_path / "out").glob(f"mask_*.{ending}")).read_bytes() for ending in ("json", "png")])
     assert written[0] == written[1]
     assert len(json.loads(written[0][0])["mask"]) == 11
 

@@ -268,7 +268,7 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     assert "asked for" in found["rule"]
     selection = SlotSelection((4, 2), 5, load_clip(weights).record["sha256"])
     (tmp_path / "slots.json").write_text(json.dumps(selection.to_dict()))
-    found = run(*options, *table, "--slots", tmp_path / "slots.json", "--img_size", 64)
+    found = run(*options, *table, "--slots", tmp_path / "slots.json", "--img_size", 64, "--overwrite")
     assert [slot["slot"] for slot in found["slots"]] == [4, 2]
     assert found["image_size"] == 64
 
@@ -315,7 +315,6 @@ def test_only_one_process_draws(monkeypatch):
 def test_the_options_are_known():
     assert vars(parser_of("pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "max_pairs", "img_size"),
-        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
-        *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "device", "figure_format"),
-        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
+        *("max_image_mb", "max_image_mpix", "max_value", "exif", "figure_format"),
+        *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "overwrite", "device"),
     }

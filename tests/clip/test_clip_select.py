@@ -164,28 +164,29 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
 
 def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_path, capsys):
     options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
-    result = run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
+    result = run(*options, "--output_dir", tmp_path, "--keep", 2)
+    slots = next(tmp_path.glob("slots_*.json"))
     assert "kept 2 of 5 slots" in capsys.readouterr().out
-    selection = parse_slots(str(tmp_path / "slots.json"))
+    selection = parse_slots(str(slots))
     assert selection == SlotSelection(
         tuple(sorted(r["slot"] for r in result["ranking"][:2])), 5, result["model"]["sha256"]
     )
-    assert open_slots(tmp_path / "slots.json", load_clip(weights))[0].encoding_dim == 14
+    assert open_slots(slots, load_clip(weights))[0].encoding_dim == 14
     assert [point["num_kept"] for point in result["curve"]] == [1, 2, 3, 4, 5]
     assert result["top1_selected"] == result["curve"][1]["top1_held_out"]
     assert result["top1_selected_on_choosing_images"] == result["curve"][1]["top1_choosing"]
     assert result["top1_all"] == result["curve"][4]["top1_held_out"]
     assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (20, 20)
-    written = [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
-    run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
-    assert written == [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
+    written = [slots.with_suffix(f".{ending}").read_bytes() for ending in ("json", "png")]
+    run(*options, "--output_dir", tmp_path, "--keep", 2)
+    assert written == [slots.with_suffix(f".{ending}").read_bytes() for ending in ("json", "png")]
     assert json.loads(written[0]) == result
-    zero = [*options, "--slots", tmp_path / "slots.json", "--output", tmp_path / "zero_shot.json"]
+    zero = [*options, "--slots", slots, "--output_dir", tmp_path]
     found = evaluate("zero-shot", *zero)
     halves = (result["top1_selected"], result["top1_selected_on_choosing_images"])
     assert found["top1"] == pytest.approx(sum(halves) / 2)  # the zero-shot evaluation sees both
     with pytest.raises(SystemExit, match="2"):
-        run(*options, "--slots", tmp_path / "slots.json")
+        run(*options, "--slots", slots)
 
 
 def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_path):
@@ -195,15 +196,15 @@ def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_pa
     accuracies = [point["top1_choosing"] for point in result["curve"]]
     assert len(result["slots"]) == accuracies.index(max(accuracies)) + 1
     assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (10, 10)
-    assert (tmp_path / "run" / "slots.json").is_file()
-    assert (tmp_path / "run" / "slots.png").is_file()
+    assert (tmp_path / "run" / "slots_checkpoint_scenes-40-32.json").is_file()
+    assert (tmp_path / "run" / "slots_checkpoint_scenes-40-32.png").is_file()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--keep", 6], "keep=6 of num_slots=5 slots; give a number from 1 to 5"),
-        (["--output", "slots.png"], "names a picture"),
+        (["--output_dir", "slots.png"], "names a file; give the folder"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(weights, options, message):

@@ -1,5 +1,6 @@
 """Figures of maps: whatever the pictures' shape, all words can be read."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.draw import sheet
 from dino_sparo.draw.figure import Figure, Tile, Word, file_names, map_painter, run_names, short_name
+from dino_sparo.draw.pixels import save_picture
 from dino_sparo.draw.sheet import flow, save_sheet, shorten, text_width, wrap
 from dino_sparo.evaluation.attention.atlas import atlas_figure
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
@@ -200,3 +202,26 @@ def test_sheets_leave_as_png_pdf_or_svg_with_the_same_bytes_each_time(ending: st
 
 def test_the_shipped_encoder_has_no_folder_in_its_name() -> None:
     assert run_names(["demo"]) == ["demo"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_kill_while_a_picture_is_written_leaves_the_older_one(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: an empty PNG."""
+    path = tmp_path / "sheet.png"
+    path.write_bytes(b"older")
+
+    def stop(source: object, target: object) -> None:
+        raise KeyboardInterrupt
+
+    if killed:
+        monkeypatch.setattr("os.replace", stop)
+    for write in (
+        lambda: save_sheet(maps_figure([maps_of(1)], [0]), path),
+        lambda: save_picture(picture("square"), path),
+    ):
+        with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
+            write()
+        assert path.read_bytes().startswith(b"older" if killed else b"\x89PNG")
+        assert [each.name for each in tmp_path.iterdir()] == ["sheet.png"]

@@ -435,6 +435,7 @@ def test_the_options_are_the_documented_ones() -> None:
     assert set(visualize_attention.get_args_parser().options) == {
         *("pretrained_weights", "checkpoint_key", "untrained", "image_encoder", "arch", "patch_size", "quick_gelu"),
         *("data_path", "max_image_mb", "max_image_mpix", "max_value", "exif", "img_size", "num_images", "output_dir"),
+        "overwrite",
         *("threshold", "save_each", "max_maps", "compare", "figure_format", "atlas", "atlas_images"),
         *("atlas_max_images", "show_channels", "device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"),
     }

@@ -161,6 +161,7 @@ def words(folder: Path, output: Path, *more: object) -> list[str]:
 
 
 SIZES = ("--sparo_slots", 3, "--sparo_slot_dim", 5, "--sparo_key_dim", 7, "--ep_queries", 4, "--attention_heads", 8)
+NAME = "cls_scenes-40-32"
 ALL = ("--probe", "linear", "sparo", "ep", "attention", "--lr", 0.5, 5, *SIZES)
 
 
@@ -172,7 +173,7 @@ def result(folder: Path) -> dict[str, Any]:
 def test_the_result_is_a_table_of_accuracy_against_parameters(
     folder: Path, result: dict[str, Any], capsys: pytest.CaptureFixture
 ) -> None:
-    saved = json.loads((folder / "all" / "probes.json").read_text())
+    saved = json.loads((folder / "all" / f"probes_{folder.name}_{NAME}.json").read_text())
     assert [(row["probe"], row["lr"]) for row in saved["results"]] == [
         (kind, rate) for kind in ("linear", "sparo", "ep", "attention") for rate in (0.5, 5)
     ]
@@ -197,7 +198,7 @@ def test_saved_probes_are_tested_again_with_equal_accuracy(folder: Path, result:
 def test_a_trained_probe_is_an_encoder_that_is_drawn_scored_and_evaluated(
     kind: str, folder: Path, result: dict[str, Any]
 ) -> None:
-    path, output = folder / "all" / f"probe_{kind}.pth", folder / f"drawn_{kind}"
+    path, output = folder / "all" / f"probe_{kind}_{folder.name}_{NAME}.pth", folder / f"drawn_{kind}"
     encoder = load_encoder(path)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():

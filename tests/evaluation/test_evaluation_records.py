@@ -46,8 +46,11 @@ INPUTS = ("zero_shot", "slots", "mask")  # results that other evaluations take
 def evaluate(name: str, folder: Path) -> dict[str, Any]:
     """What a command writes; `folder` is the current one."""
     evaluation, *words = EVALUATIONS[name]
-    command(str(evaluation), *words, "--output", f"{name}.json")
-    return json.loads((folder / f"{name}.json").read_text())
+    command(str(evaluation), *words, "--output_dir", name)
+    (file,) = (folder / name).glob("*.json")
+    result = json.loads(file.read_text())
+    result.pop("options", None)
+    return result
 
 
 def write_data(folder: Path) -> None:

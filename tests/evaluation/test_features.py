@@ -388,12 +388,13 @@ def test_two_processes_find_what_one_finds(tmp_path, one_thread):
     assert "top-1" in outputs[0]
     assert "top-1" not in outputs[1]  # rank 1 prints no table
 
-    results = ("knn_untrained.json", "cached/knn_untrained.json", "slot_study_untrained.json", "cache/trainfeat.pth")
+    names = ("knn", "cached/knn", "slot_study")
+    results = (*(f"{name}_scenes-45-32_untrained.json" for name in names), "cache/trainfeat.pth")
     for result in results:
         one, two = ((tmp_path / name / result).read_bytes() for name in ("one", "two"))
         assert one == two, result
     for mode in ("live", "fast"):
-        files = [tmp_path / name / mode / "linear_untrained.json" for name in ("one", "two")]
+        files = [tmp_path / name / mode / "linear_scenes-46-32_untrained.json" for name in ("one", "two")]
         one, two = (json.loads(file.read_text()) for file in files)
         assert one["images"] == two["images"]
         assert one["training"] == two["training"]

@@ -79,8 +79,10 @@ def test_knn_probes_and_embeddings_take_the_name_and_write_no_folder_of_that_nam
     patches = load_embeddings("embeddings").arrays["patches"]
     assert patches.shape[1:] == ({"test_vit": 100, "test_resnet": 25}[name], published(name).num_features)
     assert not (tmp_path / "timm").exists()
-    assert {"knn.json", "linear.json", "probes.json"} <= {path.name for path in tmp_path.iterdir()}
-    probe = dino_sparo.load_encoder("probe_sparo.pth")
+    assert {f"{kind}_{name}_scenes-12-32.json" for kind in ("knn", "linear", "probes")} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    probe = dino_sparo.load_encoder(next(tmp_path.glob("probe_sparo_*.pth")))
     assert (probe.config.arch, probe.encoding_dim) == (f"timm/{name}", 15)
     torch.testing.assert_close(
         probe.backbone.state_dict(), dino_sparo.load_encoder(f"timm/{name}").backbone.state_dict()

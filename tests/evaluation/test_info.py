@@ -9,9 +9,14 @@ from small_models import TINY
 import dino_sparo
 from dino_sparo.__main__ import run
 from dino_sparo.runtime.files import read_record, write_record
+from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.export import export
+from dino_sparo.weights.folder import save_checkpoint
 
 ONE_EPOCH = {**TINY, "local_crops_number": 0, "epochs": 1}
+
+
+KNN = "knn_checkpoint_scenes-40-32"  # stem of the result
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +46,19 @@ def test_a_checkpoint_tells_its_training_and_its_scores(folder: Path, capsys: py
     changed = {name: value for name, value in ONE_EPOCH.items() if name not in ("data_path", "knn_freq")}
     assert facts["options"].items() >= changed.items()
     assert not {"lr", "readout", "data_path", "output_dir"} & facts["options"].keys()
-    assert facts["scores"]["knn"].startswith("3-NN ")
+    assert facts["scores"][KNN].startswith("3-NN ")
     printed = capsys.readouterr().out
     assert "damaged          no: the checksums fit\n" in printed
     assert "arch=vit_micro  patch_size=8" in printed
+
+
+@pytest.mark.parametrize("data_path", [".", "..", "/"])
+def test_data_without_a_name_are_no_reason_to_fail(folder: Path, tmp_path: Path, data_path: str) -> None:
+    """The bug: an IndexError."""
+    content = load_checkpoint(folder / "run" / "checkpoint.pth")
+    save_checkpoint({**content, "args": {**content["args"], "data_path": data_path}}, tmp_path / "checkpoint.pth")
+    assert info(tmp_path)["data"] == data_path
+    assert "data" not in info(export(tmp_path / "checkpoint.pth", tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "hub"])
@@ -52,7 +66,7 @@ def test_an_export_tells_where_it_comes_from(folder: Path, name: str) -> None:
     facts = info(folder / name)
     assert (facts["kind"], facts["objective"], facts["data"]) == ("export", "DINO", "scenes:48:32")
     assert (facts["epochs"], facts["networks"], facts["options"]["lr"]) == ("1 of 1", "teacher", 0.0005)
-    assert facts["scores"]["knn"].startswith("3-NN ")
+    assert facts["scores"][KNN].startswith("3-NN ")
 
 
 @pytest.mark.slow
@@ -63,7 +77,7 @@ def test_an_onnx_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) ->
     facts = info(file)
     assert (facts["kind"], facts["objective"], facts["data"]) == ("export as ONNX", "DINO", "scenes:48:32")
     assert (facts["encoder"]["readout"], facts["outputs"]) == ("sparo", ["encoding", "attention"])
-    assert facts["scores"]["knn"].startswith("3-NN ")
+    assert facts["scores"][KNN].startswith("3-NN ")
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(SystemExit):
@@ -85,7 +99,7 @@ def test_embeddings_features_and_results_tell_their_encoder(folder: Path) -> Non
     assert (embeddings["kind"], embeddings["images"], embeddings["complete"]) == ("embeddings", 40, "yes")
     assert embeddings["features"] == {"slots": "5x3", "cls": "128"}
     assert features["features"] == {"train": "40x15", "val": "40x15"}
-    result = info(folder / "run" / "knn.json")
+    result = info(folder / "run" / f"{KNN}.json")
     assert result["kind"] == "result of an evaluation: weighted k-NN"
     assert result["scores"].startswith("3-NN ")
     for facts in (embeddings, features, result):
@@ -121,12 +135,13 @@ def truncate(path: Path) -> None:
         ("features/trainfeat.pth", truncate, r"trainfeat\.pth is missing, damaged or of another run"),
         ("embeddings/cls.npy", truncate, r"cls\.npy is missing, damaged"),
         ("embeddings/embedding.json", truncate, r"embedding\.json is damaged"),
-        ("run/knn.json", truncate, r"knn\.json is no JSON"),
+        (f"run/{KNN}.json", truncate, r"32\.json is no JSON"),
         ("out.json", None, "is no result of an evaluation"),
         ("nothing.pth", None, r"no checkpoint at .*nothing\.pth"),
         ("empty", Path.mkdir, "holds no checkpoint, export, embeddings or cached features"),
         ("text.txt", lambda path: path.write_text("hello"), r"text\.txt is truncated or no checkpoint"),
         ("list.json", lambda path: path.write_text("[1]"), r"list\.json is no JSON object"),
+        ("odd.json", lambda path: path.write_text('{"encoder": {}, "measures": 1}'), "is no result of this version"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -21,8 +21,10 @@ from dino_sparo.evaluation import features, knn
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult
 from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import init_distributed, shutdown
 from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.export import export
 
 CPU = torch.device("cpu")
 TRAIN, TEST, WIDTH = 61, 13, 7
@@ -426,7 +428,7 @@ def test_more_layers_are_searched_side_by_side(folders, checkpoint):
     one, three = (evaluate(*options, "--n_last_blocks", n) for n in (1, 3))
     assert one["feature"] == {"name": "encoding", "n_last_blocks": 1, "dim": 5 * 3, "precision": "fp32"}
     results = {path.name: json.loads(path.read_text()) for path in checkpoint.parent.glob("knn*.json")}
-    assert results == {"knn.json": one, "knn_3blocks.json": three}
+    assert results == {"knn_checkpoint_data.json": one, "knn_3blocks_checkpoint_data.json": three}
     assert three["feature"]["name"] == "class tokens of 3 layers, the last of them the encoding"
     assert three["feature"]["dim"] == 2 * 128 + 5 * 3
     with pytest.raises(ValueError, match="n=9 layers asked"):
@@ -436,7 +438,7 @@ def test_more_layers_are_searched_side_by_side(folders, checkpoint):
 def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2, 100)
 
-    assert json.loads((checkpoint.parent / "knn.json").read_text()) == result
+    assert json.loads((checkpoint.parent / "knn_checkpoint_data.json").read_text()) == result
     assert [(row["k"], row["neighbours"]) for row in result["results"]] == [(2, 2), (100, 15)]
     assert result["results"][0]["top1"] == 100.0  # brightness survives any encoder
     assert result["temperature"] == 0.07
@@ -452,7 +454,7 @@ def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     assert {"torch", "torchvision", "timm", "dino_sparo"} <= result["versions"].keys()
     printed = capsys.readouterr().out
     assert "100.00" in printed
-    assert "knn.json" in printed
+    assert "knn_checkpoint_data.json" in printed
 
 
 def test_the_same_command_and_cached_features_give_the_same_file(folders, checkpoint, tmp_path):
@@ -461,7 +463,8 @@ def test_the_same_command_and_cached_features_give_the_same_file(folders, checkp
     evaluate(*model, *options, tmp_path / "one")
     evaluate(*model, *options, tmp_path / "two", "--dump_features", tmp_path / "cache")
     evaluate("--load_features", tmp_path / "cache", *options, tmp_path / "three")
-    one, two, three = ((tmp_path / name / "knn.json").read_bytes() for name in ("one", "two", "three"))
+    files = ("one/knn_run_checkpoint_data.json", "two/knn_run_checkpoint_data.json", "three/knn_data.json")
+    one, two, three = ((tmp_path / name).read_bytes() for name in files)
     assert one == two == three
 
     cached = ("--load_features", tmp_path / "cache", *options, tmp_path / "three")
@@ -511,7 +514,43 @@ def test_classes_are_matched_by_name_and_not_by_number(folders, checkpoint):
 
     shutil.rmtree(folders / "train" / "bee")
     with pytest.raises(ValueError, match="'bee'"):
-        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2)
+
+
+def test_results_of_other_weights_and_data_have_other_names(folders, checkpoint, tmp_path):
+    """The bug: each of these results overwrote another one without a word."""
+    shutil.copy(checkpoint, checkpoint.with_name("checkpoint_best.pth"))
+    shutil.copytree(folders, tmp_path / "other data é")
+    exports = [export(checkpoint, tmp_path / "ex" / name, format="huggingface") for name in "ab"]
+    runs = [(checkpoint, folders), (checkpoint.with_name("checkpoint_best.pth"), folders)]
+    runs += [(checkpoint, tmp_path / "other data é"), *((folder, folders) for folder in exports)]
+    for weights, data in runs:
+        evaluate("--pretrained_weights", weights, "--data_path", data, "--nb_knn", 1)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("knn*.json")} == {
+        *(f"run/knn_{name}.json" for name in ("checkpoint_data", "checkpoint_best_data", "checkpoint_other-data-é")),
+        *(f"ex/{name}/knn_model_data.json" for name in "ab"),
+    }
+
+
+def test_a_result_of_other_weights_or_options_is_not_overwritten_unasked(folders, checkpoint, monkeypatch):
+    monkeypatch.chdir(folders)
+    options = ("--pretrained_weights", checkpoint, "--data_path", ".", "--nb_knn")
+    path = checkpoint.with_name("knn_checkpoint_data.json")
+    evaluate(*options, 1)
+    written = path.read_bytes()
+    evaluate(*options, 1, "--batch_size_per_gpu", 3)
+    assert path.read_bytes() == written
+    with pytest.raises(UserError, match=r"another result: nb_knn \[1\] in the file, \[2\] now.*, or --overwrite"):
+        evaluate(*options, 2)
+    saved = torch.load(checkpoint, weights_only=True)
+    torch.save({**saved, "epoch": 8}, checkpoint)  # trained further
+    with pytest.raises(UserError, match=r"another result: weights \w{8}\.\.\. in the file, \w{8}\.\.\. now"):
+        evaluate(*options, 1)
+    assert path.read_bytes() == written
+    assert evaluate(*options, 1, "--overwrite")["encoder"]["epoch"] == 8
+    path.write_text("[]")
+    with pytest.raises(UserError, match="another result"):
+        evaluate(*options, 1)
 
 
 def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, checkpoint):
@@ -521,8 +560,8 @@ def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, check
     assert untrained["encoder"]["untrained"]
     assert untrained["encoder"]["arch"] == "vit_micro"
     assert untrained["view"] == trained["view"]
-    assert json.loads((checkpoint.parent / "knn.json").read_text()) == trained
-    assert json.loads((checkpoint.parent / "knn_untrained.json").read_text()) == untrained
+    assert json.loads((checkpoint.parent / "knn_checkpoint_data.json").read_text()) == trained
+    assert json.loads((checkpoint.parent / "knn_checkpoint_data_untrained.json").read_text()) == untrained
 
     built = ("--arch", "vit_micro", "--patch_size", 8, "--readout", "gap", "--img_size", 16)
     folder = ("--output_dir", checkpoint.parent)

@@ -1,6 +1,7 @@
 import argparse
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -305,7 +306,7 @@ def probe(checkpoint: Path, *options: object) -> dict:
 
 def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     result = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1)
-    assert json.loads((checkpoint.parent / "linear.json").read_text()) == result
+    assert json.loads((checkpoint.parent / "linear_checkpoint_scenes-24-24.json").read_text()) == result
     assert [row["lr"] for row in result["results"]] == [0.1, 1.0]
     assert result["best"]["top1"] == max(row["top1"] for row in result["results"])
     assert "chosen on the validation images" in result["selection"]
@@ -315,7 +316,10 @@ def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     assert result["feature"]["dim"] == 3 * 128 + 15
     assert (result["encoder"]["epoch"], result["images"]["num_classes"]) == (7, 10)
     assert "chosen on the validation images" in capsys.readouterr().out
-    log = [json.loads(line) for line in (checkpoint.parent / "linear_log.txt").read_text().splitlines()]
+    log = [
+        json.loads(line)
+        for line in (checkpoint.parent / "linear_checkpoint_scenes-24-24_log.txt").read_text().splitlines()
+    ]
     assert [line["epoch"] for line in log] == [0, 1]
 
 
@@ -333,16 +337,24 @@ def test_the_same_command_gives_the_same_file_afresh_and_when_finished(checkpoin
     options = ("--epochs", 2, "--lr", 0.1, "--output_dir")
     for folder in ("one", "two", "two"):
         probe(checkpoint, *options, tmp_path / folder)
-    assert (tmp_path / "one" / "linear.json").read_bytes() == (tmp_path / "two" / "linear.json").read_bytes()
-    assert len((tmp_path / "two" / "linear_log.txt").read_text().splitlines()) == 2  # the third run trained nothing
+    one, two = (tmp_path / folder / "linear_run_checkpoint_scenes-24-24.json" for folder in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    log = two.with_name(f"{two.stem}_log.txt")
+    assert len(log.read_text().splitlines()) == 2  # the third run trained nothing
 
 
 def test_probes_of_as_many_images_of_other_pixels_are_not_continued(checkpoint):
     """The bug: the accuracy of the images before was reported under the name of the new ones."""
     probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast")
-    with pytest.raises(ValueError, match=r"holds probes of another run: train_images .*24 px.*32 px.*; val_images"):
-        probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast", "--data_path", "scenes:24:32")
     probe(checkpoint, "--evaluate", "--data_path", "scenes:24:32")  # saved probes may be tested on any images
+    shutil.copy(
+        checkpoint.with_name("linear_checkpoint_scenes-24-24.pth"),
+        checkpoint.with_name("linear_checkpoint_scenes-24-32.pth"),
+    )
+    others = ("--epochs", 1, "--lr", 0.1, "--fast", "--data_path", "scenes:24:32")
+    with pytest.raises(ValueError, match=r"holds probes of another run: train_images .*24 px.*32 px.*; val_images"):
+        probe(checkpoint, *others)
+    probe(checkpoint, *others, "--overwrite")
 
 
 @pytest.mark.parametrize(("option", "value"), [("readout", "gap"), ("patch_size", 4)])
@@ -353,6 +365,9 @@ def test_probes_of_another_untrained_encoder_are_not_continued(tmp_path, option,
     args = eval_linear.get_args_parser().parse_args([*words, "--readout", "cls", "--patch_size", "8"])
     linear_command.probe_checkpoint(args)
     setattr(args, option, value)
+    with pytest.raises(ValueError, match=rf"holds another result: {option} '?\w+'? in the file"):
+        linear_command.probe_checkpoint(args)
+    next(tmp_path.glob("*.json")).unlink()
     with pytest.raises(ValueError, match=rf"holds probes of another run: encoder {option} '?\w+'? in the file"):
         linear_command.probe_checkpoint(args)
     shutdown()
@@ -444,10 +459,13 @@ def test_the_references_head_is_tested_on_our_features(checkpoint, capsys):
     torch.save({"state_dict": state}, checkpoint.parent / "linear.pth")
     result = probe(checkpoint, "--evaluate", "--n_last_blocks", 2)
     assert (result["results"][0]["lr"] is None) or math.isnan(result["results"][0]["lr"])
-    assert json.loads((checkpoint.parent / "linear_evaluate.json").read_text())["best"]["lr"] is None
+    assert (
+        json.loads((checkpoint.parent / "linear_evaluate_checkpoint_scenes-24-24.json").read_text())["best"]["lr"]
+        is None
+    )
     assert "best: top-1" in capsys.readouterr().out.replace("lr nan, ", "")
     with pytest.raises(ValueError, match=r"linear\.pth"):
-        probe(checkpoint, "--evaluate", "--n_last_blocks", 1)
+        probe(checkpoint, "--evaluate", "--n_last_blocks", 1, "--overwrite")
 
 
 def test_a_mistake_ends_the_script_with_one_line(caplog):
@@ -458,7 +476,7 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
 
 SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
     fast_views exif label_column local_rank max_image_mb max_image_mpix max_value num_workers
-    output_dir patch_size path_column precision pretrained_weights quick_gelu readout seed
+    output_dir overwrite patch_size path_column precision pretrained_weights quick_gelu readout seed
     split_column untrained use_cuda"""
 KNN = "nb_knn temperature dump_features load_features n_last_blocks"
 LINEAR = """n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate probe warmup_epochs

@@ -448,7 +448,7 @@ def few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def score(*words: object) -> dict:
-    return run("slots score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, *words)])
+    return run("slots score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, "--overwrite", *words)])
 
 
 @pytest.fixture
@@ -471,7 +471,7 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
     path = checkpoint(tmp_path, readout, seed=1)  # the untrained control has seed 0
     words = ("--pretrained_weights", path, "--data_path", "scenes:60:32", "--num_images", 20)
     result = score(*words, "--output_dir", tmp_path)
-    written = json.loads((tmp_path / "slot_score.json").read_text())
+    written = json.loads((next(tmp_path.glob("slot_score_*_scenes-60-32.json"))).read_text())
     assert written["measures"] == result["measures"]
     assert (result["kind"], result["num_maps"]) == (kind, count)
     assert result["data"]["num_images"] == 20
@@ -507,7 +507,7 @@ def test_an_untrained_encoder_has_another_one_as_its_control_and_a_result_of_its
 ) -> None:
     words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
     result = score(*words, "--untrained", "--output_dir", tmp_path)
-    assert [path.name for path in tmp_path.glob("*.json")] == ["slot_score_untrained.json"]
+    assert [path.name for path in tmp_path.glob("*.json")] == ["slot_score_sparo0_scenes-60-32_untrained.json"]
     assert result["measures"]["model"] != result["measures"]["untrained"]
     assert caplog.text.count("the encoder is untrained") == 1
 
@@ -663,8 +663,8 @@ def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path, few_are_e
     path = checkpoint(tmp_path, "sparo")
     words = ("--pretrained_weights", path, "--match", path, "--data_path", "scenes:60:32", "--num_images", 20)
     score(*words, "--output_dir", tmp_path / "scores")
-    for name in ("slot_score.png", "slot_classes.png", "slot_match.png"):
-        with Image.open(tmp_path / "scores" / name) as picture:
+    for name in ("slot_score", "slot_classes", "slot_match"):
+        with Image.open(next((tmp_path / "scores").glob(f"{name}_*.png"))) as picture:
             assert picture.width > 1000
 
 
@@ -673,7 +673,7 @@ def test_a_clips_image_encoder_is_scored(tmp_path: Path, undrawn: None, monkeypa
     path = unpack("clip", tmp_path)
     result = score("--pretrained_weights", path, "--data_path", "scenes:20:32", "--num_images", 4)
     assert (result["num_maps"], result["encoder"]["readout"]) == (5, "sparo")
-    assert (path.parent / "slot_score.json").is_file()
+    assert (path.parent / "slot_score_checkpoint_scenes-20-32.json").is_file()
 
 
 def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,7 +74,8 @@ def _alone() -> Iterator[None]:
 
 
 def knn_of(checkpoint: Path, slots: object, *words: object) -> dict[str, Any]:
-    return command("knn", "--pretrained_weights", checkpoint, *SCENES, "--nb_knn", 3, "--slots", slots, *words)
+    options = (*SCENES, "--nb_knn", 3, "--slots", slots, "--overwrite", *words)
+    return command("knn", "--pretrained_weights", checkpoint, *options)
 
 
 # --- the choice
@@ -147,13 +148,17 @@ def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_p
     folder = ("--output_dir", tmp_path)
     cache = ("--dump_features", tmp_path / "cache")
     result = knn_of(checkpoint, "1,4", *folder, *cache)
-    assert json.loads((tmp_path / "knn_slots.json").read_text()) == result
+    assert (
+        json.loads((tmp_path / f"knn_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots.json").read_text())
+        == result
+    )
     assert result["feature"]["dim"] == 2 * SLOT_DIM
     assert result["encoder"]["slots"] == {"kind": "selection", "slots": [1, 4]}
     for part in load_features(tmp_path / "cache")[:2]:
         torch.testing.assert_close(part.features.norm(dim=1), torch.ones(40))
     cached = command("knn", "--load_features", tmp_path / "cache", "--nb_knn", 3, *folder, *ON_CPU)
-    assert cached == result
+    assert {**cached, "options": None} == {**result, "options": None}
+    assert (tmp_path / "knn_scenes-40-24_slots.json").is_file()
     with pytest.raises(SystemExit):
         command("knn", "--load_features", tmp_path / "cache", "--slots", "1", *ON_CPU)
 
@@ -165,10 +170,13 @@ def test_probes_of_some_slots_see_fewer_features_and_are_not_continued_with_othe
     words += ("--fast", "--epochs", 1, "--lr", 0.1)
     result = command("linear", *words, "--n_last_blocks", 2, "--slots", "0,3")
     assert result["feature"]["dim"] == 128 + 2 * SLOT_DIM
-    assert json.loads((tmp_path / "linear_slots.json").read_text()) == result
+    assert (
+        json.loads((tmp_path / f"linear_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots.json").read_text())
+        == result
+    )
     with pytest.raises(SystemExit):
         command("linear", *words, "--n_last_blocks", 2, "--slots", "0,4")
-    assert "slots [0, 3] in the file, [0, 4] now" in caplog.text
+    assert "slots '0,3' in the file, '0,4' now" in caplog.text
 
 
 # --- the study
@@ -188,7 +196,7 @@ def test_the_study_finds_the_bits_of_eval_knn_with_the_same_slots(
 
 
 def test_the_studys_file_is_a_choice_of_slots(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    path = checkpoint.with_name("slot_study.json")
+    path = checkpoint.with_name("slot_study_checkpoint_scenes-40-24.json")
     assert json.loads(path.read_text()) == study
     result = knn_of(checkpoint, path, "--output_dir", tmp_path)
     assert result["results"][0]["top1"] == study["top1_selected"]
@@ -220,8 +228,9 @@ def test_the_table_shows_the_curve_on_held_out_images(study: dict[str, Any]) -> 
 @pytest.mark.slow
 def test_the_same_study_gives_the_same_file(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     command("slots study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
-    for name in ("slot_study.json", "slot_study.png"):
-        assert (tmp_path / name).read_bytes() == checkpoint.with_name(name).read_bytes()
+    for ending in ("json", "png"):
+        (found,), (expected,) = (folder.glob(f"slot_study_*.{ending}") for folder in (tmp_path, checkpoint.parent))
+        assert found.read_bytes() == expected.read_bytes()
 
 
 def test_the_choosing_images_are_the_same_for_any_number_of_processes() -> None:

@@ -165,7 +165,7 @@ def test_the_result_file_tells_the_whole_protocol_and_cached_features_give_the_s
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth")
     options = ("--data_path", "scenes:50:32", "--epochs", 2, "--probe_batch_size", 8)
     result = run("--pretrained_weights", weights, *options, "--dump_features", tmp_path / "cache")
-    path = tmp_path / "run" / "probe.json"
+    path = tmp_path / "run" / "probe_checkpoint_scenes-50-32.json"
     assert json.loads(path.read_text()) == result
     assert result["sweep"]["num_val"] == 10
     assert result["weight_decay"] in [row["weight_decay"] for row in result["sweep"]["tried"]]
@@ -175,9 +175,9 @@ def test_the_result_file_tells_the_whole_protocol_and_cached_features_give_the_s
     assert len(result["model"]["sha256"]) == 64
     assert "weight decay" in capsys.readouterr().out
 
-    run("--load_features", tmp_path / "cache", *options, "--output", tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
-    one = run("--load_features", tmp_path / "cache", *options, "--output", tmp_path / "b.json", "--weight_decay", 0.5)
+    run("--load_features", tmp_path / "cache", *options, "--output_dir", tmp_path / "again")
+    assert (tmp_path / "again" / "probe_scenes-50-32.json").read_bytes() == path.read_bytes()
+    one = run("--load_features", tmp_path / "cache", *options, "--output_dir", tmp_path / "b", "--weight_decay", 0.5)
     assert (one["weight_decay"], one["sweep"]) == (0.5, None)
 
     other = small_checkpoint(tmp_path / "other.pth", seed=1)
@@ -213,5 +213,5 @@ def test_the_options_are_frozen():
         "dump_features",
     }
     own |= {"load_features", "use_cuda", "epochs", "lr", "probe_batch_size", "weight_decay", "val_share", "seed"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("clip-probe").parse_args([])).keys() - DEVICE_OPTIONS == own

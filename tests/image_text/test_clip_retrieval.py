@@ -312,7 +312,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(tmp
     (tmp_path / "c.txt").write_text("red.png,red\nred.png," + "very " * 90 + "red\ngreen.png,green\nblue.png,blue\n")
     options = ("--pretrained_weights", weights, "--data_path", tmp_path / "images", "--captions", tmp_path / "c.txt")
     result = run(*options, "--k", 1, 3)
-    assert json.loads((tmp_path / "run" / "retrieval.json").read_text()) == result
+    assert json.loads(next((tmp_path / "run").glob("retrieval_checkpoint_*-images.json")).read_text()) == result
     assert result["image_recall"]["@3"] == {"any": 100.0, "share": pytest.approx(100 / 3)}
     assert result["text_recall"].keys() == {"@1", "@3"}
     images = result["images"]
@@ -322,8 +322,11 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(tmp
     assert len(images["captions"]["sha256"]) == len(result["model"]["sha256"]) == 64
     assert "captions by image" in capsys.readouterr().out
 
-    run(*options, "--k", 1, 3, "--output", tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "run" / "retrieval.json").read_bytes()
+    run(*options, "--k", 1, 3, "--output_dir", tmp_path / "again")
+    assert (
+        next((tmp_path / "again").iterdir()).read_bytes()
+        == next((tmp_path / "run").glob("retrieval_checkpoint_*-images.json")).read_bytes()
+    )
     with pytest.raises(ValueError, match="--data_path is empty"):
         run("--pretrained_weights", weights)
 
@@ -348,5 +351,5 @@ def test_the_options_are_frozen():
         "allow_outside",
         "k",
     }
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("retrieval").parse_args([])).keys() - DEVICE_OPTIONS == own

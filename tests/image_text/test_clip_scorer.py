@@ -169,7 +169,7 @@ def test_zero_shot_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, tmp_
         ranking = sorted(range(len(names)), key=lambda c: (-scores[c], c))
         top1, top5 = top1 + (ranking[0] == label), top5 + (label in ranking[:5])
     assert (found.top1, found.top5) == pytest.approx((100 * top1 / 41, 100 * top5 / 41))
-    options = ("--data_path", "scenes:11:32", "--output", tmp_path / "a.json")
+    options = ("--data_path", "scenes:11:32", "--output_dir", tmp_path / "a")
     result = command("zero-shot", zero_shot.evaluate_checkpoint, scorer, *options)
     assert (result["similarity"], result["prompts"]["ensemble"]) == ("binding, fp32", scorer.ensemble)
     assert open_zero_shot_probe(None, "scenes:11:32")(scorer) == result["top1"]
@@ -196,7 +196,7 @@ def test_retrieval_scores_each_pair_once_in_blocks_and_equals_a_loop(
                 hits.append(sum(pair in matches for pair in nearest))
             assert recall.any == pytest.approx(100 * sum(n > 0 for n in hits) / len(hits))
             assert recall.share == pytest.approx(100 * sum(n / k for n in hits) / len(hits))
-    options = ("--data_path", "scenes:11:32", "--output", tmp_path / "a.json")
+    options = ("--data_path", "scenes:11:32", "--output_dir", tmp_path / "a")
     result = command("retrieval", retrieval.evaluate_checkpoint, scorer, *options)
     assert result["similarity"] == "binding, fp32"
 
@@ -209,7 +209,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
         for number, (colour, both) in enumerate(captions.items())
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
-    options = ("--data_path", colours, "--output", colours / "a.json")
+    options = ("--data_path", colours, "--output_dir", colours / "a")
     result = command("sugarcrepe", partial(evaluate_single, name="sugarcrepe"), scorer, *options)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
@@ -228,7 +228,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     keys = ("image_0", "image_1", "caption_0", "caption_1")
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
-    options = ("--data_path", colours, "--output", colours / "a.json")
+    options = ("--data_path", colours, "--output_dir", colours / "a")
     result: dict[str, Any] = command("winoground", partial(evaluate_single, name="winoground"), scorer, *options)
     text = image = group = 0
     for a, b, *captions in rows:

@@ -227,7 +227,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     options = ("--pretrained_weights", weights, "--data_root", crepe)
     result = run(*options)
-    path = weights.parent / "sugarcrepe.json"
+    path = weights.parent / f"sugarcrepe_checkpoint_{crepe.name}.json"
     assert json.loads(path.read_text()) == result
     assert result["splits"].keys() == {"replace_att", "swap_obj"}
     assert result["splits"]["replace_att"]["num_ties"] == 1  # the same tokens
@@ -241,8 +241,11 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
     assert "* SugarCrepe: " in printed  # files that are missing
     assert "`dino-sparo compositional --benchmarks sugarcrepe --data_root" in printed
 
-    run(*options, "--images", crepe / "images", "--output", crepe / "again.json")
-    assert (crepe / "again.json").read_bytes() == path.read_bytes()
+    run(*options, "--images", crepe / "images", "--output_dir", crepe / "again")
+    (again,) = (crepe / "again").iterdir()
+    found, first = (json.loads(each.read_text()) for each in (again, path))
+    assert found.pop("options") != first.pop("options")  # of --images
+    assert found == first
     with pytest.raises(ValueError, match="--data_root is empty"):
         run("--pretrained_weights", weights)
 
@@ -250,7 +253,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
     own |= {"data_root", "images", "max_missing", "allow_outside"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
     pictures = {"output_dir", "num_pairs", "img_size", "split", "seed"}
     assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

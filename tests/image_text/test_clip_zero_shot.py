@@ -221,6 +221,16 @@ def test_numbered_folders_are_imagenets_numbers_and_not_their_alphabetical_order
     ]
 
 
+@pytest.mark.parametrize("text", ["a cat\ndog\n A  CAT\n", '{"x_y": "a cat", "x y": "a cat", "z": "dog"}', None])
+def test_two_classes_of_one_name_are_refused(tmp_path, text):
+    """The bug: images of the second class were never right, without a word."""
+    source = open_source(folders(tmp_path / "images", ["x_y", "x y", "z"]))
+    (tmp_path / "names.json" if text and "{" in text else tmp_path / "names.txt").write_text(text or "")
+    names = "folders" if text is None else str(next(tmp_path.glob("names.*")))
+    with pytest.raises(ValueError, match=r"two classes are called '(a cat|x y)'; give each class a name of its own"):
+        open_classes(source, names)
+
+
 def test_objectnet_is_cut_down_to_the_classes_it_shares(tmp_path):
     path = folders(tmp_path / "images", ["air_freshener", "alarm_clock", "basket"])
     mappings = tmp_path / "mappings"
@@ -384,7 +394,7 @@ def test_the_view_is_the_middle_at_full_height_and_a_border_is_cut_off(tmp_path)
 def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(weights, tmp_path, capsys):
     options = ("--pretrained_weights", weights, "--data_path", "scenes:23:32")
     result = run(*options)
-    path = weights.parent / "zero_shot.json"
+    path = weights.parent / f"zero_shot_{weights.stem}_scenes-23-32.json"
     assert json.loads(path.read_text()) == result
     assert result["model"]["epoch"] == 3
     assert len(result["model"]["sha256"]) == 64
@@ -398,11 +408,12 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(wei
     assert [row["name"] for row in result["per_class"]] == list(SHAPES)
     assert sum(row["num_images"] for row in result["per_class"]) == 23
     printed = capsys.readouterr().out
-    assert "zero_shot.json" in printed
+    assert path.name in printed
     assert f"{result['top1']:.2f}" in printed
 
-    run(*options, "--output", tmp_path / "again" / "result.json")
-    assert (tmp_path / "again" / "result.json").read_bytes() == path.read_bytes()
+    run(*options, "--output_dir", tmp_path / "again")
+    (again,) = (tmp_path / "again").iterdir()
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_half_precision_and_another_view_run(weights):
@@ -490,7 +501,7 @@ def test_the_options_are_frozen():
         "download",
         "crop_border",
     }
-    own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output"}
+    own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 
@@ -500,16 +511,17 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
     path = tmp_path / "slots.json"
     path.write_text('{"slots": [3, 1]}')
     options = ("--pretrained_weights", weights, "--data_path", "scenes:23:32", "--slots", path)
-    result = run(*options, "--output", tmp_path / "slots-result.json")
+    result = run(*options, "--output_dir", tmp_path / "slots")
     assert result["feature"]["dim"] == 2 * WIDTH
     assert result["slots"]["slots"] == [3, 1]
     encoder = small_encoder(weights)
     chosen = dataclasses.replace(encoder, model=ReducedClip(encoder.model, SlotSelection((3, 1))))
     found = evaluate_zero_shot(chosen, Scenes(23, 32, "val", ties=INDEPENDENT), list(SHAPES), scene_templates())
     assert found.top1 == result["top1"]
-    by_number = run(*options[:-1], "3,1", "--output", tmp_path / "by-number.json")
+    by_number = run(*options[:-1], "3,1", "--output_dir", tmp_path / "slots")
     assert by_number.pop("slots") == {key: result["slots"][key] for key in ("kind", "slots", "num_slots", "rule")}
-    assert by_number == {key: value for key, value in result.items() if key != "slots"}
+    del by_number["options"]
+    assert by_number == {key: value for key, value in result.items() if key not in ("slots", "options")}
     path.write_text('{"slots": [5]}')
     for choice in (path, "5"):
         with pytest.raises(ValueError, match="name slot 5, which does not exist"):
@@ -531,8 +543,8 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
             f"file://{folder}/{name}",
             "--dist_timeout_min",
             "1",
-            "--output",
-            f"{folder}/{name}.json",
+            "--output_dir",
+            f"{folder}/{name}.result",
         )
         with mock.patch("dino_sparo.image_text.evaluation.retrieval.IMAGE_CHUNK", 7):
             evaluate(name, *options, "--pretrained_weights", weights, *place)
@@ -561,8 +573,10 @@ def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
     assert process.returncode == 0, output
     assert "top-1" not in output  # rank 1 shows no table
     for name in ("zero-shot", "retrieval", "sugarcrepe"):
-        one, two = ((tmp_path / folder / f"{name}.json").read_text() for folder in ("one", "two"))
+        one, two = (next((tmp_path / folder / f"{name}.result").iterdir()).read_text() for folder in ("one", "two"))
         assert one == two, name
-    one, two = (json.loads((tmp_path / folder / "clip-probe.json").read_text()) for folder in ("one", "two"))
+    one, two = (
+        json.loads(next((tmp_path / folder / "clip-probe.result").iterdir()).read_text()) for folder in ("one", "two")
+    )
     assert one["images"] == two["images"]
     assert one["top5"] == pytest.approx(two["top5"], abs=5)  # gradients are summed in another order

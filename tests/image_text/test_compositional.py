@@ -303,6 +303,7 @@ def test_vl_checklists_files_are_the_56_of_its_corpus():
         ("aro-relation", [{"image_path": "a"}], r"entry 0: expected image_path, bbox_x"),
         ("aro-relation", "{", "is no JSON"),
         ("aro-relation", {}, "expected a list of"),
+        ("sugarcrepe", '{"0": {}, "1": {}, "1": {}}', "the key '1' twice in an object"),
         ("coco-order", [{"image": "a", "caption_options": ["b"]}], "entry 0: expected image and caption_options, 5"),
         ("whatsup-a", [{"image_path": "mug.jpeg", "caption_options": list("abcd")}], "names no preposition"),
         ("coco-spatial", [[1, "a"]], r"entry 0: expected \[image id, true, false\]"),
@@ -475,7 +476,7 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     options = ("--pretrained_weights", *weights, "--data_root", data, "--chunk_images", 4, "--blind")
     results = run(*options)
     for path, result in zip(weights, results, strict=True):
-        assert json.loads((path.parent / "compositional.json").read_text()) == result
+        assert json.loads((path.parent / f"compositional_checkpoint_{data.name}.json").read_text()) == result
     crepe = results[0]["benchmarks"]["SugarCrepe"]
     assert crepe["means"].keys() == {"macro", "replace", "swap", "add", "micro"}
     split = crepe["splits"]["swap_att"]
@@ -502,7 +503,7 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     with pytest.raises(ValueError, match="is a file; give the path of a folder"):
         run(*options, "--output_dir", tmp_path / "file")
     assert {path.name for path in (tmp_path / "results").iterdir()} == {
-        "compositional_sparo.json", "compositional_cls.json"
+        f"compositional_{name}_checkpoint_{data.name}.json" for name in ("sparo", "cls")
     }  # fmt: skip
 
 
@@ -610,7 +611,7 @@ def test_the_options_are_frozen():
         "benchmarks",
     }
     own |= {"images", "max_missing", "allow_outside", "write_captions", "chunk_images", "blind", "seed", "failures"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 

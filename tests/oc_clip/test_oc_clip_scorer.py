@@ -184,7 +184,7 @@ def crepe(tmp_path: Path) -> Path:
 def test_a_result_file_says_where_its_graphs_come_from_and_what_was_changed(weights: Path, crepe: Path) -> None:
     options = ("--pretrained_weights", weights, "--data_path", crepe, "--graphs", crepe / "graphs.jsonl")
     result = evaluate("sugarcrepe", *options)
-    path = weights.parent / "sugarcrepe.json"
+    path = weights.parent / f"sugarcrepe_checkpoint_{crepe.name}.json"
     assert json.loads(path.read_text()) == result
     graphs = result["graphs"]
     assert (graphs["file"], len(graphs["sha256"]), graphs["captions"]) == (str(crepe / "graphs.jsonl"), 64, 16)
@@ -193,8 +193,8 @@ def test_a_result_file_says_where_its_graphs_come_from_and_what_was_changed(weig
     assert result["splits"][SPLITS[0]]["num_ties"] == 1  # a tie is wrong
     assert result["model"]["trained_on_graphs"] == {"parser": "templates"}
     assert len(result["model"]["sha256"]) == 64
-    evaluate("sugarcrepe", *options, "--output", crepe / "again.json")
-    assert (crepe / "again.json").read_bytes() == path.read_bytes()
+    evaluate("sugarcrepe", *options, "--output_dir", crepe / "again")
+    assert next((crepe / "again").iterdir()).read_bytes() == path.read_bytes()
     assert evaluate("sugarcrepe", *options[:4])["graphs"]["parser"] == "templates"
     pairs = evaluate("winoground", *options)
     assert pairs["graphs"]["sha256"] == graphs["sha256"]
@@ -209,7 +209,9 @@ def test_every_evaluation_of_pairs_takes_an_oc_clip_checkpoint(weights: Path, tm
     found = evaluate("retrieval", *common, "--data_path", "scenes:13:32")
     assert found["graphs"]["parser"] == "templates"
     evaluate("clip-probe", *common, "--data_path", "scenes:24:32")
-    assert {"zero_shot.json", "retrieval.json"} <= {path.name for path in weights.parent.iterdir()}
+    assert {f"{name}_checkpoint_scenes-13-32.json" for name in ("zero_shot", "retrieval")} <= {
+        path.name for path in weights.parent.iterdir()
+    }
 
 
 @pytest.mark.parametrize("name", ["retrieval", "sugarcrepe", "winoground"])
@@ -268,7 +270,7 @@ def test_graphs_of_other_captions_end_an_evaluation(
     message = error_line(caplog)
     assert "others.jsonl; at most 0.01 of them may be missing. Parse these captions" in message
     assert "or raise --max_missing_graphs" in message
-    assert not (weights.parent / "sugarcrepe.json").exists()
+    assert not list(weights.parent.glob("sugarcrepe_*"))
     evaluate("sugarcrepe", *words, "--max_missing_graphs", 1)
 
 
@@ -305,8 +307,7 @@ def test_every_evaluation_of_encoders_takes_the_image_tower(
     eval_knn.main([*evaluation, "--nb_knn", "2"])
     eval_linear.main([*evaluation, "--epochs", "1", "--fast", "--n_last_blocks", "2"])
     visualize_attention.main([*common, "--image_path", str(data / "val"), "--device", "cpu"])
-    written = capsys.readouterr().out
-    assert all(name in written or (tmp_path / name).is_file() for name in ("knn.json", "linear.json"))
+    assert all(list(tmp_path.glob(f"{name}_*_checkpoint_*images.json")) for name in ("knn", "linear"))
 
 
 # ---- refusals: one clear line each
@@ -365,7 +366,7 @@ def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
 def test_commands_on_slots_refuse_an_oc_clip(
     weights: Path, crepe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    data = ("--output_dir", tmp_path / "o") if name == "pictures" else ("--output", tmp_path / "o.json")
+    data = ("--output_dir", tmp_path / "o")
     path = crepe if name == "slots mask" else "scenes:12:32"
     refused(name, "--pretrained_weights", weights, "--data_path", path, "--device", "cpu", *data)
     assert "holds another image-text model than a CLIP" in error_line(caplog)
@@ -412,7 +413,7 @@ def test_two_processes_find_what_one_finds(weights: Path, crepe: Path) -> None:
     for name in COMMANDS:
         common = ["--pretrained_weights", str(weights), "--data_path", data[name], "--device", "cpu"]
         sizes = ["--num_workers", "0", "--batch_size_per_gpu", "6"]
-        words[name] = [*common, *sizes, "--output", str(crepe / f"{name}.json")]
+        words[name] = [*common, *sizes, "--output_dir", str(crepe / name)]
     ports = [free_port() for _ in COMMANDS]
     ranks = [context.Process(target=_rank, args=(number, ports, words)) for number in range(2)]
     for rank in ranks:
@@ -421,4 +422,4 @@ def test_two_processes_find_what_one_finds(weights: Path, crepe: Path) -> None:
         rank.join(timeout=PATIENCE)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     for name in COMMANDS:
-        assert json.loads((crepe / f"{name}.json").read_text()) == one[name], name
+        assert json.loads(next((crepe / name).glob("*.json")).read_text()) == one[name], name

@@ -92,7 +92,8 @@ def call(name: str, words: Iterable[object]) -> dict[str, Any]:
 def evaluate(name: str, *options: Any) -> dict[str, Any]:
     """Run an evaluation in this process, on few images at a time, without its catching of errors."""
     try:
-        return call(name, [*options, "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"])
+        fixed = ("--overwrite", "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6")
+        return call(name, [*options, *fixed])
     finally:
         shutdown()
 

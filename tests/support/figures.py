@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -32,7 +33,7 @@ class Words(NamedTuple):
 def drawn_words() -> Iterator[list[list[Words]]]:
     """Collect the words of every figure that is saved within the block, measured by the renderer that draws them.
 
-    No file is written. What the layout moves while it measures counts where it stands in the end.
+    Files are empty. What the layout moves while it measures counts where it stands in the end.
     """
     figures: list[list[Words]] = []
     draw = Text.draw
@@ -43,7 +44,8 @@ def drawn_words() -> Iterator[list[list[Words]]]:
         if text.get_visible() and text.get_text().strip():
             words[id(text)] = Words(text.get_text(), text.get_window_extent(renderer), text.get_figure(True).bbox)
 
-    def save(figure: Figure, *args: object, **options: object) -> None:
+    def save(figure: Figure, path: Path, **options: object) -> None:
+        path.touch()
         words.clear()
         FigureCanvasAgg(figure).draw()
         figures.append(list(words.values()))

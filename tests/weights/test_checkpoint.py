@@ -37,7 +37,13 @@ from dino_sparo.training.objective import Objective
 from dino_sparo.training.resume import random_state, restore_random_state
 from dino_sparo.weights import checkpoint as checkpoint_module
 from dino_sparo.weights import file as checkpoint_file
-from dino_sparo.weights.checkpoint import check_same_model, describe_encoder, encoder_description, normalization_of
+from dino_sparo.weights.checkpoint import (
+    check_same_model,
+    describe_encoder,
+    encoder_description,
+    encoder_of,
+    normalization_of,
+)
 from dino_sparo.weights.export import export
 from dino_sparo.weights.file import load_strictly, weights_checksum
 from dino_sparo.weights.folder import save_checkpoint
@@ -334,7 +340,7 @@ def test_a_flipped_bit_in_the_weights_is_noticed_by_every_reader_not_only_on_res
     save_encoder(encoder, tmp_path / "whole.pth")
     path.write_bytes((tmp_path / "whole.pth").read_bytes())
     if suffix == ".safetensors":
-        export(tmp_path / "whole.pth", path)
+        export(tmp_path / "whole.pth", path, overwrite=True)
     whole, content, noticed = path.read_bytes(), load_checkpoint(path), 0
     for _ in range(150):
         path.write_bytes(flipped(whole, rng.randrange(len(whole))))
@@ -907,6 +913,26 @@ def test_an_encoder_entry_of_another_type_is_one_line_with_the_file_and_what_is_
         ) as caught:
             read(str(tmp_path / "checkpoint.pth"))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mean", math.inf), ("std", 0.0), ("std", -1), ("std", math.nan)])
+def test_statistics_that_no_image_has_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    checkpoint["encoder"][name] = [0.5, value, 0.5]
+    with pytest.raises(CheckpointError, match=rf"{name} \(0\.5, {value}, 0\.5\).*, which are not finite"):
+        normalization_of(checkpoint)
+
+
+def test_an_encoder_that_is_only_described_has_no_memory_for_weights_of_its_own(tmp_path: Path) -> None:
+    """The bug: describing a large encoder took a minute, for random weights that were replaced."""
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    described = encoder_of(checkpoint, "checkpoint.pth", "teacher", is_described=True)
+    assert described.summary == build(**SPARO).summary
+    own = {value.data_ptr() for value in checkpoint["teacher"].values()}
+    assert {value.data_ptr() for value in described.state_dict().values()} <= own
+    checkpoint["encoder"]["key_dim"] += 1
+    with pytest.raises(CheckpointError, match="of another shape"):
+        encoder_of(checkpoint, "checkpoint.pth", "teacher", is_described=True)
 
 
 def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.task import trained_encoder
 from dino_sparo.runtime.choices import CROSS_ATTENTION
-from dino_sparo.runtime.faults import MissingPackageError
+from dino_sparo.runtime.faults import MissingPackageError, UserError
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description, normalization_of
 from dino_sparo.weights.export import WRITERS, export, resized
 from dino_sparo.weights.folder import save_checkpoint
@@ -133,13 +134,15 @@ def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(load_encoder(student)(images()), load_encoder(checkpoint, "student")(images()))
 
 
-def test_an_export_is_exported_again_also_onto_itself(tmp_path: Path) -> None:
+def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, build(**SPARO))
     once = export(checkpoint, tmp_path / "out", "student")
     before, said = load_file(once), json.loads(once.with_suffix(".json").read_text())
     before = {name: value.clone() for name, value in before.items()}
-    assert export(once, tmp_path / "out.safetensors") == once
-    after, again = load_file(once), json.loads(once.with_suffix(".json").read_text())
+    with pytest.raises(UserError, match=r"out\.safetensors is what is exported; give another path"):
+        export(once, tmp_path / "out.safetensors", overwrite=True)
+    twice = export(once, tmp_path / "twice")
+    after, again = load_file(twice), json.loads(twice.with_suffix(".json").read_text())
     assert all(torch.equal(before[name], after[name]) for name in before | after)
     assert (again["checkpoint_key"], again["epoch"], again["encoder"]) == ("student", 5, said["encoder"])
 
@@ -220,7 +223,7 @@ def test_no_kill_leaves_weights_beside_a_description_of_others(
         out = export(sources[0.1], tmp_path / f"out{number}", format=format)
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             kill_at(number, patch)
-            export(sources[0.7], tmp_path / f"out{number}", format=format)
+            export(sources[0.7], tmp_path / f"out{number}", format=format, overwrite=True)
             is_whole = True
         weights = out / "model.safetensors" if out.is_dir() else out
         if not weights.exists():
@@ -444,28 +447,84 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
     checkpoint = save(tmp_path, build(**SPARO))
     recipe = {"lr": 0.004, "epochs": 7, "data_path": "/data/somebody/imagenet/train", "output_dir": "/data/somebody"}
     save_checkpoint({**load_checkpoint(checkpoint), "args": recipe, "dino_loss": {}, "num_images": 99}, checkpoint)
-    (tmp_path / "knn.json").write_text('{"results": [{"k": 20, "top1": 61.25}, {"k": 10, "top1": 60.5}]}')
-    (tmp_path / "linear.json").write_text('{"best": {"lr": 0.1, "top1": 70.5}, "results": []}')
+    own = {"encoder": {"sha256": file_sha256(checkpoint)}, "images": {"data_path": "/data/somebody/cifar10"}}
+    others = [
+        {"encoder": {**own["encoder"], **changed}}
+        for changed in ({"sha256": 64 * "0"}, {"checkpoint_key": "student"}, {"slots": {"slots": [1]}})
+    ]
+    results: dict[str, Any] = {
+        "knn_checkpoint_cifar10": {**own, "results": [{"k": 20, "top1": 61.25}, {"k": 10, "top1": 60.5}]},
+        "linear": {**own, "best": {"lr": 0.1, "top1": 70.5}, "results": []},
+        "knn_of_other_weights": {**own, **others[0], "results": [{"k": 20, "top1": 99.0}]},
+        "knn_of_the_student": {**own, **others[1], "results": [{"k": 20, "top1": 99.0}]},
+        "knn_of_some_slots": {**own, **others[2], "results": [{"k": 20, "top1": 99.0}]},
+        "probe_list": [],
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    (tmp_path / "zero_shot_torn.json").write_text("{")
     folder = export(checkpoint, tmp_path / "out", format="huggingface")
     card = (folder / "README.md").read_text()
-    assert "| knn | 20-NN 61.25 %, 10-NN 60.50 % |" in card
-    assert "| linear | top1 70.50 % |" in card
+    assert "| knn_checkpoint_cifar10 | 20-NN 61.25 %, 10-NN 60.50 % on cifar10 |" in card
+    assert "| linear | top1 70.50 % on cifar10 |" in card
+    assert "99.0" not in card
     facts = {"objective": "DINO", "data": "imagenet/train", "images": 99, "epochs": 5, "recipe": "epochs=7 lr=0.004"}
     for name, value in facts.items():
         assert f"| {name} | {value} |" in card
     assert "somebody" not in card
     Image.new("RGB", (60, 50)).save(tmp_path / "photo.jpg")
-    snippet = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace('"out"', f'"{folder}"')
+    snippet = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace("'out'", repr(str(folder)))
     result: dict[str, Any] = {}
     monkeypatch.chdir(tmp_path)
     exec(snippet, result)
     assert result["output"].slots.shape == (1, *build(**SPARO).readout_output(images()).slots.shape[1:])
 
 
-def test_a_missing_file_of_weights_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_name_of_a_folder_becomes_code_or_markup_in_the_model_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = 'x"); import os; os.abort() #`<h1><script>|[a](b)\n## no heading\udcff'
+    data = "\n".join(["<img src=x>", "| a |"])
+    checkpoint = save(tmp_path, build(**SPARO))
+    save_checkpoint({**load_checkpoint(checkpoint), "args": {"data_path": data}}, checkpoint)
+    card = (export(checkpoint, name, format="huggingface") / "README.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names = [node.value for node in ast.walk(ast.parse(first + second)) if isinstance(node, ast.Constant)]
+    assert names.count(name) == 3
+    assert not {node.id for node in ast.walk(ast.parse(first)) if isinstance(node, ast.Name)} & {"os"}
+    outside = re.sub(r"```.*?```", "", card, flags=re.DOTALL)
+    for text in ("<script>", "<img", "\n## no", "[a](b)", "| a |"):
+        assert text not in outside
+    assert r"&lt;h1&gt;&lt;script&gt;\|\[a\](b) ## no heading" in outside
+
+
+@pytest.mark.parametrize("format", ["safetensors", "timm", "huggingface"])
+def test_only_equal_files_are_replaced_unless_asked(tmp_path: Path, format: str) -> None:
+    """The bug: an export overwrote a README.md, a config.json and weights that it had not written."""
+    checkpoint, out = save(tmp_path, build(readout="cls")), tmp_path / "out"
+    written = export(checkpoint, out, format=format)
+    files = sorted(out.iterdir()) if out.is_dir() else sorted(tmp_path.glob("out*"))
+    assert export(checkpoint, out, format=format) == written
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(b"mine")
+        before = {each: each.read_bytes() for each in files}
+        with pytest.raises(UserError, match=rf"{re.escape(str(file))} exists and is another file; .*--overwrite"):
+            export(checkpoint, out, format=format)
+        assert {each: each.read_bytes() for each in files} == before
+        assert not list(tmp_path.rglob("*.tmp"))
+        export(checkpoint, out, format=format, overwrite=True)
+        assert sorted(file.read_bytes()) == sorted(content)  # the order of a header's entries is random
+
+
+def test_a_missing_file_of_weights_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(CheckpointError, match=r"no checkpoint at runs/checkpoint\.pth; give the path"):
-        load_encoder("runs/checkpoint.pth")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/checkpoint.pth", "runs/typo"):
+        with pytest.raises(CheckpointError, match=rf"no checkpoint at {re.escape(name)}; give the path"):
+            load_encoder(name)
 
 
 def test_a_name_that_is_no_repository_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

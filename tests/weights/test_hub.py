@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ import pytest
 import torch
 from hub import Hub
 
+from dino_sparo.__main__ import main
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
@@ -95,7 +98,7 @@ def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_
     files = hub.repositories["somebody/slots"]
     names = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py"]
     assert sorted(files) == names
-    assert 'AutoModel.from_pretrained("somebody/slots", trust_remote_code=True)' in files["README.md"].decode()
+    assert "AutoModel.from_pretrained('somebody/slots', trust_remote_code=True)" in files["README.md"].decode()
     assert json.loads(files["config.json"])["encoder"]["num_slots"] == 5
     for said, message in (
         (unknown, "no repository of that name on the Hugging Face hub"),
@@ -104,3 +107,23 @@ def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_
         assert said.status == "1"
         assert message in said.err
         assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_hub_that_is_away_or_silent_ends_a_push_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: bool
+) -> None:
+    """The bug: a traceback, or a process that waited for an answer without end."""
+    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    monkeypatch.setattr("dino_sparo.weights.export.HUB_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        if not answers:
+            silent.close()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        begin = time.monotonic()
+        with pytest.raises(SystemExit, match="1"):
+            main(["push", str(save(tmp_path / "checkpoint.pth")), "somebody/slots"])
+    assert "could not upload to somebody/slots: " in caplog.text
+    assert "is there a network" in caplog.text
+    assert time.monotonic() - begin < 30

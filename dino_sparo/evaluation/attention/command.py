@@ -27,12 +27,13 @@ from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, describe_model, file_names, run_names
 from dino_sparo.draw.html import save_page
+from dino_sparo.draw.pixels import save_picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.maps import maps_and_slots, mass_mask
-from dino_sparo.evaluation.features import WARNINGS, check_features, disjoint_subsets
-from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder
+from dino_sparo.evaluation.features import check_features, disjoint_subsets
+from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder, open_figures
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions, write_json
@@ -50,18 +51,17 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if task is None:
         return {}
     require_matplotlib()
-    subject, folder = task.subject, task.folder
+    subject = task.subject
+    file = open_figures(args, "attention", subject.record)
+    folder = file.path.parent
     limits, channels = task.limits, args.show_channels
     images = read_images(args.data_path or args.atlas, args.num_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
-    record = {"encoder": subject.record, **maps.record(), "exif": args.exif, "versions": versions()}
-    if WARNINGS:
-        record["warnings"] = list(WARNINGS)
-    written = [folder / "attention.npy", folder / "attention.json"]
+    record = file.write({"encoder": subject.record, **maps.record(), "exif": args.exif, "versions": versions()})
+    written = [file.path.with_suffix(".npy"), file.path]
     np.save(written[0], maps.maps)
-    write_json(record, written[1])
     written += draw(maps, folder, args)
     if args.compare:
         compared = compared_encoder(args.compare, args)
@@ -157,12 +157,12 @@ def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -
     """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
     folder.mkdir(exist_ok=True)
     picture, kind = maps.pictures[index], maps.kind
-    Image.fromarray(picture).save(folder / "img.png")
+    save_picture(picture, folder / "img.png")
     for number, heatmap in enumerate(maps.maps[index]):
-        Image.fromarray(painter(heatmap)(picture)).save(folder / f"attn-{kind}{number}.png")
+        save_picture(painter(heatmap)(picture), folder / f"attn-{kind}{number}.png")
         if threshold is not None:
             masked = painter(heatmap, threshold)(picture)
-            Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
+            save_picture(masked, folder / f"mask_th{threshold:g}_{kind}{number}.png")
     if threshold is not None:
         np.save(folder / f"mask_th{threshold:g}.npy", mass_mask(maps.maps[index], threshold))
     return folder

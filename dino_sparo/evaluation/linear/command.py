@@ -4,12 +4,12 @@
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --probe linear sparo ep
 
-The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
-with all that they depend on; linear.pth holds the probes, and the same command resumes from it. Options as in
-facebookresearch/dino.
+The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear_WEIGHTS_DATA.json, the
+accuracies with all that they depend on; the .pth file of that name holds the probes, and the same command resumes from
+it. Options as in facebookresearch/dino.
 
 With --probe read-outs are trained on the frozen tokens, each with a classifier: see `attentive.py`. The results are
-probes.json, probes.pth and, for each read-out, an encoder probe_NAME.pth.
+probes_WEIGHTS_DATA.json, the .pth file of that name and, for each read-out, an encoder probe_NAME_WEIGHTS_DATA.pth.
 """
 
 import argparse
@@ -58,7 +58,7 @@ from dino_sparo.evaluation.linear.probe import (
     reference_heads,
     scaled_learning_rates,
 )
-from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -93,12 +93,13 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     defaults = READOUT_TRAINING if args.probe else LINEAR_TRAINING
     args.epochs, args.lr = args.epochs or defaults[0], args.lr or defaults[1]
     probed = ProbeTask(task)
-    path = task.result_path("probes" if args.probe else "linear")
-    saved = path.with_suffix(".pth")
-    rows, counts = evaluate_saved(probed, saved) if args.evaluate else train(probed, saved)
+    name = "probes" if args.probe else "linear"
+    stem = f"{name}_evaluate" if args.evaluate else name
+    file = task.open_result(stem, global_batch_size=probed.global_batch_size)
+    saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
+    rows, counts = evaluate_saved(probed, find_probes(saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
-    write_result(result, table(result), path.with_stem(f"{path.stem}_evaluate") if args.evaluate else path)
-    return result
+    return file.write(result, table(result))
 
 
 class ProbeTask:
@@ -193,7 +194,7 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str
     if isinstance(probes, ReadoutProbes):
         optimizer = ProbeLARS(probes, probes.rates(scaled))
     run = ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
-    run.resume()
+    run.resume(args.overwrite)
     if run.epoch < args.epochs:
         val, num_val = probed.val_features()
         batches, num_train = training_batches(probed)
@@ -237,6 +238,12 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 
+def find_probes(path: Path, name: str) -> Path:
+    """The probes to test: those of the same data, else NAME.pth, such as the reference's, else the only ones."""
+    found = [*(p for p in (path, path.with_name(f"{name}.pth")) if p.is_file())] or [*path.parent.glob(f"{name}_*.pth")]
+    return found[0] if len(found) == 1 or path in found else path
+
+
 def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
     """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
     task, weights, rates = probed.task, None, [math.nan]
@@ -255,7 +262,7 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]],
 
 
 def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, int | None]) -> dict[str, Any]:
-    """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
+    """Accuracies and protocol, as the result holds them: the same for every run of the same command."""
     task, args = probed.task, probed.task.args
     optimizer, schedule = ("LARS", "warm-up, cosine") if args.probe else ("SGD", "cosine")
     training = {

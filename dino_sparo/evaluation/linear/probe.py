@@ -324,11 +324,13 @@ class ProbeRun:
             }
             save_checkpoint(state, self.path)
 
-    def resume(self) -> None:
-        """Resume the saved training, if there is one."""
+    def resume(self, overwrite: bool = False) -> None:
+        """Resume the saved training, if there is one; with `overwrite` a training of other options starts anew."""
         if self.path is None or not self.path.is_file():
             return
         state = load_heads(self.path)
+        if overwrite and state["record"] != self.record:
+            return
         check_same_record(state["record"], self.record, self.path)
         load_strictly(self.probe, state["state_dict"], str(self.path))
         device = self.probe.device
@@ -400,4 +402,6 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     """Refuse probes of another encoder, of other data or of other options."""
     if differing := differences(saved, wanted, "in the file", "now"):
-        raise UserError(f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options")
+        raise UserError(
+            f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or --overwrite"
+        )

@@ -29,7 +29,6 @@ from dino_sparo.evaluation.task import (
     EvaluationTask,
     compared_encoder,
     untrained_encoder,
-    write_result,
 )
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
@@ -51,7 +50,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     require_matplotlib()
     if args.match:
         require("scipy", "matched slots")
-    subject = task.subject
+    subject, file = task.subject, task.open_result("slot_score")
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks, task.limits)
@@ -79,8 +78,8 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     }
     if other is not None:
         result["match"] = match_models(survey, other, source, args, task.device)
-    write_result({**result, "versions": versions()}, table(result), task.result_path("slot_score"))
-    say("\n".join(map(str, draw(result, task))))
+    file.write({**result, "versions": versions()}, table(result))
+    say("\n".join(map(str, draw(result, task, file.path))))
     return result
 
 
@@ -175,17 +174,17 @@ def match_models(
     }
 
 
-def draw(result: dict[str, Any], task: EvaluationTask) -> list[Path]:
-    """Write the plots of the measures, of classes and of matched slots; returns their paths."""
+def draw(result: dict[str, Any], task: EvaluationTask, path: Path) -> list[Path]:
+    """Write the plots of the measures, of classes and of matched slots, beside the result at `path`; their paths."""
     subject = task.subject
     run = "untrained" if subject.record["untrained"] else run_names([task.args.pretrained_weights])[0]
     model = describe_model(subject.record, subject.encoder.config, run, subject.encoder.config.readout)
-    paths = [task.result_path("slot_score").with_suffix(".png")]
+    paths = [path.with_suffix(".png")]
     draw_measures(result, model, paths[0])
     if "classes" in result:
-        paths.append(task.result_path("slot_classes").with_suffix(".png"))
+        paths.append(paths[0].with_name(paths[0].name.replace("score", "classes", 1)))
         draw_classes(result, model, paths[-1])
     if "match" in result:
-        paths.append(task.result_path("slot_match").with_suffix(".png"))
+        paths.append(paths[0].with_name(paths[0].name.replace("score", "match", 1)))
         draw_matching(result["match"], model, paths[-1])
     return paths

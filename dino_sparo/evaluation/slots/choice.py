@@ -1,7 +1,7 @@
 """A choice of slots, by number or by a file -> an encoder with these slots alone. For a CLIP see `clip/subsets.py`.
 
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots 0,3,7
-    python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study.json
+    python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study_NAME.json
 
 `dino-sparo slots study` chooses slots of an encoder of images, `dino-sparo slots select` those of a CLIP; both write
 the same form of file, which every evaluation takes as --slots. `dino-sparo slots mask` weighs the slots of a CLIP.

@@ -2,10 +2,10 @@
 
     dino-sparo slots study --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     python eval_knn.py    --pretrained_weights output/checkpoint.pth --data_path data/imagenet \
-        --slots output/slot_study.json
+        --slots output/slot_study_checkpoint_imagenet.json
 
-Prints a table, writes slot_study.json (accuracies, how they were found, and the best slots, which every evaluation
-takes as --slots) and slot_study.png.
+Prints a table, writes slot_study_WEIGHTS_DATA.json (accuracies, how they were found, and the best slots, which every
+evaluation takes as --slots) and a plot of that name.
 
 The encoder runs once. A choice of slots is a choice of columns, so every number is that of `eval_knn.py` with these
 `--slots`. Slots are ranked on the training images alone: a seeded part of them, the choosing images, is
@@ -49,7 +49,7 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
@@ -193,7 +193,7 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     config = task.subject.encoder.config
     check_has_slots(config)
     numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
-    path = task.result_path("slot_study")
+    file = task.open_result("slot_study")
     images, record = extract(task)
     accuracies = knn_accuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
@@ -203,10 +203,8 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     probes = accuracy_curve(probe, orders, numbers) if args.probe else None
     result = describe(task, ranking, curve, probes) | record
     if is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw(result, path.with_suffix(".png"))
-    write_result(result, table(result), path)
-    return result
+        draw(result, file.path.with_suffix(".png"))
+    return file.write(result, table(result))
 
 
 def kept_numbers(numbers: list[int] | None, keep: int | None, num_slots: int) -> list[int]:
@@ -239,7 +237,7 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
 
 
 def describe(task: EvaluationTask, ranking: Rows, curve: Rows, probes: Rows | None) -> dict[str, Any]:
-    """Selection, accuracies and protocol, as slot_study.json holds them."""
+    """Selection, accuracies and protocol, as the result holds them."""
     args, subject = task.args, task.subject
     probe = {
         "epochs": args.epochs,

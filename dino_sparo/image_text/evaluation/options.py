@@ -14,7 +14,15 @@ from dino_sparo.runtime.cli import (
     share,
     share_below_1,
 )
-from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION, DOWNLOAD, EVALUATION_LIMITS, FEATURE_FILES, FIGURE_FORMAT
+from dino_sparo.runtime.options import (
+    DEVICE,
+    DEVICE_OPTION,
+    DOWNLOAD,
+    EVALUATION_LIMITS,
+    FEATURE_FILES,
+    FIGURE_FORMAT,
+    RESULT,
+)
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
@@ -100,15 +108,15 @@ QUESTIONS: Group = {
 }
 
 
-def computation(result: Group) -> dict[str, Group]:
-    """Groups of computation and device; `result` says where the result is written."""
-    group: Group = {
+COMPUTATION: dict[str, Group] = {
+    "computation and result": {
         "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
         "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
         "precision": PRECISION,
-        **result,
-    }
-    return {"computation and result": group, "device and processes": DEVICE}
+        **RESULT,
+    },
+    "device and processes": DEVICE,
+}
 
 
 def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
@@ -119,7 +127,7 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
         "(.json), tar shards, or the built-in scenes.",
     )
     result: Group = {
-        "output_dir": Option(None, "Folder of the result; by default beside the checkpoint."),
+        **RESULT,
         "figure_format": FIGURE_FORMAT,
         "device": DEVICE_OPTION,
     }
@@ -133,17 +141,16 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
     )
 
 
-def evaluation_parser(result: str, groups: Mapping[str, Group], model: Group = MODEL) -> Parser:
-    """The options of an evaluation, in data-flow order; `result` is the default name of its result."""
-    output: Group = {"output": Option(None, f"Result file; by default {result} beside the checkpoint.")}
-    return Parser({"model: what is evaluated": model, **groups, **computation(output)})
+def evaluation_parser(groups: Mapping[str, Group], model: Group = MODEL) -> Parser:
+    """The options of an evaluation, in data-flow order."""
+    return Parser({"model: what is evaluated": model, **groups, **COMPUTATION})
 
 
 def zero_shot_parser() -> Parser:
     """The options of `zero_shot.py`."""
     crop_border = Option(0, "Pixels cut off every side of an image; ObjectNet's images have a red frame of 1.")
     images = LABELLED_IMAGES | {"crop_border": crop_border}
-    return evaluation_parser("zero_shot.json", {"images": images, "classes in words": CLASSES})
+    return evaluation_parser({"images": images, "classes in words": CLASSES})
 
 
 CAPTIONED_IMAGES: Group = {
@@ -157,18 +164,18 @@ CAPTIONED_IMAGES: Group = {
 def retrieval_parser() -> Parser:
     """The options of `retrieval.py`."""
     recall: Group = {"k": Option([1, 5, 10], "Values of k in recall at k.", positive_int)}
-    return evaluation_parser("retrieval.json", {"images and captions": CAPTIONED_IMAGES, "recall": recall})
+    return evaluation_parser({"images and captions": CAPTIONED_IMAGES, "recall": recall})
 
 
 def sugarcrepe_parser() -> Parser:
     """The options of the command `sugarcrepe`."""
-    return evaluation_parser("sugarcrepe.json", {"questions": QUESTIONS})
+    return evaluation_parser({"questions": QUESTIONS})
 
 
 def winoground_parser() -> Parser:
     """The options of the command `winoground`."""
     folder = Option("", "Folder with Winoground's examples.jsonl.")
-    return evaluation_parser("winoground.json", {"questions": QUESTIONS | {"data_root": folder}})
+    return evaluation_parser({"questions": QUESTIONS | {"data_root": folder}})
 
 
 BENCHMARKS: Group = {
@@ -197,9 +204,8 @@ COMPARISON: Group = {
 
 def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
-    folder = Option(None, "Folder of the results; by default beside each checkpoint.")
     groups = {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON}
-    return Parser(groups | computation({"output_dir": folder}))
+    return Parser(groups | COMPUTATION)
 
 
 def order_captions_parser() -> Parser:
@@ -235,7 +241,7 @@ def probe_parser() -> Parser:
     """The options of `probe.py`."""
     data_path = Option("", "Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes.")
     images: Group = {"data_path": data_path, "download": DOWNLOAD, **EVALUATION_LIMITS}
-    return evaluation_parser("probe.json", {"images": images, "features": FEATURE_FILES, "probe": PROBE})
+    return evaluation_parser({"images": images, "features": FEATURE_FILES, "probe": PROBE})
 
 
 def scene_pairs_parser() -> Parser:

@@ -4,7 +4,7 @@
 
 Every image is encoded once, without crops and flips. Probes with different weight decays are trained side by side on
 part of the training images and compared on the rest. A probe with the best decay is then trained on all training images
-and tested. The command prints a table and writes probe.json: the numbers and their protocol.
+and tested. The command prints a table and writes probe_WEIGHTS_DATA.json: the numbers and their protocol.
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
 AdamW with learning rate 0.1, 10 epochs, 97 decays from 1e-6 to 1e2, searched first coarsely and then finely around the
@@ -37,9 +37,9 @@ from dino_sparo.evaluation.linear.probe import (
     probe_accuracy,
     train_one_epoch,
 )
-from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.evaluation.task import ResultFile, open_result, start_evaluation
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.faults import UserError
@@ -153,7 +153,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -
     """
     process = start_evaluation(args)
     storage = process.device if args.use_cuda else CPU
-    train, test, record = _features(args, process, storage, open_model)
+    train, test, record, file = _features(args, process, storage, open_model)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
     settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, process.device)
     sweep: dict[str, Any] | None = None
@@ -184,13 +184,13 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -
             "num_corrupt_test": test.num_corrupt,
         },
     }
-    return report(result, table(result), args, "probe.json")
+    return file.write(result, table(result))
 
 
 def _features(
     args: argparse.Namespace, process: Distributed, storage: torch.device, open_model: Callable[..., Any]
-) -> tuple[Features, Features, dict[str, Any]]:
-    """Features of training and test images, and the record of how they were made."""
+) -> tuple[Features, Features, dict[str, Any], ResultFile]:
+    """Features of training and test images, the record of how they were made, and the file of the result."""
     if args.load_features:
         train, test, record = load_features(Path(args.load_features))
         if args.slots:
@@ -198,10 +198,13 @@ def _features(
         if args.exif not in (EXIF[0], record.get("view", {}).get("exif")):
             raise UserError(f"--exif {args.exif} with --load_features, whose images were turned upright: leave out one")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
+        args.data_path = record.get("images", {}).get("data_path") or args.data_path
+        file = open_result(args, "probe", record.get("model", {}))
         if not record:  # features of another program, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
-        return train.to(storage), test.to(storage), record
+        return train.to(storage), test.to(storage), record, file
     model = open_model(args, process)
+    file = open_result(args, "probe", model.record["model"])
     sources = [
         open_evaluation_images(args.data_path, split, args.download, limits_of(args)) for split in ("train", "val")
     ]
@@ -212,7 +215,7 @@ def _features(
     record = {**model.record, "images": images}
     if args.dump_features:
         save_features(Path(args.dump_features), train, test, record)
-    return train, test, record
+    return train, test, record, file
 
 
 def table(result: dict[str, Any]) -> str:

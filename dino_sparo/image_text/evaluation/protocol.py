@@ -1,10 +1,7 @@
-"""Start and end of an evaluation of an image-text model: its images, and the file of its result.
+"""Start of an evaluation of an image-text model: its images.
 
 Images come from a data path, or are named in annotations. A benchmark without some of its images is another benchmark,
 so more than a few missing ones are an error.
-
-As in `evaluation/task.py`, a result file holds the whole protocol of its numbers, and the same command writes the same
-file.
 """
 
 import argparse
@@ -12,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -22,7 +19,6 @@ from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
-from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.choices import EXIF, MAX_VALUE
 from dino_sparo.runtime.collectives import rank_0_first
@@ -131,7 +127,7 @@ def require_few_missing(
         raise UserError(f"{data}{missing} of {total} {problem}; at most {100 * allowed:g} % of them may be. {remedy}")
 
 
-# By data path; and the result.
+# By data path.
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]
@@ -166,22 +162,3 @@ def open_evaluation_images(
 def file_record(path: Path) -> dict[str, str]:
     """Path and hash of a file, for a result file."""
     return {"path": str(path), "sha256": file_sha256(path)}
-
-
-def plot_path(args: argparse.Namespace, name: str) -> Path:
-    """Path of the plot beside the result; raises ValueError if the plot would overwrite the result."""
-    path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
-    if path.suffix == ".png":
-        raise UserError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
-    return path.with_suffix(".png")
-
-
-def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Write the result and show the table, on rank 0; returns the result.
-
-    By default the file has this name and lies beside the checkpoint; with `--slots` its name ends in `_slots.json`.
-    """
-    if getattr(args, "slots", None):
-        name = f"{name.removesuffix('.json')}_slots.json"
-    write_result(result, table, Path(args.output) if args.output else Path(args.pretrained_weights).parent / name)
-    return result

@@ -5,7 +5,7 @@
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
 The processes share the images, and score some of them at a time with every caption. The command prints a table and
-writes retrieval.json: the numbers and their protocol. Recall@k has two definitions, and both are reported:
+writes retrieval_WEIGHTS_DATA.json: the numbers and their protocol. Recall@k has two definitions, and both are reported:
 
     any    share of queries with at least one match among their k nearest candidates
     share  mean over queries of the share of matches among their k nearest candidates
@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dino_sparo.evaluation.features import check_features
-from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.faults import UserError
@@ -149,6 +149,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process)
+    result_file = open_result(args, "retrieval", scorer.record["model"])
     data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, limits_of(args))
     outcome = evaluate_retrieval(scorer, data, args.k)
     result = {
@@ -177,7 +178,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
             "left_out": data.left_out,
         },
     }
-    return report(result, table(outcome), args, "retrieval.json")
+    return result_file.write(result, table(outcome))
 
 
 def table(outcome: RetrievalResult) -> str:

@@ -9,7 +9,7 @@
 
 The class with the highest score is the prediction. ImageNet V1, Sketch, A and R are recognised by their folders; for
 V2, ObjectNet and your own sets, name the classes with --classnames. The command prints a table and writes
-zero_shot.json: the numbers and their protocol.
+zero_shot_WEIGHTS_DATA.json: the numbers and their protocol.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import check_features
-from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
+from dino_sparo.evaluation.task import open_result, start_evaluation
+from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images
 from dino_sparo.image_text.prompts import AUTO, open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
@@ -115,6 +115,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
+    file = open_result(args, "zero_shot", scorer.record["model"])
     source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
     chosen, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
     if args.templates == AUTO:
@@ -147,7 +148,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
             for name, (number, right) in zip(classes.names, outcome.per_class, strict=True)
         ],
     }
-    return report(result, table(outcome), args, "zero_shot.json")
+    return file.write(result, table(outcome))
 
 
 def table(outcome: ZeroShotResult) -> str:

@@ -3,7 +3,8 @@
     dino-sparo compositional --pretrained_weights clip/checkpoint.pth oc/checkpoint.pth --data_root data
 
 All benchmarks below the folder are evaluated (docs/compositional.md lists their files). The command prints one table
-and writes one compositional.json per model: accuracies with intervals, what was left out, and the whole protocol.
+and writes one compositional_WEIGHTS_DATA.json per model: accuracies with intervals, what was left out, and the whole
+protocol.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.task import result_folder, start_evaluation
+from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
@@ -35,12 +36,12 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report, require_few_missing
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, require_few_missing
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import write_json
 from dino_sparo.runtime.launch import is_main
+from dino_sparo.weights.checkpoint import weights_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ Answers = Sequence[Answer | None]
 
 def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
-    process = start_evaluation(args, several_results=True)
+    process = start_evaluation(args)
     if not args.data_root:
         raise UserError("--data_root is empty; give the folder that holds the benchmarks")
     if args.failures:
@@ -68,22 +69,20 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
             raise UserError(f"--pretrained_weights {weights}: there is no such file")
-    if args.output_dir:
-        result_folder(args.output_dir, "")
+    every = [argparse.Namespace(**{**vars(args), "pretrained_weights": weights}) for weights in args.pretrained_weights]
+    files = [open_result(one, RESULT, {"sha256": weights_sha256(one.pretrained_weights)}) for one in every]
+    if len({file.path for file in files}) < len(files):
+        raise UserError("two results would have the same name; rename the folders of the checkpoints")
     results, written = {}, []
-    for label, weights in zip(labels_of(args.pretrained_weights), args.pretrained_weights, strict=True):
-        logger.info("%s: %s", label, weights)
-        model_args = argparse.Namespace(**{**vars(args), "pretrained_weights": weights})
+    for label, model_args, file in zip(labels_of(args.pretrained_weights), every, files, strict=True):
+        logger.info("%s: %s", label, model_args.pretrained_weights)
         scorer, limits = open_model(model_args, process), limits_of(model_args)
         result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, limits)
-        results[label] = result
-        if is_main():
-            path = result_path(weights, label, args.output_dir)
-            write_json(result, path)
-            written.append(path)
-            if args.failures:
-                stem = path.with_name(f"{path.stem}_failures")
-                written += write_failures(scorer, label, failures, stem, limits)
+        results[label] = file.write(result)
+        written.append(file.path)
+        if is_main() and args.failures:
+            stem = file.path.with_name(f"{file.path.stem}_failures")
+            written += write_failures(scorer, label, failures, stem, limits)
     if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
@@ -108,14 +107,6 @@ def labels_of(weights: Sequence[str]) -> list[str]:
     names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
     times = Counter(names)
     return [name if times[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
-
-
-def result_path(weights: str, label: str, output: str | None) -> Path:
-    """Path of a model's result: in the folder `output`, by default beside the weights."""
-    if output is not None:
-        return result_folder(output, weights) / f"{RESULT}_{label.replace(' ', '_')}.json"
-    stem = Path(weights).stem
-    return Path(weights).with_name(f"{RESULT}.json" if stem == "checkpoint" else f"{RESULT}_{stem}.json")
 
 
 def evaluate(
@@ -240,7 +231,7 @@ def table(results: Mapping[str, Result]) -> str:
 
 
 # One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks. Answers and
-# table are those of `compositional`; the result files, sugarcrepe.json and winoground.json, have their own format.
+# table are those of `compositional`; the result files have their own format.
 
 
 def require_readable(local: LocalBenchmark, num_readable: int, max_missing: float) -> None:
@@ -269,16 +260,17 @@ def evaluate_single(args: argparse.Namespace, open_model: OpenModel, name: str) 
     if is_main():
         say(f"This is `dino-sparo compositional --benchmarks {name} --data_root {local.folder}` under its old name.")
     scorer = open_model(args, process)
+    file = open_result(args, name, scorer.record["model"])
     answers, truncated = answer_questions(scorer, local.questions, limits=limits_of(args))
     require_readable(local, len(answers) - answers.count(None), args.max_missing)
     entry = describe(local, answers, seed=0)
     result = {**FORMATS[name](entry, local, answers, len(truncated), scorer.measure), **scorer.record}
     (label,) = labels_of([args.pretrained_weights])
-    return report(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}), args, f"{name}.json")
+    return file.write(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}))
 
 
 def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
-    """The content of sugarcrepe.json."""
+    """The content of SugarCrepe's result."""
     means = {name: mean["accuracy"] for name, mean in entry["means"].items()}
     groups = {group: means[group] for group in GROUPS if group in means}
     num_images = len({image for question in compress(local.questions, answers) for image in question.images})
@@ -312,7 +304,7 @@ def pairs_record(local: LocalBenchmark, num_pairs: int, num_truncated: int, **co
 
 
 def _winoground(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
-    """The content of winoground.json."""
+    """The content of Winoground's result."""
     tags = [question.split for question in compress(local.questions, answers)]
     outcomes = local.benchmark.outcomes(local.questions, list(filter(None, answers)))
 

@@ -100,7 +100,7 @@ def json_reader(
             path = folder / name
             if not path.is_file():
                 continue
-            entries = read_json(path)
+            entries = read_json(path, has_unique_keys=True)
             if not isinstance(entries, list | dict if keyed else list):
                 raise UserError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
             rows = entries.items() if isinstance(entries, dict) else enumerate(entries)
