@@ -37,7 +37,7 @@ from dino_sparo.data.loader import to_device
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.options import REFERENCE_BATCH
-from dino_sparo.distillation.step import crops_of, ema_update_
+from dino_sparo.distillation.step import crops_on_device, ema_update_
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.launch import Distributed
@@ -127,9 +127,7 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
     loader, weights = to_device(itertools.repeat(batch), training.updater.device), list(training.network.parameters())
 
     def crops() -> None:
-        batch = next(loader).to(training.updater.device)
-        inputs = batch.views if batch.parameters is None else [*batch.views, batch.parameters]
-        found["crops"] = crops_of(inputs, training.distort if batch.parameters is not None else None)
+        found["crops"] = crops_on_device(next(loader), training.distort, training.updater.device)
 
     def teacher() -> None:
         with training.updater.autocast(), torch.no_grad():

@@ -26,7 +26,7 @@ from dino_sparo.evaluation import options as evaluation_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
-from dino_sparo.runtime.choices import ARCHITECTURES, READOUTS, TIMM
+from dino_sparo.runtime.choices import ARCHITECTURES, HEADS, READOUTS, TIMM
 from dino_sparo.runtime.cli import Parser, path, printable, read_config, say, values_of, with_underscores
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
@@ -616,7 +616,7 @@ def refuse_early(args: argparse.Namespace, command: str) -> None:
         for option, known in KNOWN_NAMES.items():
             given = getattr(args, option, None) or []
             for name in given if isinstance(given, list) else [given]:
-                if name not in known and not name.startswith(TIMM):
+                if name.partition(HEADS)[0] not in known and not name.startswith(TIMM):
                     raise UserError(f"--{option} {name} is unknown; choose one of {', '.join(sorted(known))}")
         if command in CHECKS:
             check_run(args)

@@ -66,7 +66,9 @@ def draw(rng: Generator, label: int, hard: bool) -> Image.Image:
 
 def main() -> None:
     """Write the images of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num_images", type=int, default=200, help="training images")
     parser.add_argument("--hard", action="store_true", help="classes that an untrained encoder does not separate")

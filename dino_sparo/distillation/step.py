@@ -42,15 +42,24 @@ def compute_gradients(
     """
     updater, outputs = objective.updater, []
     for index, batch in enumerate(batches):
-        batch = batch.to(updater.device)
-        inputs, distort = list(batch.views), None
-        if batch.parameters is not None:
-            inputs, distort = [*inputs, batch.parameters], objective.distort
+        inputs, distort = _inputs_of(batch.to(updater.device), objective.distort)
         call = partial(_on_crops, compute, distort, len(batches))
         with updater.gradient_sync(objective.student, is_last=index == len(batches) - 1):
             whole_key = key, objective.is_backbone_frozen
             outputs.append(objective.recorder(call, inputs, whole_key, is_only_part=len(batches) == 1))
     return outputs
+
+
+def crops_on_device(batch: Batch, distort: Distortions | None, device: torch.device) -> Sequence[Tensor]:
+    """The S crops (B, C, H, W) of a batch on the device, distorted and normalised, for a step that is not recorded."""
+    return crops_of(*_inputs_of(batch.to(device), distort))
+
+
+def _inputs_of(batch: Batch, distort: Distortions | None) -> tuple[list[Tensor], Distortions | None]:
+    """The arguments of `crops_of`; the loader left no distortions to the device if the batch has no parameters."""
+    if batch.parameters is None:
+        return batch.views, None
+    return [*batch.views, batch.parameters], distort
 
 
 def _on_crops(compute: ComputeCrops, distort: Distortions | None, parts: int, inputs: Sequence[Tensor]) -> Outputs:

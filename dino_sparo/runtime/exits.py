@@ -63,12 +63,13 @@ def _leave(
 ) -> NoReturn:
     # Here, not above: they import torch.
     from dino_sparo.runtime.launch import world_size
-    from dino_sparo.runtime.logs import FILE_ONLY, HAS_LINES, setup_logging
+    from dino_sparo.runtime.logs import FILE_ONLY, HAS_LINES, RunLogHandler, setup_logging
 
     if not logging.getLogger().handlers:
         setup_logging()
     logger.log(level, "%s", message or without_traceback(str(error)), extra={HAS_LINES: True})
-    if level == logging.ERROR and error is not None and status != BUG_STATUS:
+    has_run_log = any(isinstance(handler, RunLogHandler) for handler in logging.getLogger().handlers)
+    if has_run_log and level == logging.ERROR and error is not None and status != BUG_STATUS:
         logger.error("%s", _traceback(error), extra={HAS_LINES: True, FILE_ONLY: True})
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()

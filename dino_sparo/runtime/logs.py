@@ -54,7 +54,7 @@ def setup_logging(output_dir: Path | None = None) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     handlers[0].addFilter(lambda record: not hasattr(record, FILE_ONLY))
     if output_dir is not None and is_main():
-        handlers.append(_RunLogHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
+        handlers.append(RunLogHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.is_dino_sparo = True  # type: ignore[attr-defined]
@@ -71,10 +71,11 @@ class _EscapingFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-class _RunLogHandler(logging.FileHandler):
+class RunLogHandler(logging.FileHandler):
     """A full disk costs lines of run.log; the terminal has them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a full disk, and report any other error."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 

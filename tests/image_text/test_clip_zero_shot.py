@@ -221,7 +221,9 @@ def test_numbered_folders_are_imagenets_numbers_and_not_their_alphabetical_order
     ]
 
 
-@pytest.mark.parametrize("text", ["a cat\ndog\n A  CAT\n", '{"x_y": "a cat", "x y": "a cat", "z": "dog"}', None])
+@pytest.mark.parametrize(
+    "text", ["x_y\ta cat\nz\tdog\nx y\t A  CAT\n", '{"x_y": "a cat", "x y": "a cat", "z": "dog"}', None]
+)
 def test_two_classes_of_one_name_are_refused(tmp_path, text):
     """The bug: images of the second class were never right, without a word."""
     source = open_source(folders(tmp_path / "images", ["x_y", "x y", "z"]))

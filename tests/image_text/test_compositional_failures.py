@@ -45,6 +45,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 from dino_sparo.image_text.evaluation.protocol import Crop
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
 
@@ -215,7 +216,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         save_page(figure(False), tmp_path / "page.html")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert (tmp_path / "page.html").read_bytes() == b"old"

@@ -19,6 +19,7 @@ from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.rows import CAPTION_KEYS, Row, draw_regions, open_rows, region_graph, texts_in
 from dino_sparo.oc_clip.parsers.templates import TemplateParser, parse_caption
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.lock import OutputDirError
 
 
@@ -229,7 +230,7 @@ def test_a_run_that_cannot_begin_leaves_no_file(
 ) -> None:
     class Broken:
         def __call__(self, caption: str) -> SceneGraph:
-            raise ValueError("the model cannot be loaded")
+            raise UserError("the model cannot be loaded")
 
         def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
             return (self(caption) for caption in captions)

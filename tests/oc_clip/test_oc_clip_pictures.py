@@ -271,7 +271,7 @@ def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, caps
     assert capsys.readouterr().out.split()[-3:] == [str(path) for path in paths]
     assert json.loads(paths[2].read_text()) == found
     table = tmp_path / "graphs.jsonl"
-    found = run(*options, "--data_path", table, "--graphs", table, "--pairs", 1, 1)
+    found = run(*options, "--data_path", table, "--graphs", table, "--pairs", 1, 1, "--overwrite")
     assert [pair["entities"][0]["entity"] for pair in found["pairs"]] == ["wall"]
     assert found["graphs"]["counts"]["captions"] == 1
 
@@ -350,5 +350,5 @@ def test_the_options_are_known():
     assert vars(parser_of("oc-pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "graphs"),
         *("max_image_mb", "max_image_mpix", "max_value", "exif"),
-        *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "device", "figure_format"),
+        *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "overwrite", "device", "figure_format"),
     }

@@ -34,6 +34,7 @@ from dino_sparo.__main__ import (
     main,
     parse_keywords,
     parser_of,
+    refuse_early,
 )
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
@@ -134,6 +135,7 @@ NEW: dict[str, Any] = {
     "dist_timeout_min": 10.0,
     "distort_on": "auto",
     "compile": "auto",
+    "cuda_graph": "off",
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "koleo_weight": 0.0,
@@ -422,6 +424,10 @@ def test_wrong_values_are_refused_before_torch_is_imported(words: str, message: 
     assert re.fullmatch(rf"\d\d:\d\d:\d\d E {re.escape(message)}.*\n", done.stderr)
 
 
+def test_an_architecture_with_other_heads_is_not_refused_early() -> None:
+    refuse_early(parser_of("knn").parse_args(["--arch", "vit_small_heads12"]), "knn")
+
+
 def test_names_that_are_no_paths_are_no_missing_inputs(tmp_path: Path) -> None:
     names = ["demo", "timm/vit_tiny_patch16_224", "USER/name.v1", "", str(tmp_path)]
     for name in names:
@@ -472,7 +478,7 @@ def test_no_option_can_be_abbreviated(name: str) -> None:
 def test_every_parser_of_the_project_is_one_that_takes_no_abbreviations() -> None:
     for folder in ("dino_sparo", "studies", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for call in re.findall(r"argparse\.ArgumentParser\(.*", path.read_text(encoding="utf-8")):
+            for call in re.findall(r"argparse\.ArgumentParser\([^)]*", path.read_text(encoding="utf-8")):
                 assert "allow_abbrev=False" in call, f"{path}: make a Parser of runtime/cli.py"
 
 

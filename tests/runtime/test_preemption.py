@@ -101,7 +101,7 @@ class Unfit(Dataset):
 def test_an_error_in_a_process_that_loads_images_is_its_message_alone(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit, match="1"), errors_in_one_line(logging.getLogger("test")):
         next(iter(DataLoader(Unfit(), num_workers=1)))
-    assert caplog.records[0].getMessage() == "image 0: too small;\n  its neighbour: too"
+    assert [record.getMessage() for record in caplog.records] == ["image 0: too small;\n  its neighbour: too"]
 
 
 def test_an_error_waits_for_no_process_that_loads_images(capfd: pytest.CaptureFixture[str]) -> None:

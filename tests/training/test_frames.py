@@ -13,7 +13,7 @@ import main_dino
 ROOT = Path(__file__).parents[2]
 
 
-class _StopError(Exception):
+class _StopError(BaseException):
     """Ends the run in the optimizer's first step."""
 
 
@@ -37,4 +37,4 @@ def test_contributing_lists_the_few_calls_from_main_dino_to_the_optimizer(
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where a batch goes")[1].split("\n## ")[0]
     listed = re.findall(r"^    *(?:\w+\.)?(\w+)\(.*?\) +(\S+\.py) ", text, flags=re.MULTILINE)
     assert [("main", "main_dino.py"), *own] == listed
-    assert len(own) <= 6
+    assert len(own) <= 7

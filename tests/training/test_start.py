@@ -60,7 +60,7 @@ def test_ranks_with_different_options_are_refused(
     """The bug: they trained together."""
     errors = two_ranks.errors(_start, {"seed": 0}, own)
     assert errors[0] == errors[1]
-    assert errors[0].startswith(f"ValueError: {message}; start all processes with the same options")
+    assert errors[0].startswith(f"UserError: {message}; start all processes with the same options")
 
 
 def test_ranks_may_have_their_own_device_and_number(two_ranks: TwoRanks) -> None:
