@@ -227,8 +227,8 @@ def diagnose_collapse(
         if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:
             return (
                 f"{signs}: uniform collapse, every image gets the same flat distribution; start again in another "
-                f"--output_dir with dino-sparo train-simdino, or with --use_bn_in_head true --teacher_temp 0.02 "
-                f"--warmup_teacher_temp 0.02"
+                f"--output_dir with dino-sparo train-simdino, or with --koleo_weight 1 --use_bn_in_head true "
+                f"--teacher_temp 0.02 --warmup_teacher_temp 0.02"
             )
         if marginal_entropy < COLLAPSE_SHARE * log_k:
             return (

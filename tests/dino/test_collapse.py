@@ -145,7 +145,7 @@ def test_the_remedies_of_a_uniform_collapse_are_those_that_helped_best_first() -
     log_k = math.log(1024)
     line = diagnose_collapse(**{**HEALTHY, "loss": log_k, "teacher_entropy": log_k - 0.03, "marginal_entropy": log_k})
     assert line is not None
-    words = ("train-simdino", "--use_bn_in_head true --teacher_temp 0.02")
+    words = ("train-simdino", "--koleo_weight 1 --use_bn_in_head true --teacher_temp 0.02")
     assert sorted(words, key=line.index) == [*words]
     assert "--lr" not in line
 
