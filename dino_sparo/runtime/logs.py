@@ -196,13 +196,14 @@ class EpochClock:
         speed = self.speed()
         left = (self.end_step - step) * (now - self.start) / self.steps_done
         logger.info(
-            "epoch %d  step %d/%d  loss %.4f  %s images/s  data wait %.0f %%  ETA %s  memory %.1f GiB",
+            "epoch %d  step %d/%d  loss %.4f  %s images/s  data wait %.0f %%%s  ETA %s  memory %.1f GiB",
             epoch,
             (step - 1) % self.steps_per_epoch + 1,
             self.steps_per_epoch,
             loss.item(),
             f"{rate:.0f}" if (rate := speed["images_per_s"]) >= 9.5 else f"{rate:.2g}",
             100 * speed["data_wait"],
+            " (give more --num_workers)" if self.device.type == "cuda" and speed["data_wait"] > 0.1 else "",
             timedelta(seconds=round(left)),
             peak_memory(self.device) / 2**30,
         )

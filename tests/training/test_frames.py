@@ -1,5 +1,6 @@
 """CONTRIBUTING's list of the calls from `main_dino.py` to the optimizer, against those of a run."""
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -27,11 +28,13 @@ def test_contributing_lists_the_few_calls_from_main_dino_to_the_optimizer(
         while Path(frame.f_code.co_filename).name != "main_dino.py":
             calls.insert(0, (frame.f_code.co_name, Path(frame.f_code.co_filename)))
             frame = frame.f_back
+        assert not gc.isenabled(), "the garbage collector rests during an epoch"
         raise _StopError
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     with pytest.raises(_StopError):
         main_dino.main(options(tmp_path, max_steps=1))
+    assert gc.isenabled()
     package = ROOT / "dino_sparo"
     own = [(name, path.relative_to(package).as_posix()) for name, path in calls if path.is_relative_to(package)]
     text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where a batch goes")[1].split("\n## ")[0]
