@@ -267,7 +267,7 @@ def test_a_full_disk_costs_lines_of_run_log_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(tmp_path)
-    handler = next(each for each in logging.getLogger().handlers if isinstance(each, logs._RunLogHandler))
+    handler = next(each for each in logging.getLogger().handlers if isinstance(each, logs.RunLogHandler))
     handler.stream.close()
     handler.stream = FullDisk()
     logging.getLogger("dino_sparo").warning("one line")
