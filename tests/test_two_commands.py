@@ -173,6 +173,127 @@ def test_a_result_is_repeated_but_not_overwritten_by_another_protocol_unasked(ru
     assert [row["k"] for row in json.loads(path.read_text())["results"]] == [3]
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"--checkpoint_key": "student"}, "knn_checkpoint_student_scenes-40-32.json"),
+        ({"--slots": "0,2"}, "knn_checkpoint_scenes-40-32_slots_0-2.json"),
+        ({"--pretrained_weights": "run/checkpoint.safetensors"}, "knn_checkpoint.safetensors_scenes-40-32.json"),
+    ],
+)
+def test_another_network_slots_or_file_of_the_same_stem_has_a_result_of_its_own(
+    changes: dict[str, str], name: str, run: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    say("export", "run/checkpoint.pth", "run/checkpoint")
+    say(*knn("run/checkpoint.pth"))
+    say(*knn("run/checkpoint.pth"), *(word for item in changes.items() for word in item))
+    assert {path.name for path in results_in(run)} == {"knn_checkpoint_scenes-40-32.json", name}
+
+
+def test_two_files_of_slots_have_a_result_each(run: Path, say: Say) -> None:
+    for slots in ("0", "1,2"):
+        (run / f"mask{slots[0]}.json").write_text(json.dumps({"slots": [*map(int, slots.split(","))]}))
+        say(*knn(run / "checkpoint.pth"), "--slots", run / f"mask{slots[0]}.json")
+    assert {path.name.partition("_slots_")[2] for path in results_in(run)} == {"mask0.json", "mask1.json"}
+
+
+def test_another_spelling_of_a_path_is_the_same_data(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_images(run.parent / "images").parent)
+    for data in ("images", "images/", "./images", "run/../images", str(Path("images").resolve())):
+        say(*knn("run/checkpoint.pth", data))
+    assert len(results_in(run)) == 1
+
+
+def test_the_card_of_an_export_at_another_size_states_the_size_of_its_scores(run: Path, say: Say) -> None:
+    say(*knn(run / "checkpoint.pth"))
+    say("export", run / "checkpoint.pth", run / "ex", "--format", "huggingface", "--img_size", 64)
+    assert f"on {EVALUATED} at image size 32 |" in (run / "ex" / "README.md").read_text()
+
+
+# What lies there already?
+
+
+def test_features_of_others_are_not_overwritten_unasked(run: Path, say: Say) -> None:
+    (run / "f").mkdir()
+    (run / "f" / "trainfeat.pth").write_text("by facebookresearch/dino")
+    dump = (*knn(run / "checkpoint.pth"), "--dump_features", run / "f")
+    assert "--overwrite" in say(*dump, statuses=(1,)).errors[0]
+    assert (run / "f" / "trainfeat.pth").read_text() == "by facebookresearch/dino"
+    say(*dump, "--overwrite")
+    say(*dump)
+    for changes in (("--checkpoint_key", "student"), ("--n_last_blocks", 2), ("--img_size", 16)):
+        other = (*dump, *changes, "--output_dir", run / "other")
+        assert "--overwrite" in say(*other, statuses=(1,)).errors[0]
+
+
+def test_scene_pairs_replace_older_pairs_whole_and_only_if_asked(tmp_path: Path, say: Say) -> None:
+    words = ["scene-pairs", "--num_pairs", 3, "--img_size", 32, "--output_dir"]
+    say(*words, tmp_path / "new", "--seed", 1)
+    say(*words, tmp_path / "old")
+    assert "--overwrite" in say(*words, tmp_path / "old", "--seed", 1, statuses=(1,)).errors[0]
+    say(*words, tmp_path / "old", "--seed", 1, "--overwrite")
+    old, new = ({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")} for name in ("old", "new"))
+    assert old == new
+
+
+@pytest.mark.parametrize("out", ["ex/", ".", "", "FILE/x", "FILE"])
+def test_an_export_without_a_name_or_below_a_file_is_refused(
+    out: str, run: Path, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("FILE").write_text("")
+    formats = ["huggingface"] if out == "FILE" else ["safetensors", "onnx"]
+    for form in formats:
+        said = say("export", run / "checkpoint.pth", out, "--format", form, statuses=(1, 2))
+        assert re.search("give (a|the) path", said.text)
+    assert os.listdir() == ["FILE"]
+
+
+def test_a_folder_of_checkpoints_is_no_folder_for_an_export(run: Path, say: Say) -> None:
+    before = sorted(os.listdir(run))
+    said = say("export", run / "checkpoint.pth", run, "--format", "huggingface", "--overwrite", statuses=(1,))
+    assert "another folder" in said.errors[0]
+    assert sorted(os.listdir(run)) == before
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["embed", "--pretrained_weights", "run/checkpoint.pth", "--data_path", EVALUATED, *DEVICE, "--output_dir"],
+        [*knn("run/checkpoint.pth"), "--output_dir"],
+        [*knn("run/checkpoint.pth"), "--dump_features"],
+        ["scene-pairs", "--num_pairs", 2, "--output_dir"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_a_file_where_a_folder_is_to_be_written_is_named_with_a_remedy(
+    words: list[object], below: str, run: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("FILE").write_text("")
+    error = say(*words, Path("FILE", below), statuses=(1,)).errors[0]
+    assert f"{words[-1]} FILE" in error
+    assert re.search("give the path of a folder|choose another", error)
+
+
+def test_an_empty_path_is_not_the_working_folder(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "here").mkdir()
+    monkeypatch.chdir(run / "here")
+    for words in (["scene-pairs", "--output_dir", ""], [*knn(run / "checkpoint.pth"), "--dump_features", ""]):
+        assert "is empty; give a path" in say(*words, statuses=(2,)).text
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "log.txt", "run.log"])
+def test_a_file_that_holds_no_weights_is_not_said_to_run_code(name: str, run: Path, say: Say) -> None:
+    error = say(*knn(run / name), statuses=(1,)).errors[0]
+    assert f"{name} is truncated or no checkpoint" in error
+    assert "run code" not in error
+
+
 # A run's folder is moved.
 
 
@@ -447,4 +568,5 @@ def test_the_card_of_an_export_into_the_working_folder_names_that_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     say("export", run / "checkpoint.pth", ".", "--format", "huggingface")
-    assert 'from_pretrained("here")' in Path("README.md").read_text().replace("'", '"')
+    names = re.findall(r"(?:from_pretrained|load_encoder)\((.*?)[,)]", Path("README.md").read_text())
+    assert names == ["'here'"] * 3

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import read_record, write_record
+from dino_sparo.runtime.files import differences, plain, read_record, write_record
 from dino_sparo.runtime.launch import is_main, rank, world_size
+from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.checkpoint import weights_sha256
 from dino_sparo.weights.file import read_torch_file
@@ -283,6 +284,19 @@ def effective_rank(encodings: Float[Tensor, "B F"]) -> float:
 # Features of both splits <-> files.
 
 
+def check_dump(folder: str, record: Mapping[str, Any], overwrite: bool) -> None:
+    """Create the folder of --dump_features; refuse one with features of another record, unless `overwrite`."""
+    create_output_dir(path := Path(folder), "--dump_features ")
+    names = [name for split in CACHE_FILES.values() for name in split if (path / name).exists()]
+    if names and not overwrite:
+        saved = read_record(path / CACHE_RECORD, verify=False) if (path / CACHE_RECORD).is_file() else {}
+        if differences(saved, plain(record), "in the folder", "now"):
+            raise UserError(
+                f"--dump_features {folder} holds {names[0]} of other weights, images or options; give another folder, "
+                "or --overwrite"
+            )
+
+
 def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:
     """Rank 0 writes both splits under the reference's file names, and beside them how they were made.
 
@@ -296,7 +310,6 @@ def save_features(folder: Path, train: Features, val: Features, record: dict[str
 
 def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         names = [name for split in CACHE_FILES.values() for name in split]
         for name in (CACHE_RECORD, *names):
             (folder / name).unlink(missing_ok=True)

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 
 from dino_sparo.evaluation.features import (
     Features,
+    check_dump,
     check_same_weights,
     gather_features,
     load_features,
@@ -280,17 +281,19 @@ def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
     layers = task.args.n_last_blocks
     encoder = task.encoder  # opened before the images: wrong weights are refused first
     encode = None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers)
-    train, val = (task.features(source, encode).normalize_() for source in task.splits)
     record = {
         "encoder": task.subject.record,
         "feature": {
             "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
             "n_last_blocks": layers,
-            "dim": train.features.shape[1],
+            "dim": encoder.backbone.embed_dim * (layers - 1) + encoder.encoding_dim,
             "precision": task.args.precision,
         },
         **task.images_record({}),
     }
+    if task.args.dump_features:
+        check_dump(task.args.dump_features, record, task.args.overwrite)
+    train, val = (task.features(source, encode).normalize_() for source in task.splits)
     if task.args.dump_features:
         whole_train, whole_val = (gather_features(part, task.device, on_rank_0=True) for part in (train, val))
         save_features(Path(task.args.dump_features), whole_train, whole_val, record)

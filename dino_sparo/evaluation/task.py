@@ -29,7 +29,7 @@ from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import require_same_options
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import differences, file_sha256, plain, read_json, versions, write_json
+from dino_sparo.runtime.files import INPUTS, differences, file_sha256, plain, read_json, versions, write_json
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import setup_logging
@@ -37,6 +37,7 @@ from dino_sparo.runtime.options import DEVICE
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.weights.checkpoint import (
     EXPORTED_WEIGHTS,
+    NETWORKS,
     activation_of,
     encoder_of,
     load_checkpoint,
@@ -317,9 +318,10 @@ class ResultFile:
 
 
 def open_result(args: argparse.Namespace, name: str, record: Mapping[str, Any], **options: Any) -> ResultFile:
-    """The file NAME_WEIGHTS_DATA.json; results of random weights and of some slots have endings of their own.
+    """The file NAME_WEIGHTS_DATA.json; a student, random weights and some slots have parts of their own in the name.
 
-    In a folder that is not that of the weights, WEIGHTS begins with the folder of the weights.
+    In a folder that is not that of the weights, WEIGHTS begins with the folder of the weights. WEIGHTS has the suffix
+    of the file unless it is .pth.
 
     Args:
         args: parsed options.
@@ -332,15 +334,16 @@ def open_result(args: argparse.Namespace, name: str, record: Mapping[str, Any], 
     """
     given = vars(args)
     folder = result_folder(args.output_dir or given.get("load_features"), args.pretrained_weights)
-    parts = [name]
+    weights, network = "", record.get("checkpoint_key")
     if args.pretrained_weights:
         file = Path(os.path.abspath(_weights_beside(args.pretrained_weights)))
         is_elsewhere = file.is_file() and not file.parent.samefile(folder)
-        parts.append((f"{file.parent.name}_" if is_elsewhere else "") + (file.stem if file.is_file() else file.name))
-    data = given.get("data_path") or given.get("data_root") or ""
-    parts.append(data_name(os.path.abspath(data) if data and os.path.exists(data) else data))
+        weights = (f"{file.parent.name}_" if is_elsewhere else "") + file.name.removesuffix(".pth")
+    data = data_name(_absolute(given.get("data_path") or given.get("data_root") or ""))
+    parts = [name, weights, "" if network == NETWORKS[0] else network, data]
     parts += ["untrained"] * bool(record.get("untrained")) + ["slots"] * bool(record.get("slots") or given.get("slots"))
-    stem = "_".join(filter(None, (re.sub(r"[^\w.]+", "-", part).strip("-.")[:MAX_PART] for part in parts)))
+    parts.append(Path(given.get("slots") or "").stem)
+    stem = "_".join(filter(None, (re.sub(r"[^\w.]+", "-", part or "").strip("-.")[:MAX_PART] for part in parts)))
     return open_figures(args, stem, record, **options)
 
 
@@ -360,10 +363,19 @@ def open_figures(args: argparse.Namespace, stem: str, record: Mapping[str, Any],
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a result depends on, without the weights; a file is its path and its hash."""
+    """The options that a result depends on, without the weights: paths are absolute, files are path and hash."""
     options = {name: value for name, value in vars(args).items() if name not in HARMLESS_OPTIONS}
-    files = {name for name, value in options.items() if isinstance(value, str) and os.path.isfile(value)}
-    return {name: [value, file_sha256(Path(value))] if name in files else value for name, value in options.items()}
+    for name, value in options.items():
+        if isinstance(value, str) and (name in INPUTS or os.sep in value or os.path.isfile(value)):
+            path = _absolute(value)
+            options[name] = [path, file_sha256(Path(path))] if os.path.isfile(path) else path
+    return options
+
+
+def _absolute(path: str) -> str:
+    """The absolute path of a file, a folder or a pattern; other texts, such as scenes:64:32, as they are."""
+    is_path = path and os.path.exists(os.path.dirname(path) or path)
+    return os.path.abspath(path) if is_path else path
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:

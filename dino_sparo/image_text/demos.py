@@ -80,7 +80,8 @@ def compare_models(
 def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
     """True and false captions of held-out scenes; returns their folder."""
     pairs = folder / "pairs"
-    run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "img_size": IMAGE_SIZE}))
+    options = {"output_dir": pairs, "num_pairs": num_pairs, "img_size": IMAGE_SIZE, "overwrite": "true"}
+    run("scene-pairs", option_words(options))
     return pairs
 
 

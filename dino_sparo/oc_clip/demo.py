@@ -19,6 +19,7 @@ from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE, DemoModel, compare_models
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo
+from dino_sparo.runtime.lock import create_output_dir
 
 OC_CLIP, TABLE = "oc_clip", "train.jsonl"
 SHARED = {
@@ -46,7 +47,7 @@ def write_training_pairs(folder: Path, num_images: int) -> None:
     `--data_path scenes` leaves attributes out of most captions, so that shapes are learned; this takes more images.
     """
     scenes = Scenes(num_images, IMAGE_SIZE, ties=INDEPENDENT)
-    (folder / "train").mkdir(parents=True, exist_ok=True)
+    create_output_dir(folder / "train")
     with (folder / TABLE).open("w") as file:
         for index in range(num_images):
             name = f"train/{index:06d}.png"

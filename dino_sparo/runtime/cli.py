@@ -80,6 +80,13 @@ def path(text: str) -> str:
     return ":".join(os.path.expanduser(part) for part in text.split(":"))
 
 
+def path_with_name(text: str) -> str:
+    """As `path`, of an option whose default is no path: an empty text would be the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a path")
+    return path(text)
+
+
 def bool_flag(text: str) -> bool:
     """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
     if text.lower() not in BOOLEANS:
@@ -106,7 +113,7 @@ TYPES: dict[type, Callable[[str], Any]] = {
     int: whole_number,
     float: number_from_0,
     str: path,
-    NoneType: path,
+    NoneType: path_with_name,
 }
 
 

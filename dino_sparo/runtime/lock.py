@@ -116,13 +116,14 @@ def is_earlier_attempt(holder: dict[str, Any]) -> bool:
     return bool(holder["job"]) and holder["job"] == me["job"] and holder["attempt"] < me["attempt"]
 
 
-def create_output_dir(folder: Path) -> None:
-    """Create a folder and its parents; OutputDirError if a file has its name, or the parent cannot be written."""
+def create_output_dir(folder: Path, option: str = "--output_dir ") -> None:
+    """Create a folder and its parents; OutputDirError if a file has its name, or the parent cannot be written.
+
+    `option` stands before the folder in messages, "" where no option names it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise OutputDirError(
-            f"--output_dir {folder} is a file; give the path of a folder, or remove the file"
-        ) from error
+        raise OutputDirError(f"{option}{folder} is a file; give the path of a folder, or remove the file") from error
     except OSError as error:
-        raise OutputDirError(f"--output_dir {folder} cannot be created ({error}); choose another") from error
+        raise OutputDirError(f"{option}{folder} cannot be created ({error}); choose another") from error

@@ -14,6 +14,7 @@ metadata, so that `file.read_safetensors` detects files that do not belong toget
 import argparse
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.weights.checkpoint import (
+    REPOSITORY,
     clip_weights,
     encoder_description,
     encoder_of,
@@ -43,7 +45,7 @@ from dino_sparo.weights.checkpoint import (
 from dino_sparo.weights.file import DOCUMENTS_KEY, Replacing, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import timm_images, write_folder
-from dino_sparo.weights.origin import origin_of
+from dino_sparo.weights.origin import ENCODER_RESULTS, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ def export(
     """
     if format not in WRITERS | CLIP_FORMATS:
         raise UserError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
+    _check_out(str(out), format)
     checkpoint = weights_file(checkpoint)
     content, replacing = load_checkpoint(checkpoint), Replacing(overwrite, checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
@@ -105,15 +108,27 @@ def export(
         encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
         encoder = encoder if img_size is None else resized(encoder, img_size)
         key = network_name(content, which)
+        origin = origin_of(content, checkpoint, key)
+        scores = {name: words for name, words in origin["scores"].items() if name.startswith(ENCODER_RESULTS)}
         record = {
             "encoder": encoder_description(encoder.config, *normalization_of(content)),
-            **origin_of(content, checkpoint, key),
+            **origin,
+            "scores": scores,
             "checkpoint_key": key,
             **({} if name is None else {"name": name}),
         }
         path, network = WRITERS[format](encoder, str(out), record, replacing), key or "encoder"
     logger.info("%s of %s as %s: %s", network, checkpoint, format, path)
     return path
+
+
+def _check_out(out: str, format: str) -> None:
+    """Refuse a path without a name, and a folder of checkpoints, which the export would hide."""
+    is_folder = format == "huggingface" or format in CLIP_FORMATS
+    if not out or (not is_folder and os.path.basename(out) in ("", ".", "..")):
+        raise UserError(f"{out!r} does not end with a name; give a path such as exports/vits16 for the export")
+    if is_folder and any(Path(out).glob("*.pth")):
+        raise UserError(f"{out} holds checkpoints, which an export would hide; give another folder for the export")
 
 
 def resized(encoder: Encoder, img_size: int) -> Encoder:
@@ -299,6 +314,8 @@ def push_checkpoint(args: argparse.Namespace) -> str:
     from huggingface_hub.utils import get_session
 
     setup_logging()
+    if not REPOSITORY.fullmatch(args.repository):
+        raise UserError(f"{args.repository} is not the name of a repository; give USER/NAME, such as me/vits16")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # which logs every request
     http_error: Any = HfHubHTTPError.__bases__[0]  # of the hub's HTTP library, which depends on the hub's version
     api = HfApi()
@@ -316,8 +333,8 @@ def push_checkpoint(args: argparse.Namespace) -> str:
         except (OSError, ValueError, http_error) as error:  # no network, no permission, or no such name
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(
-                f"could not upload to {args.repository}: {reason}; is there a network, is the name USER/NAME, and "
-                "does `hf auth whoami` name you?"
+                f"could not upload to {args.repository}: {reason}; is there a network, and does `hf auth whoami` "
+                "name you?"
             ) from error
     say(str(commit))
     return str(commit)

@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import parse_json, plain
+from dino_sparo.runtime.files import parse_object, plain
+from dino_sparo.runtime.lock import create_output_dir
 
 # In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
 # JSON of a dict from name or suffix (`document_path`) to content.
@@ -63,7 +64,9 @@ def _reading(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive or pickle may raise any error
-        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        with path.open("rb") as file:
+            is_torchs = file.read(2) in (b"\x80\x02", b"PK")  # a pickle or an archive
+        unsafe = _unsafe_name(str(error)) if is_torchs and isinstance(error, pickle.UnpicklingError) else None
         if unsafe is not None:
             is_cut = "torch.distributed" in unsafe
             raise CheckpointError(
@@ -72,7 +75,8 @@ def _reading(path: Path) -> Iterator[None]:
             ) from error
         reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
+            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason}); "
+            "give a .pth or .safetensors file"
         ) from error
 
 
@@ -187,12 +191,9 @@ def read_safetensors(path: Path) -> dict[str, Any]:
 
 def _read_document(path: Path) -> dict[str, Any]:
     try:
-        values = parse_json(path.read_bytes())
-        if not isinstance(values, dict):
-            raise UserError(f"a {type(values).__name__}, not an object")
-    except ValueError as error:
+        return parse_object(path.read_bytes(), path.name)
+    except UserError as error:
         raise CheckpointError(f"{path} does not describe the weights beside it ({error})") from error
-    return values
 
 
 def _unsafe_name(message: str) -> str | None:
@@ -262,8 +263,8 @@ def write_together(
         for name, value in documents.items()
     }
     temporary = {target: target.with_name(f".{target.name}.tmp") for target in (*texts, path)}
+    create_output_dir(path.parent, option="")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         for target, text in texts.items():
             temporary[target].write_text(text, encoding="utf-8")
         temporary[path].touch()

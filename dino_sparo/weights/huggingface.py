@@ -90,7 +90,7 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any], replacin
         images |= {name: [255 * value for value in images[name]] for name in ("mean", "std")}
     documents = {
         CODE: modeling_code(),
-        "README.md": model_card(network, record, record.get("name", folder.name)),
+        "README.md": model_card(network, record, record.get("name", folder.resolve().name)),
         "config.json": {
             "model_type": MODEL_TYPE,
             "architectures": ["SparoEncoderModel"],

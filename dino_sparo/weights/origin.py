@@ -24,7 +24,8 @@ RECIPE = (
     *("weight_decay", "weight_decay_end", "beta1", "beta2", "clip_grad", "precision"),
 )
 # Files of scores: EVALUATION_WEIGHTS_DATA.json; older versions wrote EVALUATION.json.
-RESULTS = re.compile(r"(knn|linear|zero_shot|retrieval|probe|compositional|slot_score)(_.*)?\.json")
+ENCODER_RESULTS = ("knn", "linear", "slot_score")  # the others are of a whole CLIP
+RESULTS = re.compile(rf"({'|'.join(ENCODER_RESULTS)}|zero_shot|retrieval|probe|compositional)(_.*)?\.json")
 PARTS = ("train", "val", "test", "images", "train2017")  # folders whose name alone does not tell the data
 
 
@@ -79,9 +80,9 @@ def scores_beside(checkpoint: Path, sha256: str, network: str | None = None) -> 
         is_other = network is not None and subject.get("checkpoint_key", network) != network
         if subject.get("sha256") != sha256 or is_other or subject.get("slots") or result.get("slots"):
             continue
-        data = data_name(evaluated_data(result) or "")
+        data, side = data_name(evaluated_data(result) or ""), result.get("view", {}).get("crop")
         if words := in_percent(scores_of(result)):
-            scores[path.stem] = f"{words} on {data}" if data else words
+            scores[path.stem] = words + f" on {data}" * bool(data) + f" at image size {side}" * bool(side)
     return scores
 
 

@@ -458,6 +458,7 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
         "knn_of_other_weights": {**own, **others[0], "results": [{"k": 20, "top1": 99.0}]},
         "knn_of_the_student": {**own, **others[1], "results": [{"k": 20, "top1": 99.0}]},
         "knn_of_some_slots": {**own, **others[2], "results": [{"k": 20, "top1": 99.0}]},
+        "zero_shot_of_both_towers": {"model": own["encoder"], "top1": 99.0},
         "probe_list": [],
     }
     for name, result in results.items():

@@ -90,7 +90,7 @@ def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_
             checkpoint,
             ["push", str(checkpoint), "somebody/slots", "--private"],
             ["knn", "--pretrained_weights", "nobody/nothing"],
-            ["push", str(checkpoint), "a/b/c"],
+            ["push", str(checkpoint), "a/b--c"],
         )
     assert pushed.status == "0", pushed.err
     assert f"{hub.url}/somebody/slots/commit/" in pushed.out
@@ -102,11 +102,20 @@ def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_
     assert json.loads(files["config.json"])["encoder"]["num_slots"] == 5
     for said, message in (
         (unknown, "no repository of that name on the Hugging Face hub"),
-        (refused, "could not upload to a/b/c"),
+        (refused, "could not upload to a/b--c"),
     ):
         assert said.status == "1"
         assert message in said.err
         assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("name", ["noslash", "a/b/c", "a/", "/b", ""])
+def test_a_push_to_no_name_of_a_repository_is_refused_before_the_checkpoint_is_read(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit, match="1"):
+        main(["push", "none.pth", name])
+    assert "is not the name of a repository; give USER/NAME" in caplog.text
 
 
 @pytest.mark.parametrize("answers", [False, True])

@@ -37,6 +37,7 @@ from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compare
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.lock import create_output_dir
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
 
 def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -> Path:
     """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
-    folder.mkdir(exist_ok=True)
+    create_output_dir(folder, option="")
     picture, kind = maps.pictures[index], maps.kind
     save_picture(picture, folder / "img.png")
     for number, heatmap in enumerate(maps.maps[index]):

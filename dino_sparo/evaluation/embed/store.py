@@ -106,7 +106,7 @@ def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
     """The record of a folder of embeddings, None if there is none; `verify` compares the files with their checksums."""
     try:
         record = files.read_record(folder / RECORD, verify)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except UserError as error:
         raise UserError(f"{error}; embed again with --overwrite") from error

@@ -252,5 +252,6 @@ def scene_pairs_parser() -> Parser:
         "img_size": Option(SCENE_SIZE, "Side in pixels.", positive_int),
         "split": Option("val", "val was not trained on.", choices=("train", "val")),
         "seed": Option(0, "Another seed gives other scenes."),
+        "overwrite": Option(False, "Replace the pairs in --output_dir."),
     }
     return Parser({"scenes": scenes})

@@ -27,7 +27,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dino_sparo.data.dataset import align_classes, require_labels
-from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
+from dino_sparo.evaluation.features import Features, check_dump, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.linear.attentive import warmup_cosine
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
@@ -210,9 +210,11 @@ def _features(
     ]
     require_labels(sources[0])
     sources[1] = align_classes(sources[1], sources[0].classes or [])
-    train, test = (model.image_features(source, storage) for source in sources)
     images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
     record = {**model.record, "images": images}
+    if args.dump_features:
+        check_dump(args.dump_features, record, args.overwrite)
+    train, test = (model.image_features(source, storage) for source in sources)
     if args.dump_features:
         save_features(Path(args.dump_features), train, test, record)
     return train, test, record, file

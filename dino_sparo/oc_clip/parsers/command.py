@@ -27,7 +27,7 @@ from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_row
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256, parse_object, versions, write_json
-from dino_sparo.runtime.lock import RunLock
+from dino_sparo.runtime.lock import RunLock, create_output_dir
 from dino_sparo.runtime.logs import progress, setup_logging
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     if args.output is None:
         raise UserError("--output is missing: give the file of graphs to write, such as --output graphs.jsonl")
     output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    create_output_dir(output.parent, "--output in ")
     rows: Iterable[Row]
     parser: Parser
     if args.parser in DRAW:

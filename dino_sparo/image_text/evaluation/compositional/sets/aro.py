@@ -38,6 +38,7 @@ from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
 from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress, setup_logging
 
 MIN_CASES = 25  # pairs of attributes with fewer questions do not count in the authors' mean
@@ -193,7 +194,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
         for name, option in zip(PERTURBATIONS, options[1:], strict=True):
             unchanged[name] += option == options[0]
     output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    create_output_dir(output.parent, "--output in ")
     output.write_text(json.dumps(entries) + "\n", encoding="utf-8")
     record = {
         "captions": file_record(Path(args.captions)),

@@ -26,6 +26,7 @@ from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, Scenes
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -78,16 +79,27 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
 
 
 def write_scene_pairs(
-    folder: Path, num_pairs: int = 1000, image_size: int = DEFAULT_IMAGE_SIZE, split: str = "val", seed: int = 0
+    folder: Path,
+    num_pairs: int = 1000,
+    image_size: int = DEFAULT_IMAGE_SIZE,
+    split: str = "val",
+    seed: int = 0,
+    overwrite: bool = False,
 ) -> Path:
-    """Write entries and images of `num_pairs` scenes; returns the folder."""
+    """Write entries and images of `num_pairs` scenes; returns the folder. `overwrite` removes those of older pairs."""
     scenes = Scenes(SCENES_PER_PAIR * num_pairs + 100, image_size, split=split, seed=seed, ties=INDEPENDENT)
     chosen, files = scene_pairs(scenes, num_pairs)
-    (folder / "images").mkdir(parents=True, exist_ok=True)
+    images, targets = folder / "images", {folder / f"{name}.json": entries for name, entries in files.items()}
+    create_output_dir(images)
+    old = [*(path for path in targets if path.exists()), *images.glob("*.png")]
+    if old and not overwrite:
+        raise UserError(f"{old[0]} exists; give another --output_dir, or --overwrite to replace the pairs in {folder}")
+    for path in old:
+        path.unlink()
     for index in chosen:
-        scenes.read(index).save(folder / "images" / f"{index:06d}.png")
-    for name, entries in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        scenes.read(index).save(images / f"{index:06d}.png")
+    for path, entries in targets.items():
+        path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     logger.info("%s: %d scenes with %s", folder, num_pairs, " and ".join(files))
     return folder
 
@@ -95,7 +107,7 @@ def write_scene_pairs(
 def write_pairs(args: argparse.Namespace) -> None:
     """The command."""
     setup_logging()
-    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.img_size, args.split, args.seed)
+    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.img_size, args.split, args.seed, args.overwrite)
 
 
 BENCHMARKS = (
