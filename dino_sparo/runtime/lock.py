@@ -117,10 +117,7 @@ def is_earlier_attempt(holder: dict[str, Any]) -> bool:
 
 
 def create_output_dir(folder: Path, option: str = "--output_dir ") -> None:
-    """Create a folder and its parents; OutputDirError if a file has its name, or the parent cannot be written.
-
-    `option` stands before the folder in messages, "" where no option names it.
-    """
+    """Create a folder and its parents; OutputDirError, which names `option`, if there is a file or no permission."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

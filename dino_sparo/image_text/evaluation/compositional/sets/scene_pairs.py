@@ -79,27 +79,16 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
 
 
 def write_scene_pairs(
-    folder: Path,
-    num_pairs: int = 1000,
-    image_size: int = DEFAULT_IMAGE_SIZE,
-    split: str = "val",
-    seed: int = 0,
-    overwrite: bool = False,
+    folder: Path, num_pairs: int = 1000, image_size: int = DEFAULT_IMAGE_SIZE, split: str = "val", seed: int = 0
 ) -> Path:
-    """Write entries and images of `num_pairs` scenes; returns the folder. `overwrite` removes those of older pairs."""
+    """Write entries and images of `num_pairs` scenes; returns the folder."""
     scenes = Scenes(SCENES_PER_PAIR * num_pairs + 100, image_size, split=split, seed=seed, ties=INDEPENDENT)
     chosen, files = scene_pairs(scenes, num_pairs)
-    images, targets = folder / "images", {folder / f"{name}.json": entries for name, entries in files.items()}
-    create_output_dir(images)
-    old = [*(path for path in targets if path.exists()), *images.glob("*.png")]
-    if old and not overwrite:
-        raise UserError(f"{old[0]} exists; give another --output_dir, or --overwrite to replace the pairs in {folder}")
-    for path in old:
-        path.unlink()
+    create_output_dir(folder / "images")
     for index in chosen:
-        scenes.read(index).save(images / f"{index:06d}.png")
-    for path, entries in targets.items():
-        path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        scenes.read(index).save(folder / "images" / f"{index:06d}.png")
+    for name, entries in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     logger.info("%s: %d scenes with %s", folder, num_pairs, " and ".join(files))
     return folder
 
@@ -107,7 +96,13 @@ def write_scene_pairs(
 def write_pairs(args: argparse.Namespace) -> None:
     """The command."""
     setup_logging()
-    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.img_size, args.split, args.seed, args.overwrite)
+    folder = Path(args.output_dir)
+    old = [path for pattern in ("swap_*.json", "images/*.png") for path in folder.glob(pattern)]
+    if old and not args.overwrite:
+        raise UserError(f"{old[0]} exists; give another --output_dir, or --overwrite to replace the pairs in {folder}")
+    for path in old:
+        path.unlink()
+    write_scene_pairs(folder, args.num_pairs, args.img_size, args.split, args.seed)
 
 
 BENCHMARKS = (
