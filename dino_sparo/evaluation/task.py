@@ -263,10 +263,6 @@ class EvaluationTask:
             "versions": versions(),
         }
 
-    def open_result(self, name: str, **options: Any) -> "ResultFile":
-        """The file of this task's result, see `open_result`."""
-        return open_result(self.args, name, self.subject.record, **options)
-
 
 def start_evaluation(args: argparse.Namespace) -> Distributed:
     """Join the other processes, set up the log and the precision of products."""

@@ -528,7 +528,7 @@ def test_results_of_other_weights_and_data_have_other_names(folders, checkpoint,
         evaluate("--pretrained_weights", weights, "--data_path", data, "--nb_knn", 1)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("knn*.json")} == {
         *(f"run/knn_{name}.json" for name in ("checkpoint_data", "checkpoint_best_data", "checkpoint_other-data-é")),
-        *(f"ex/{name}/knn_model_data.json" for name in "ab"),
+        *(f"ex/{name}/knn_model.safetensors_data.json" for name in "ab"),
     }
 
 

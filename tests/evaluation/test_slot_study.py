@@ -149,7 +149,7 @@ def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_p
     cache = ("--dump_features", tmp_path / "cache")
     result = knn_of(checkpoint, "1,4", *folder, *cache)
     assert (
-        json.loads((tmp_path / f"knn_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots.json").read_text())
+        json.loads((tmp_path / f"knn_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots_1-4.json").read_text())
         == result
     )
     assert result["feature"]["dim"] == 2 * SLOT_DIM
@@ -171,7 +171,7 @@ def test_probes_of_some_slots_see_fewer_features_and_are_not_continued_with_othe
     result = command("linear", *words, "--n_last_blocks", 2, "--slots", "0,3")
     assert result["feature"]["dim"] == 128 + 2 * SLOT_DIM
     assert (
-        json.loads((tmp_path / f"linear_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots.json").read_text())
+        json.loads((tmp_path / f"linear_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots_0-3.json").read_text())
         == result
     )
     with pytest.raises(SystemExit):

@@ -255,5 +255,5 @@ def test_the_options_are_frozen():
     own |= {"data_root", "images", "max_missing", "allow_outside"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
     assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
-    pictures = {"output_dir", "num_pairs", "img_size", "split", "seed"}
+    pictures = {"output_dir", "num_pairs", "img_size", "split", "seed", "overwrite"}
     assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

@@ -58,7 +58,7 @@ from dino_sparo.evaluation.linear.probe import (
     reference_heads,
     scaled_learning_rates,
 )
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EvaluationTask, open_result
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -95,7 +95,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     probed = ProbeTask(task)
     name = "probes" if args.probe else "linear"
     stem = f"{name}_evaluate" if args.evaluate else name
-    file = task.open_result(stem, global_batch_size=probed.global_batch_size)
+    file = open_result(args, stem, task.subject.record, global_batch_size=probed.global_batch_size)
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
     rows, counts = evaluate_saved(probed, find_probes(saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)

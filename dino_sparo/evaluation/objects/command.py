@@ -28,6 +28,7 @@ from dino_sparo.evaluation.task import (
     EvaluatedEncoder,
     EvaluationTask,
     compared_encoder,
+    open_result,
     untrained_encoder,
 )
 from dino_sparo.runtime.cli import say
@@ -50,7 +51,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     require_matplotlib()
     if args.match:
         require("scipy", "matched slots")
-    subject, file = task.subject, task.open_result("slot_score")
+    subject, file = task.subject, open_result(args, "slot_score", task.subject.record)
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks, task.limits)

@@ -49,7 +49,7 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EvaluationTask, open_result
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
@@ -193,7 +193,7 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     config = task.subject.encoder.config
     check_has_slots(config)
     numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
-    file = task.open_result("slot_study")
+    file = open_result(args, "slot_study", task.subject.record)
     images, record = extract(task)
     accuracies = knn_accuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
