@@ -309,6 +309,7 @@ def save_features(folder: Path, train: Features, val: Features, record: dict[str
 
 
 def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) -> None:
+    create_output_dir(folder, "--dump_features ")
     try:
         names = [name for split in CACHE_FILES.values() for name in split]
         for name in (CACHE_RECORD, *names):
