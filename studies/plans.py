@@ -3,6 +3,7 @@
 Controls are scores for the width of the encoding and for random weights.
 """
 
+import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -213,7 +214,7 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
         raise ValueError(
             "this study needs photographs; give --data_path with the class folders of CIFAR-10 in train/ and val/"
         )
-    rows = ["path,label,split"]
+    rows = [("path", "label", "split")]
     for split, number in (("train", 2500), ("val", 500)):
         for label in sorted(path for path in Path(data_path, split).iterdir() if path.is_dir()):
             paths = sorted(label.iterdir())
@@ -222,9 +223,10 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
                     f"{label} has {len(paths)} files; this study takes {number} photographs of each class in {split}/ "
                     f"(docs/small_photographs.md makes such folders)"
                 )
-            rows += [f"{path.resolve()},{label.name},{split}" for path in paths[:500]]
+            rows += [(str(path.resolve()), label.name, split) for path in paths[:500]]
     table = folder / "evaluated.csv"
-    table.write_text("\n".join(rows) + "\n")
+    with table.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
     return str(Path(data_path, "train")), str(table)
 
 

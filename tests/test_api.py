@@ -84,6 +84,16 @@ def test_wrong_keywords_and_values_are_a_value_error_in_one_line(
     assert "usage" not in capsys.readouterr().err
 
 
+def test_paths_of_python_calls_may_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dino_sparo.train(output_dir="~/run", epochs=1, max_steps=1, **TINY)
+    data = {"pretrained_weights": "~/run/checkpoint.pth", "data_path": "scenes:20:32", "num_workers": 0}
+    dino_sparo.embed(output_dir="~/e", **data)
+    assert len(dino_sparo.load_embeddings("~/e").index["path"]) == 20
+    assert dino_sparo.load_encoder("~/run/checkpoint.pth").encoding_dim == 15
+    assert dino_sparo.load_checkpoint("~/run/checkpoint.pth")["step"] == 1
+
+
 def test_an_interrupt_saves_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
     before = handlers()
 

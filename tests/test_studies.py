@@ -1,5 +1,6 @@
 """Studies: which runs are made, and what the tables say of them."""
 
+import csv
 import json
 import os
 import signal
@@ -273,15 +274,16 @@ def no_command(name: str, words: list[str]) -> dict:
 
 def test_photographs_are_trained_on_whole_and_evaluated_in_equal_numbers(tmp_path: Path) -> None:
     for split, count in {"train": 2500, "val": 500}.items():
-        for label in ("cat", "dog"):
+        for label in ("cat", "dog, wet"):
             (tmp_path / split / label).mkdir(parents=True)
             for number in range(count):
                 (tmp_path / split / label / f"{number:04}.png").touch()
     train, table = plans._photographs(str(tmp_path), tmp_path, no_command)
     assert train == str(tmp_path / "train")
-    rows = [line.split(",") for line in Path(table).read_text().splitlines()[1:]]
+    with Path(table).open(newline="") as file:
+        rows = list(csv.reader(file))[1:]
     found = Counter((label, split) for _, label, split in rows)
-    assert found == {(label, split): 500 for label in ("cat", "dog") for split in ("train", "val")}
+    assert found == {(label, split): 500 for label in ("cat", "dog, wet") for split in ("train", "val")}
     assert all(Path(path).is_file() for path, *_ in rows)
     Path(rows[0][0]).unlink()
     with pytest.raises(ValueError, match=r"train/cat has 2499 files; this study takes 2500 photographs of each class"):

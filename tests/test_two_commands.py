@@ -20,7 +20,9 @@ from small_models import TINY, words_of
 
 from dino_sparo import load_embeddings
 from dino_sparo.__main__ import COMMANDS, main, parse_keywords
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
+from dino_sparo.training.objective import EpochResult
 
 RUN = {**TINY, "data_path": "scenes:64:32", "precision": "fp32", "epochs": 2, "knn_freq": 1}
 STEPS = 4  # of an epoch
@@ -306,7 +308,12 @@ def test_a_moved_run_is_evaluated_resumed_and_exported_where_it_lies(run: Path, 
     say(*knn(moved / "checkpoint.pth"))
     assert score(early) in say("info", moved).text
 
-    say("train", "--config", moved / "config.yaml", "--output_dir", moved, "--max_steps", 2 * STEPS)
+    config = ("train", "--config", moved / "config.yaml")
+    with pytest.raises(UserError, match=r"folder of a run, .*moved.run, but says output_dir: .*/run; "):
+        parse_keywords("train", {"config": config[2]})
+    assert f"--output_dir '{moved}' to resume" in say(*config, statuses=(2,)).text
+    assert not run.exists()
+    say(*config, "--output_dir", moved, "--max_steps", 2 * STEPS)
     train(tmp_path / "undisturbed")
     assert_same_run(moved, tmp_path / "undisturbed")
     say("export", moved / "checkpoint.pth", moved / "ex", "--format", "huggingface")
@@ -316,6 +323,108 @@ def test_a_moved_run_is_evaluated_resumed_and_exported_where_it_lies(run: Path, 
     found = {record["encoder"]["sha256"]: record["results"] for record in results_in(moved).values()}
     assert found[sha256(moved / "checkpoint.pth")] == found[sha256(moved / "ex" / "model.safetensors")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my archive", "undisturbed"]
+
+
+# A run's folder has other files, or the run is resumed with other options.
+
+
+def test_a_run_resumed_with_other_options_keeps_the_file_of_its_first(run: Path) -> None:
+    first = (run / "config.yaml").read_text()
+    train(run, seed=9, max_steps=STEPS)
+    train(run, seed=9, max_steps=STEPS)
+    assert (run / "config.yaml.old").read_text() == first
+    assert "seed: 9\n" in (run / "config.yaml").read_text()
+    assert not (run / "config.yaml.old1").exists()
+
+
+@pytest.mark.parametrize("words", [("embed", "--output_dir"), ("knn", "--dump_features")], ids=lambda words: words[0])
+def test_a_training_leaves_folders_of_features_alone(
+    words: tuple[str, str], run: Path, tmp_path: Path, say: Say
+) -> None:
+    features = tmp_path / "features"
+    say(words[0], *knn(run / "checkpoint.pth")[1:], words[1], features)
+    before = sorted(features.iterdir())
+    said = say(*training("train", features), statuses=(1,))
+    assert f"--output_dir {features} holds" in said.errors[0]
+    assert sorted(features.iterdir()) == before
+
+
+def test_a_run_goes_on_beside_embeddings_in_its_folder(run: Path, say: Say) -> None:
+    say("embed", *knn(run / "checkpoint.pth")[1:], "--output_dir", run)
+    train(run)
+
+
+def test_a_best_checkpoint_may_have_a_score_of_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Say) -> None:
+    result = EpochResult({"knn_20": 0.0}, score=0.0)
+    monkeypatch.setattr("dino_sparo.dino.train.DINOObjective.after_epoch", lambda *_: result)
+    train(tmp_path / "run", max_steps=STEPS - 1)
+    assert "-inf" not in say("info", tmp_path / "run").text
+    train(tmp_path / "run", max_steps=STEPS)
+    best = sha256(tmp_path / "run" / "checkpoint_best.pth")
+    train(tmp_path / "run")
+    assert sha256(tmp_path / "run" / "checkpoint_best.pth") == best
+
+
+# Embeddings and features are replaced, mixed, or of an older version.
+
+
+def test_clusters_and_predictions_say_which_embeddings_they_are_of(run: Path, tmp_path: Path, say: Say) -> None:
+    folder = tmp_path / "e"
+    words = ("embed", *knn(run / "checkpoint.pth")[1:], "--output_dir", folder)
+    say(*words)
+    say("cluster", folder, "--clusters", 2, "--map", "pca")
+    say("predict", folder)
+    stale = [json.loads((folder / name).read_text()) for name in ("clusters.json", "predictions.json")]
+    said = say(*words, "--checkpoint_key", "student", "--overwrite")
+    assert re.search(r"W .*clusters.json, clusters.png, predictions.json were made from the embeddings that", said.text)
+    file = json.loads((folder / "embedding.json").read_text())["files"]["encoding.npy"]
+    assert file not in (stale[0]["embeddings"]["file"], stale[1]["files"][str(folder)])
+    say("cluster", folder, "--clusters", 2, "--map", "pca", "--overwrite")
+    assert json.loads((folder / "clusters.json").read_text())["embeddings"]["file"] == file
+
+
+def test_features_of_one_split_are_not_taken_for_those_of_the_other(run: Path, tmp_path: Path, say: Say) -> None:
+    say(*knn(run / "checkpoint.pth", "scenes:20:32"), "--dump_features", tmp_path / "f")
+    shutil.copy(tmp_path / "f" / "trainfeat.pth", tmp_path / "f" / "testfeat.pth")
+    said = say("knn", "--load_features", tmp_path / "f", statuses=(1,))
+    assert "testfeat.pth is missing, damaged or of another run" in said.errors[0]
+
+
+def older_json(path: Path, *entries: str) -> None:
+    """Take the entry `exif` below these entries out of a record, which then is one without checksums."""
+    record = json.loads(path.read_text())
+    inner = record
+    for entry in entries:
+        inner = inner[entry]
+    del record["crc32"], record["files"], inner["exif"]
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("kind", ["probes", "features", "embeddings"])
+def test_files_of_versions_without_an_exif_option_are_of_stored_pixels(
+    kind: str, run: Path, tmp_path: Path, say: Say
+) -> None:
+    evaluation = (*knn(run / "checkpoint.pth")[1:], "--exif", "ignore")
+    out = ("--output_dir", tmp_path)
+    if kind == "probes":
+        words = ("linear", *evaluation, *out, "--epochs", 1)
+        say(*words)
+        (path,) = tmp_path.glob("linear_*.pth")
+        state = torch.load(path, weights_only=True)
+        del state["record"]["exif"]
+        torch.save(state, path)
+    elif kind == "features":
+        words = ("knn", "--load_features", tmp_path / "f", "--exif", "ignore")
+        say("knn", *evaluation, *out, "--dump_features", tmp_path / "f")
+        older_json(tmp_path / "f" / "features.json", "view")
+    else:
+        words = ("embed", *evaluation, *out)
+        say(*words)
+        older_json(tmp_path / "embedding.json", "settings", "limits")
+    said = say(*words)
+    assert "is of an older version, which took pixels as they are stored: --exif ignore" in said.text
+    if kind != "features":  # which take the rule of the record unless the other one is asked for
+        assert "'ignore'" in say(*words, "--exif", "apply", statuses=(1,)).errors[0]
 
 
 # embed is killed, and its images change.

@@ -26,6 +26,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
+from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain, read_record, write_record
@@ -332,6 +333,8 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
     path, splits = folder / CACHE_RECORD, []
     try:
         record = read_record(path) if path.is_file() else {}
+        if record:
+            record["view"] = with_exif(record.get("view", {}), path)
         for name in ("files", "sha256", "checksums"):  # the last two of older versions
             record.pop(name, None)
         corrupt = record.pop("corrupt", {})
@@ -345,6 +348,13 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
     except ValueError as error:
         raise UserError(f"{error}; write the features again with --dump_features {folder}") from error
     return splits[0], splits[1], record
+
+
+def with_exif(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """A record with the entry `exif`; versions that wrote none took pixels as they are stored."""
+    if "exif" not in record:
+        logger.info("%s is of an older version, which took pixels as they are stored: --exif %s", source, EXIF[1])
+    return {**record, "exif": record.get("exif", EXIF[1])}
 
 
 def _load_tensor(path: Path) -> Tensor:

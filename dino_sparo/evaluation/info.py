@@ -83,7 +83,7 @@ def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mappin
     if args and origin["objective"]:
         defaults = plain(dict(defaults_of(COMMANDS[origin["objective"]])))
         recipe = {name: args[name] for name in defaults if name in args and args[name] != defaults[name]}
-    best = {name: f"{content[name]:.2f} %" for name in ("best_knn", "best_zero_shot") if content.get(name)}
+    best = {name: f"{content[name]:.2f} %" for name in ("best_knn", "best_zero_shot") if content.get(name, -1) >= 0}
     epochs = args.get("epochs") or recipe.get("epochs")
     origin |= {
         "epoch": origin["epoch"] if epochs is None else f"{origin['epoch']} of {epochs}",

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -94,6 +95,8 @@ def bool_flag(text: str) -> bool:
     return BOOLEANS[text.lower()]
 
 
+RUN_CONFIG = "config.yaml"  # a run writes its options there
+RUN_FILES = ("checkpoint.pth", "run.log")  # tell the folder of a run
 MAX_CONFIG_BYTES = 1 << 16  # all options of a command take 4 KB
 MAX_SHOWN = 15
 # `--help` of a command with more options than that shows these alone; `--help-all` shows all.
@@ -258,7 +261,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"--config is given {len(files)} times; give it once")
         for file in files:
             self.source = f" --config {file}"
-            layers = [self._config(file), *layers]
+            values = self._config(file)
+            if not values_of(words, "--output_dir") and not any("output_dir" in layer for layer in layers):
+                self._refuse_moved_run(Path(path(file)), path(str(values.get("output_dir") or "")))
+            layers = [values, *layers]
         preset = (values_of(words, "--preset") or [str(layers[0].get("preset")) if layers else ""])[-1]
         if preset in self.presets:
             layers = [self._config(self.presets[preset]), *layers]
@@ -295,6 +301,15 @@ class Parser(argparse.ArgumentParser):
         if None not in (command, self.command) and command != self.command:
             self.error(f"the file is for the command {command}")
         return values
+
+    def _refuse_moved_run(self, file: Path, output_dir: str) -> None:
+        """End with an error if the config.yaml of a run names another folder, where the run would start anew."""
+        is_of_run = file.name == RUN_CONFIG and any((file.parent / name).exists() for name in RUN_FILES)
+        if is_of_run and output_dir and os.path.realpath(output_dir) != os.path.realpath(file.parent):
+            self.error(
+                f"the file lies in the folder of a run, {file.parent}, but says output_dir: {output_dir}; give "
+                f"--output_dir {shlex.quote(str(file.parent))} to resume this run, or --output_dir with another folder"
+            )
 
     def parse_keywords(self, keywords: Mapping[str, Any]) -> argparse.Namespace:
         """Parse option names with their values, as a call from Python gives them; None: the option is left out.

@@ -7,11 +7,13 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import platform
 import re
+import shutil
 import stat
 import subprocess
 import zlib
@@ -172,6 +174,15 @@ def write_text(text: str, path: Path) -> None:
     """Write a file so that `path` always holds a whole one, the old or the new."""
     with written_beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def keep_old(path: Path) -> Path:
+    """Copy a file that is about to be replaced to the first free name of PATH.old, PATH.old1, ...; returns the name."""
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in itertools.count())
+    copy = next(name for name in names if not name.exists())
+    with writing(copy):
+        shutil.copyfile(path, copy)
+    return copy
 
 
 def write_json(values: dict[str, Any], path: Path) -> None:

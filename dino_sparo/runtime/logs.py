@@ -6,13 +6,12 @@ Rank 0 logs everything; the other ranks log warnings and errors alone, with thei
 import json
 import logging
 import resource
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.files import plain, write_text, writing
+from dino_sparo.runtime.files import keep_old, plain, write_text, writing
 from dino_sparo.runtime.launch import is_main, rank
 from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.runtime.watchdog import sign_of_life
@@ -242,9 +241,7 @@ class RunLog:
         lines = self.path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if _epoch_of(line) < epoch]
         if len(kept) < len(lines):
-            backups = (self.path.with_suffix(f".txt.old{number or ''}") for number in count())
-            backup = next(path for path in backups if not path.exists())
-            shutil.copyfile(self.path, backup)
+            backup = keep_old(self.path)
             write_text("".join(kept), self.path)
             logger.warning(
                 "%s: dropped %d lines about epoch %d and later, which are taken again; the file as it was is %s",

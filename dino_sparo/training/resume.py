@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
-from dino_sparo.runtime.files import git_hash, plain, versions
+from dino_sparo.runtime.files import git_hash, keep_old, plain, versions, write_text
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import Meters
 from dino_sparo.runtime.preemption import Agreement
@@ -68,7 +69,7 @@ class Run:
         agreement: decisions of all ranks.
         counts: of the epoch under way over all ranks, by the keys of `Objective.counters`.
         meters: this rank's means of the epoch under way.
-        best_score: the highest so far, percent.
+        best_score: the highest so far, percent; -inf before the first evaluation.
         unlogged_epoch: the means of an epoch that is trained and saved, and not yet evaluated and logged.
         warning: of the last evaluated epoch, see `EpochResult`.
         saved_step: of the newest checkpoint; None before the first.
@@ -80,7 +81,7 @@ class Run:
     agreement: Agreement
     counts: dict[str, int] = field(init=False)
     meters: Meters = field(init=False)
-    best_score: float = 0.0
+    best_score: float = -math.inf
     unlogged_epoch: dict[str, float] | None = None
     warning: str | None = None
     saved_step: int | None = None
@@ -203,6 +204,13 @@ def resume(run: Run) -> int | None:
     warn_of_differences(run, checkpoint, path)
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.step)
     return None if has_other_batch else run.step
+
+
+def write_config(text: str, path: Path) -> None:
+    """Write the options of a run; the file of a run that is resumed with other options is kept as PATH.old."""
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        logger.info("the options differ from those in %s, which is %s now", path.name, keep_old(path))
+    write_text(text, path)
 
 
 def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.runtime.cli import config_text
+from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
+from dino_sparo.evaluation.features import CACHE_RECORD as FEATURES
+from dino_sparo.runtime.cli import RUN_CONFIG, RUN_FILES, config_text
 from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0, require_same_options
-from dino_sparo.runtime.faults import explain_faults, explain_full_memory
-from dino_sparo.runtime.files import write_text
+from dino_sparo.runtime.faults import UserError, explain_faults, explain_full_memory
 from dino_sparo.runtime.launch import init_distributed
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
@@ -26,7 +27,7 @@ from dino_sparo.training.compile import compile_failures_named, compile_networks
 from dino_sparo.training.loop import train_one_epoch
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.options import check_run
-from dino_sparo.training.resume import Run, resume
+from dino_sparo.training.resume import Run, resume, write_config
 from dino_sparo.weights.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         run.objective.synchronize()
         names = vars(objective_class.make_parser().parse_args([])).keys() - {"local_rank"}
         config = config_text({name: given[name] for name in given if name in names}, objective_class.command)
-        on_rank_0(lambda: write_text(config, Path(args.output_dir) / "config.yaml"), "writing config.yaml")
+        on_rank_0(lambda: write_config(config, Path(args.output_dir) / RUN_CONFIG), f"writing {RUN_CONFIG}")
         begin, sampler = time.monotonic(), run.objective.sampler
         end_step = args.epochs * sampler.steps_per_epoch
         if args.max_steps is not None:
@@ -108,6 +109,7 @@ def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signa
     with all_or_none(f"preparing {output_dir}"):
         objective_class.check_options(args)
         lock.acquire()
+        refuse_folder_of_features(output_dir)
         setup_logging(output_dir)
     set_tf32(args.precision == "tf32")
     filled_in = objective_class.fill_in_defaults(args)
@@ -117,6 +119,15 @@ def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signa
         compile_networks(objective)
     checkpoints = CheckpointFolder(output_dir, args.keep_checkpoints)
     return Run(objective, args, checkpoints, Agreement(signals, args.saveckp_minutes, process.device))
+
+
+def refuse_folder_of_features(folder: Path) -> None:
+    """UserError if a folder without a run holds embeddings or cached features, whose record describes all its files."""
+    if any((folder / name).exists() for name in RUN_FILES):
+        return
+    for record, noun in ((EMBEDDINGS, "embeddings"), (FEATURES, "cached features")):
+        if (folder / record).exists():
+            raise UserError(f"--output_dir {folder} holds {noun} ({record}); give another folder for the run")
 
 
 def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None = None) -> Signals | None:

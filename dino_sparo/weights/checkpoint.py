@@ -39,6 +39,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -137,7 +138,7 @@ def weights_file(path: str | Path) -> Path:
     Raises:
         CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
-    folder = Path(path)
+    folder = Path(os.path.expanduser(path))
     # Where there is a folder USER, its owner mistyped the name of a file.
     if not folder.exists() and REPOSITORY.fullmatch(str(path)) and not folder.parent.is_dir():
         from huggingface_hub import snapshot_download  # takes half a second

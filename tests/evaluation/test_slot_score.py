@@ -117,8 +117,8 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
 
 def test_masks_of_the_picture_before_it_was_turned_are_refused_with_the_likely_cause() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
-    with pytest.raises(CorruptImageError, match=r"but its masks have 12 x 8; .* Then give --exif ignore"):
-        view_objects(masks, view_of(8, 12), "x.png", (8, 12))
+    with pytest.raises(CorruptImageError, match=r"by its EXIF orientation, .* masks have 12 x 8 .*give --exif ignore"):
+        view_objects(masks, view_of(8, 12), "x.png", (8, 12), (12, 8))
 
 
 def test_masks_of_another_size_than_the_image_are_refused() -> None:
@@ -138,6 +138,27 @@ def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_
         source = open_objects(str(tmp_path), limits=ImageLimits(exif=exif))
         assert source.images.read(0).size == size
         assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", size).masks) == 1
+
+
+@pytest.mark.parametrize(("orientation", "side"), [(2, 12), (3, 12), (6, 8)])
+@pytest.mark.parametrize("in_chans", [3, 1])
+def test_masks_of_a_turned_image_of_the_same_size_are_refused(
+    orientation: int, side: int, in_chans: int, tmp_path: Path
+) -> None:
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    phone = Image.Exif()
+    phone[0x0112] = orientation
+    for number in range(3):
+        Image.new("L", (side, 8)).save(tmp_path / "images" / f"{number}.png", exif=phone)
+        Image.new("L", (side, 8), 1).save(tmp_path / "masks" / f"{number}.png")
+    encoder, view = (
+        create_encoder("vit_micro", 4, img_size=8, in_chans=in_chans),
+        PatchView([8], 4, *[(0.5,) * in_chans] * 2),
+    )
+    source = open_objects(str(tmp_path), limits=ImageLimits(in_chans=in_chans))
+    with pytest.raises(ValueError, match=r"turned by its EXIF orientation, .* give --exif ignore"):
+        survey.survey_objects({"model": encoder}, source, range(3), view, 0.5, 0)
 
 
 # Layouts.
@@ -687,8 +708,10 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         caplog.clear()
         with pytest.raises(SystemExit):
             score(*words)
-        assert len(caplog.records[-1].getMessage().splitlines()) == 1
-        assert re.search(message, caplog.records[-1].getMessage())
+        line, traceback = (record.getMessage() for record in caplog.records[-2:])
+        assert len(line.splitlines()) == 1
+        assert re.search(message, line)
+        assert traceback.startswith("Traceback")  # for the file of a log alone
 
 
 def test_images_without_masks_are_counted_and_those_without_objects_too(

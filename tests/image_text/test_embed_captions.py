@@ -63,6 +63,20 @@ def test_captions_and_images_of_a_clip_meet_in_its_score(
     torch.testing.assert_close(scores, loaded.similarity(pictures, CAPTIONS), rtol=1e-3, atol=1e-4)
 
 
+def test_captions_are_neither_clustered_nor_compared_with_images(
+    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = small_checkpoint(tmp_path / "clip.pth")
+    folders = [str(tmp_path / name) for name in ("captions", "encoding")]
+    for folder in folders:
+        embed(weights, pairs, Path(folder), "--what", Path(folder).name)
+    for words in (["cluster", folders[0]], ["predict", folders[1], "--images", folders[0]], ["predict", *folders[:1]]):
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            run(words[0], words[1:])
+        assert f"{folders[0]} holds captions; give a folder with embeddings of images" in caplog.text
+
+
 def test_captions_of_an_oc_clip_are_its_text_encoders_output(pairs: Path, tmp_path: Path) -> None:
     weights = oc_clip_fakes.small_checkpoint(tmp_path / "oc_clip.pth")
     embed(weights, pairs, tmp_path / "captions", "--what", "captions")

@@ -38,6 +38,7 @@ UNREAD = {*(".heic", ".heif", ".avif", ".jxl", ".jp2", ".dcm", ".npy", ".svg", "
 # Formats that Pillow decodes itself; the name of a file does not matter.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
+STORED_SIZE = "stored_size"  # entry of `info` of an image that was turned upright: (width, height) before
 _logger = logging.getLogger(__name__)
 # 1 after the warning about dark images, and about pages. Forked workers share the memory, so a run warns once.
 _HAS_WARNED = mmap.mmap(-1, 2)
@@ -200,7 +201,9 @@ def to_image(
         _warn_of_dark(int(low), int(high), max_value)
     levels = np.stack([levels_of(plane, max_value) for plane in planes])
     if in_chans != 3:
-        return ChannelImage.from_levels(levels)
+        channels = ChannelImage.from_levels(levels)
+        channels.info.update(getattr(image, "info", {}))
+        return channels
     return Image.fromarray((levels + 0.5).astype(np.uint8).transpose(1, 2, 0).repeat(3 // len(levels), axis=2))
 
 
@@ -218,7 +221,9 @@ def _oriented(image: Image.Image, exif: str) -> Image.Image:
     if exif == EXIF[1]:
         return stored
     stored.getexif()[ExifTags.Base.Orientation] = orientation
-    return ImageOps.exif_transpose(stored)
+    upright = ImageOps.exif_transpose(stored)
+    upright.info[STORED_SIZE] = stored.size
+    return upright
 
 
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:

@@ -64,10 +64,10 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     old = [path for path in (out / CSV, out / PAGE, picture, out / RESULT) if path.exists()]
     if old and not args.overwrite:
         raise UserError(f"{old[0]} exists already; give another --output_dir, or --overwrite")
+    found = check_sample(embeddings.array(args.what, args.slot), f"{args.what} in {args.folder}")
     num_images = len(embeddings.index["path"])
     if num_images < args.clusters:
         raise UserError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
-    found = check_sample(embeddings.array(args.what, args.slot), f"{args.what} in {args.folder}")
 
     def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
         return embeddings.vectors(args.what, rows, args.slot)
@@ -80,7 +80,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     examples = [rows[: args.examples].tolist() for rows in order]
     result = {
         "evaluation": "cluster",
-        "embeddings": {"folder": str(args.folder), "what": args.what, "slot": args.slot, "num_images": num_images},
+        "embeddings": {**embeddings.source(args.what), "slot": args.slot, "num_images": num_images},
         "encoder": embeddings.record["encoder"],
         "method": method,
         "num_clusters": args.clusters,

@@ -48,7 +48,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"{path} exists already; give another --output, or --overwrite")
     labelled = load_embeddings(args.folder)
     others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
+    labelled.array(args.what)
     for folder, other in others.items():
+        other.array(args.what)
         _require_same_encoder(labelled, args.folder, other, folder)
     features, labels = _labelled_rows(labelled, args.what, args.folder)
     warnings = _warnings_of_fitted_images(labelled, others, args.what)
@@ -58,6 +60,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     result = {
         "evaluation": "predict",
         "embeddings": {"labelled": args.folder, "images": args.images, "val": args.val, "what": args.what},
+        "files": {folder: each.source(args.what)["file"] for folder, each in {args.folder: labelled, **others}.items()},
         "encoder": labelled.record["encoder"],
         "classifier": {"name": "LogisticRegression", "C": classifier.C, "seed": args.seed},
         "classes": classifier.classes_.tolist(),

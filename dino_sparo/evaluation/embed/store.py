@@ -14,6 +14,7 @@ chunk. Files that no record names are of others: they are replaced only if the u
 import csv
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +27,14 @@ import torch
 from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.features import check_features
+from dino_sparo.evaluation.features import check_features, with_exif
 from dino_sparo.runtime import files
 from dino_sparo.runtime.faults import UserError, is_passing, require
 from dino_sparo.runtime.files import differences, write_json, write_record, writing
 
+logger = logging.getLogger(__name__)
+
+DERIVED = ("clusters", "predictions")  # stems of what other commands write beside embeddings
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
 INDEXES = ("index.parquet", "index.csv")
 RECORDED = {"settings", "encoder", "features", "images", "complete"}  # entries that every record has
@@ -48,20 +52,29 @@ class Embeddings:
         arrays: kind of feature -> memory-mapped array, (images, ...).
         index: "path" and "label" of each row; of captions also "caption".
         record: how the embeddings were made.
+        folder: where they lie.
     """
 
     arrays: dict[str, np.ndarray]
     index: dict[str, list[str]]
     record: dict[str, Any]
+    folder: Path
 
     def array(self, kind: str, slot: int | None = None) -> np.ndarray:
         """The features of a kind, (images, ...), or of one of its slots; UserError if the folder has none."""
         array = self.arrays.get(kind)
+        if array is None and "captions" in self.arrays:
+            raise UserError(f"{self.folder} holds captions; give a folder with embeddings of images")
         if array is None:
             raise UserError(f"--what {kind}: the folder has {', '.join(self.arrays)}; embed with --what {kind}")
         if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
             raise UserError(f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots")
         return array if slot is None else array[:, slot]
+
+    def source(self, kind: str) -> dict[str, Any]:
+        """Folder, kind and checksum of features, for a result file; earlier versions wrote no checksums."""
+        file = self.record.get("files", {}).get(f"{kind}.npy")
+        return {"folder": str(self.folder), "what": kind, "file": file}
 
     def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
         """Features in memory, float32, each image's numbers in one vector of length one."""
@@ -84,7 +97,7 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
 
     `verify` reads all files once, to compare them with their checksums.
     """
-    folder = Path(folder)
+    folder = Path(os.path.expanduser(folder))
     record = read_record(folder, verify)
     if record is None:
         raise UserError(f"{folder} has no embeddings: there is no {RECORD} in it; dino-sparo embed writes one")
@@ -99,7 +112,7 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
         if is_passing(error):
             raise
         raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
-    return Embeddings(arrays, index, record)
+    return Embeddings(arrays, index, with_exif_of_store(record, folder), folder)
 
 
 def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
@@ -113,6 +126,14 @@ def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
     if missing := RECORDED - record.keys():
         raise UserError(f"{folder / RECORD} is not of dino-sparo embed: it has no {', '.join(sorted(missing))}")
     return record
+
+
+def with_exif_of_store(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The record of embeddings with the `with_exif` of their images; captions have none."""
+    settings = record["settings"]
+    if "limits" not in settings:
+        return record
+    return {**record, "settings": {**settings, "limits": with_exif(settings["limits"], folder)}}
 
 
 class EmbeddingWriter:
@@ -161,6 +182,8 @@ class EmbeddingWriter:
             if not overwrite:
                 raise
             saved = None
+        if saved:
+            saved = with_exif_of_store(saved, self.folder)
         different = differences(saved["settings"], record["settings"], "there", "now") if saved else []
         if different and not overwrite:
             raise UserError(
@@ -205,6 +228,12 @@ class EmbeddingWriter:
             )
         for path in old:
             path.unlink()
+        if stale := sorted(path.name for stem in DERIVED for path in self.folder.glob(f"{stem}.*")):
+            logger.warning(
+                "%s: %s were made from the embeddings that are replaced now; make them again with --overwrite, or "
+                "remove them",
+                *(self.folder, ", ".join(stale)),
+            )
 
     def remaining(self) -> list[int]:
         """Numbers of the chunks that are not finished."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.data.samplers import epoch_order
-from dino_sparo.evaluation.features import Features, inference
+from dino_sparo.evaluation.features import Features, inference, with_exif
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain
@@ -401,7 +401,7 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     """Refuse probes of another encoder, of other data or of other options."""
-    if differing := differences(saved, wanted, "in the file", "now"):
+    if differing := differences(with_exif(saved, path), wanted, "in the file", "now"):
         raise UserError(
             f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or --overwrite"
         )

@@ -64,16 +64,30 @@ class ObjectSource:
     objects: Callable[[int], ObjectMasks]
 
 
-def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tuple[int, int]) -> ObjectMasks:
+def view_objects(
+    objects: ObjectMasks,
+    view: View,
+    location: str,
+    image_size: tuple[int, int],
+    stored_size: tuple[int, int] | None = None,
+) -> ObjectMasks:
     """The objects in an encoder's view, cut and resampled as the image is, by the nearest pixel.
 
-    Objects without a pixel in the view are left out.
+    Objects without a pixel in the view are left out. `stored_size` is that of an image which was turned upright.
+
+    Raises:
+        CorruptImageError: the masks are of another size, or may be of the image before it was turned.
     """
     height, width = objects.void.shape
-    if (width, height) != image_size:
-        turned = "; do the masks show stored pixels? Then give --exif ignore" * ((height, width) == image_size)
+    if (width, height) == stored_size:
         raise CorruptImageError(
-            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}{turned}"
+            location,
+            f"is turned by its EXIF orientation, but its masks have {width} x {height} pixels, as the stored image "
+            "has; give --exif ignore",
+        )
+    if (width, height) != image_size:
+        raise CorruptImageError(
+            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}"
         )
     void, *masks = (
         np.asarray(Image.fromarray(mask).resize((view.width, view.height), Image.Resampling.NEAREST, box=view.box)) > 0

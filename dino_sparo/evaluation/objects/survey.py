@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dino_sparo.data.sources import CorruptImageError
+from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import MAX_NAMED, check_features
@@ -175,7 +176,8 @@ def _batches(
             image = source.images.read(index)
             seen = view.view(image)
             whole = source.objects(index)
-            objects = view_objects(whole, seen, source.images.location(index), image.size)
+            location, stored_size = source.images.location(index), image.info.get(STORED_SIZE)
+            objects = view_objects(whole, seen, location, image.size, stored_size)
         except CorruptImageError as error:
             return error
         counts = measures.count_patches(objects.masks, objects.void, view.patch_size)
