@@ -158,7 +158,7 @@ def test_damaged_and_other_files_are_one_line(
     if before is not None:
         path.write_bytes(before)
     assert ended.value.code == 1
-    (record, _traceback) = [record for record in caplog.records if record.levelname == "ERROR"]
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "\n" not in record.getMessage()
     caplog.clear()
     with pytest.raises(ValueError, match=message):
