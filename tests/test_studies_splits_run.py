@@ -78,7 +78,9 @@ def test_controls_differ_from_oc_clip_in_their_options_alone(tmp_path):
     assert trained["oc-clip"]["graphs"] == trained["oc-clip"]["data_path"]
     assert "graphs" not in trained["clip-cls"]
     asked = {
-        Path(each["output"]).parent.name: each.get("graphs") for name, each in run.commands if name == "sugarcrepe"
+        Path(each["pretrained_weights"]).parent.name: each.get("graphs")
+        for name, each in run.commands
+        if name == "sugarcrepe"
     }
     assert asked["clip-sparo"] is None
     assert asked["oc-clip-parsed"] == "templates"

@@ -209,7 +209,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
         for number, (colour, both) in enumerate(captions.items())
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
-    options = ("--data_path", colours, "--output_dir", colours / "a")
+    options = ("--data_root", colours, "--output_dir", colours / "a")
     result = command("sugarcrepe", partial(evaluate_single, name="sugarcrepe"), scorer, *options)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
@@ -228,7 +228,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     keys = ("image_0", "image_1", "caption_0", "caption_1")
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
-    options = ("--data_path", colours, "--output_dir", colours / "a")
+    options = ("--data_root", colours, "--output_dir", colours / "a")
     result: dict[str, Any] = command("winoground", partial(evaluate_single, name="winoground"), scorer, *options)
     text = image = group = 0
     for a, b, *captions in rows:

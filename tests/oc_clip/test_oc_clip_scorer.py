@@ -154,6 +154,11 @@ def test_similarity_takes_parsers_by_name_and_as_functions(tmp_path: Path) -> No
 # ---- commands
 
 
+def data_option(name: str) -> str:
+    """The option of a command's data: questions lie below a root."""
+    return "--data_root" if name in ("sugarcrepe", "winoground", "slots mask") else "--data_path"
+
+
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path / "run" / "checkpoint.pth")
@@ -182,7 +187,7 @@ def crepe(tmp_path: Path) -> Path:
 
 
 def test_a_result_file_says_where_its_graphs_come_from_and_what_was_changed(weights: Path, crepe: Path) -> None:
-    options = ("--pretrained_weights", weights, "--data_path", crepe, "--graphs", crepe / "graphs.jsonl")
+    options = ("--pretrained_weights", weights, "--data_root", crepe, "--graphs", crepe / "graphs.jsonl")
     result = evaluate("sugarcrepe", *options)
     path = weights.parent / f"sugarcrepe_checkpoint_{crepe.name}.json"
     assert json.loads(path.read_text()) == result
@@ -222,7 +227,7 @@ def test_missing_graphs_are_named_before_the_first_image_is_encoded(
     graphs.write_text((crepe / "graphs.jsonl").read_text().splitlines()[0] + "\n")
     monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
     data = "scenes:13:32" if name == "retrieval" else crepe
-    options = ("--pretrained_weights", weights, "--data_path", data, "--graphs", graphs, "--max_missing_graphs", 0)
+    options = ("--pretrained_weights", weights, data_option(name), data, "--graphs", graphs, "--max_missing_graphs", 0)
     with pytest.raises(ValueError, match=r"captions have no graph in .*other\.jsonl"):
         evaluate(name, *options)
 
@@ -259,7 +264,7 @@ def test_graphs_of_other_captions_end_an_evaluation(
     words = (
         "--pretrained_weights",
         weights,
-        "--data_path",
+        "--data_root",
         crepe,
         "--device",
         "cpu",
@@ -336,7 +341,7 @@ def error_line(caplog: pytest.LogCaptureFixture) -> str:
 def test_slots_and_sizes_that_oc_clip_has_no_use_for_are_refused(
     weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    common = ("--pretrained_weights", weights, "--data_path", crepe, "--device", "cpu")
+    common = ("--pretrained_weights", weights, data_option(name), crepe, "--device", "cpu")
     refused(name, *common, "--slots", "slots.json")
     assert "--slots with an OC-CLIP: its score is no dot product" in error_line(caplog)
     caplog.clear()
@@ -347,7 +352,7 @@ def test_slots_and_sizes_that_oc_clip_has_no_use_for_are_refused(
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_graphs_with_a_clip_checkpoint_are_refused(crepe: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     clip = clip_fakes.small_checkpoint(crepe / "clip.pth")
-    refused(name, "--pretrained_weights", clip, "--data_path", crepe, "--device", "cpu", "--graphs", "templates")
+    refused(name, "--pretrained_weights", clip, data_option(name), crepe, "--device", "cpu", "--graphs", "templates")
     assert "--graphs templates with a CLIP" in error_line(caplog)
 
 
@@ -368,7 +373,7 @@ def test_commands_on_slots_refuse_an_oc_clip(
 ) -> None:
     data = ("--output_dir", tmp_path / "o")
     path = crepe if name == "slots mask" else "scenes:12:32"
-    refused(name, "--pretrained_weights", weights, "--data_path", path, "--device", "cpu", *data)
+    refused(name, "--pretrained_weights", weights, data_option(name), path, "--device", "cpu", *data)
     assert "holds another image-text model than a CLIP" in error_line(caplog)
 
 
@@ -408,10 +413,10 @@ def _rank(number: int, ports: list[int], words: dict[str, list[str]]) -> None:
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(weights: Path, crepe: Path) -> None:
     data = {"retrieval": "scenes:13:32", "zero-shot": "scenes:13:32", "sugarcrepe": str(crepe)}
-    one = {name: evaluate(name, "--pretrained_weights", weights, "--data_path", data[name]) for name in COMMANDS}
+    one = {name: evaluate(name, "--pretrained_weights", weights, data_option(name), data[name]) for name in COMMANDS}
     words = {}
     for name in COMMANDS:
-        common = ["--pretrained_weights", str(weights), "--data_path", data[name], "--device", "cpu"]
+        common = ["--pretrained_weights", str(weights), data_option(name), data[name], "--device", "cpu"]
         sizes = ["--num_workers", "0", "--batch_size_per_gpu", "6"]
         words[name] = [*common, *sizes, "--output_dir", str(crepe / name)]
     ports = [free_port() for _ in COMMANDS]
