@@ -44,6 +44,7 @@ FOREIGN_OPTIONS = {
         "nnodes",
         "rdzv_backend",
         "rdzv_endpoint",
+        "master_port",
         "to",
         "max-restarts",
         "kill-on-bad-exit",
