@@ -40,7 +40,6 @@ FOREIGN_OPTIONS = {
     "index-url",
     *(
         "nproc_per_node",
-        "master_port",
         "nnodes",
         "rdzv_backend",
         "rdzv_endpoint",
