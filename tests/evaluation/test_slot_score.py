@@ -289,7 +289,7 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: open_objects(str(p / "nowhere")), "nowhere' is no folder"),
+        (lambda p: open_objects(str(p / "nowhere")), "nowhere' is not a folder"),
         (lambda p: open_objects(str(p / "empty")), "lacks SegmentationObject/, or images/ and masks/"),
         (lambda p: open_objects(str(p / "empty"), str(p / "nowhere")), "neither a folder nor a .json file"),
         (lambda p: open_objects("scenes", str(p / "empty")), "has masks of its own"),
