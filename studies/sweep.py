@@ -78,7 +78,7 @@ def read_result(path: Path) -> dict[str, Any]:
             raise KeyError("zero-shot classification")
         _config(result)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
+        raise UserError(f"{path} is not a result of dino-sparo zero-shot ({error!r})") from error
     if result.get("slots"):
         raise UserError(f"{path} is the result of a choice among a model's slots; give those of whole models")
     return result

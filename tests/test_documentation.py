@@ -40,10 +40,10 @@ FOREIGN_OPTIONS = {
     "index-url",
     *(
         "nproc_per_node",
-        "master_port",
         "nnodes",
         "rdzv_backend",
         "rdzv_endpoint",
+        "master_port",
         "to",
         "max-restarts",
         "kill-on-bad-exit",

@@ -54,6 +54,16 @@ def test_the_numbers_of_parameters_and_bytes_of_a_step_are_those_of_the_default_
     assert f"| {4 * len(network.head.last_layer.weight_v) / 1e6:.2f} MB | 4 x 65,536 |" in COSTS
 
 
+@pytest.mark.parametrize("arch", ["vit_small", "vit_base", "vit_large"])
+def test_the_exchange_of_gradients_takes_as_long_as_the_page_on_large_models_computes(arch: str) -> None:
+    args = get_args_parser().parse_args(["--arch", arch])
+    with torch.device("meta"):
+        number = trained(DINOObjective.build_network(args, drop_path_rate=0.0))
+    times = [f"{1000 * 2 * 4 * number / rate:.1f} ms" for rate in (200e9, 25e9)]
+    row = f"| `{arch}` | {number / 1e6:.1f} million | {4 * number / 1e6:,.0f} MB | {' | '.join(times)} |"
+    assert row in (ROOT / "docs" / "large_models.md").read_text(encoding="utf-8")
+
+
 def test_the_ranks_agree_by_as_many_bytes_as_the_benchmarks_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(preemption, "all_reduce_sum", lambda tensor: sent.append(tensor) or tensor)

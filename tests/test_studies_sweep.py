@@ -147,7 +147,7 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
     path = tmp_path / "result.json"
     for text in ("nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"result.json is no result of dino-sparo zero-shot"):
+        with pytest.raises(ValueError, match=r"result.json is not a result of dino-sparo zero-shot"):
             read_result(path)
     path.write_text(json.dumps({**read_result(results[0]), "slots": {"kind": "selection"}}))
     with pytest.raises(ValueError, match="a choice among a model's slots; give those of whole models"):
@@ -161,7 +161,7 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
     ("options", "message"),
     [
         ([], "give results of dino-sparo zero-shot"),
-        (["nowhere.json"], "nowhere.json is no result of dino-sparo zero-shot"),
+        (["nowhere.json"], "nowhere.json is not a result of dino-sparo zero-shot"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path):

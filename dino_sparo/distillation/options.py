@@ -131,8 +131,8 @@ OPTIMIZATION: Group = {
 }
 CUDA_GRAPH = Option(
     "off",
-    "Record the forward and backward pass as one CUDA graph, which spares a GPU the wait for Python. auto: on GPUs of "
-    "one machine, where the step can be recorded. on: on GPUs of several machines too.",
+    "Record forward and backward pass as one CUDA graph, so that the GPU does not wait for Python. Not run on a GPU "
+    "yet. auto: record on the GPUs of one machine, if the step allows it. on: also on several machines.",
     choices=("auto", "on", "off"),
 )
 USE_FP16 = Option(None, "facebookresearch/dino's option: true is --precision fp16, false is fp32.", bool_flag)

@@ -38,7 +38,7 @@ def compute_gradients(
         objective: its student gets the gradients.
         compute: crops, number of micro-batches -> outputs.
         batches: micro-batches of this rank.
-        key: of what `compute` depends on beside the crops and the weights.
+        key: changes if `compute` depends on anything that changed, other than crops and weights.
     """
     updater, outputs = objective.updater, []
     for index, batch in enumerate(batches):
@@ -92,7 +92,7 @@ def exchange(objective: "DistillationObjective", sums: Sequence[Tensor] = ()) ->
 def clip_student(
     objective: "DistillationObjective", loss: Float[Tensor, ""], frozen: Sequence[nn.Module] = ()
 ) -> Float[Tensor, ""]:
-    """Clip the student's gradients, drop those of frozen parts; returns their norm before clipping.
+    """Clip the student's gradients, drop the gradients of frozen parts; returns the norm before clipping.
 
     Args:
         objective: changed in place.

@@ -173,12 +173,14 @@ def _describe_features(folder: Path) -> dict[str, Any]:
 def _describe_result(file: Path) -> dict[str, Any]:
     record = parse_object(file.read_bytes(), str(file))
     if file.with_suffix(".safetensors").is_file() or ("encoder" not in record and "model" not in record):
-        raise UserError(f"{file} is no result of an evaluation; for an export or embeddings give the file or folder")
+        raise UserError(f"{file} is not a result of an evaluation; for an export or embeddings give the file or folder")
     kind = record.get("evaluation", file.stem)
     try:
         scores, facts = in_percent(scores_of(record)), _facts(record)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no result of this version, or was changed ({error!r}); evaluate again") from error
+        raise UserError(
+            f"{file} is not a result of this version, or was changed ({error!r}); evaluate again"
+        ) from error
     return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **facts}
 
 

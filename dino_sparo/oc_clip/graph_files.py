@@ -105,8 +105,8 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
     path = Path(spec)
     if not path.is_file() or path.suffix == ".gz":
         raise UserError(
-            f"graphs={spec!r} is no file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo parse "
-            "wrote, not compressed"
+            f"graphs={spec!r} is not a file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo "
+            "parse wrote, not compressed"
         )
     file = open_graph_file(path)
     if not len(file):

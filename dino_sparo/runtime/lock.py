@@ -22,7 +22,7 @@ NAME = "run.lock"
 
 
 class OutputDirError(UserError):
-    """The output folder is no folder, or another run writes there."""
+    """The output folder is not a folder, or another run writes there."""
 
 
 class RunLock:

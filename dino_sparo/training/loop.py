@@ -6,7 +6,7 @@ for batches of the epoch:
         read the reports, log them
         stop on a loss that is not finite, on too many unreadable files, on a signal; save when it is time
 
-docs/architecture.md lists every call from here to the optimizer.
+CONTRIBUTING.md lists every call from here to the optimizer.
 """
 
 import contextlib

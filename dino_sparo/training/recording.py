@@ -22,7 +22,7 @@ Outputs = dict[str, Tensor]
 Compute = Callable[[Sequence[Tensor]], Outputs]
 # A function without arguments -> a function that repeats its work on the device, and its outputs.
 Record = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-WARM_UP_CALLS = 3  # real ones before a recording: they compile, and they fill the caches of CUDA's libraries
+WARM_UP_CALLS = 3  # steps before a recording: they compile, and fill the caches of CUDA's libraries
 
 
 def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
@@ -45,8 +45,8 @@ def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None],
 class Recorder:
     """Calls the first part of a step, or records and replays it.
 
-    A recording belongs to a key and to the inputs' shapes. A new key drops the recording, and calls the
-    function `WARM_UP_CALLS` times before the next recording.
+    A recording is valid for one key and for inputs of one shape. After a change, the function is called
+    `WARM_UP_CALLS` times, then recorded again.
 
     Args:
         parameters: the trained ones.
@@ -70,8 +70,8 @@ class Recorder:
         Args:
             compute: inputs -> outputs; adds to the gradients.
             inputs: on the device.
-            key: of everything else that `compute` depends on and that is no tensor.
-            is_only_part: of the step; otherwise other micro-batches add their gradients.
+            key: all values that `compute` depends on and that are not tensors. A new key drops the recording.
+            is_only_part: the step has one micro-batch. Otherwise the gradients are added to those of the others.
 
         Returns:
             The outputs of `compute`. A recording writes them in place, so the scalars among them are copies; the other

@@ -179,9 +179,9 @@ def test_a_choice_may_be_written_by_hand(tmp_path):
     [
         ("nothing", "is no JSON"),
         ("[1, 2]", "is no JSON object"),
-        ('{"slots": [1.5]}', "is no choice of slots"),
-        ('{"slots": [true]}', "is no choice of slots"),
-        ('{"mask": ["a"]}', "is no choice of slots"),
+        ('{"slots": [1.5]}', "is not a choice of slots"),
+        ('{"slots": [true]}', "is not a choice of slots"),
+        ('{"mask": ["a"]}', "is not a choice of slots"),
         ('{"slots": []}', "keeps no slot"),
         ('{"slots": [1, 2, 1]}', "slot 1 twice"),
         (

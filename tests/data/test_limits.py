@@ -174,7 +174,7 @@ def test_a_pipe_a_device_and_a_folder_in_a_list_are_corrupt_images_at_once(tmp_p
 def test_a_pipe_first_in_a_list_or_as_the_list_itself_is_an_error_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "list.txt").write_text("pipe.png\n")
-    with pytest.raises(ValueError, match=r"pipe.png' does not exist or is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe.png' does not exist or is not a regular file"):
         open_source(str(tmp_path / "list.txt"))
     os.mkfifo(tmp_path / "images.csv")
     for path in (str(tmp_path / "images.csv"), "/dev/zero"):
@@ -224,7 +224,7 @@ def test_pipes_and_links_in_a_circle_are_left_out_of_a_folder_and_named(
     (root / "self.png").symlink_to(root / "self.png")
     (root / "loop").symlink_to(root)
     assert len(open_source(str(root))) == 1
-    assert "left out 2 entries that are no regular files" in caplog.text
+    assert "left out 2 entries that are not regular files" in caplog.text
 
 
 def test_folders_that_link_to_one_another_are_listed_once_not_in_an_endless_walk(tmp_path: Path) -> None:

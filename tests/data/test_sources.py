@@ -180,7 +180,7 @@ def test_a_link_that_leads_nowhere_is_named_and_looked_up_again(
     write(root / "a" / "1.png")
     (root / "b").symlink_to(tmp_path / "disk", target_is_directory=True)
     assert len(open_source(str(root))) == 1
-    assert "left out 1 entries that are no regular files (broken links, pipes, devices), the first is b" in caplog.text
+    assert "left out 1 entries that are not regular files (broken links, pipes, devices), the first is b" in caplog.text
     write(tmp_path / "disk" / "2.png")
     assert open_source(str(root)).classes == ["a", "b"]
 

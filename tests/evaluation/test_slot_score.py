@@ -289,7 +289,7 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: open_objects(str(p / "nowhere")), "nowhere' is no folder"),
+        (lambda p: open_objects(str(p / "nowhere")), "nowhere' is not a folder"),
         (lambda p: open_objects(str(p / "empty")), "lacks SegmentationObject/, or images/ and masks/"),
         (lambda p: open_objects(str(p / "empty"), str(p / "nowhere")), "neither a folder nor a .json file"),
         (lambda p: open_objects("scenes", str(p / "empty")), "has masks of its own"),
@@ -708,10 +708,9 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         caplog.clear()
         with pytest.raises(SystemExit):
             score(*words)
-        line, traceback = (record.getMessage() for record in caplog.records[-2:])
+        line = caplog.records[-1].getMessage()
         assert len(line.splitlines()) == 1
         assert re.search(message, line)
-        assert traceback.startswith("Traceback")  # for the file of a log alone
 
 
 def test_images_without_masks_are_counted_and_those_without_objects_too(

@@ -244,7 +244,7 @@ def test_columns_and_image_folder_can_be_named(tmp_path: Path) -> None:
         ("path,caption\n", "holds no pair"),
         (
             "path,caption\nnowhere.png,a cat\n",
-            "names 'nowhere.png', but .* does not exist or is no regular file; give the folder",
+            "names 'nowhere.png', but .* does not exist or is not a regular file; give the folder",
         ),
         ("path,caption\n0.png," + "x" * 200_000 + "\n", "line 2 cannot be read"),
     ],
@@ -368,7 +368,7 @@ def test_coco_captions_belong_to_their_images(tmp_path: Path) -> None:
 
 
 def test_other_annotations_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'0.png', but .* does not exist or is no regular file; .*--image_folder"):
+    with pytest.raises(ValueError, match=r"'0.png', but .* does not exist or is not a regular file; .*--image_folder"):
         open_pairs(str(coco(tmp_path)), max_left_out=1.0)
     with pytest.raises(ValueError, match=r"no COCO captions.*found the keys \['images', 'annotations'\].*'caption'"):
         open_pairs(str(coco(tmp_path, annotations=[{"image_id": 0, "bbox": []}])))

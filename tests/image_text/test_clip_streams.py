@@ -158,7 +158,7 @@ def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason:
 
 
 def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="is no tar shard, pattern of shards or folder"):
+    with pytest.raises(ValueError, match="is not a tar shard, a pattern of shards or a folder"):
         stream(str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(MissingPackageError, match="streamed shards need the package webdataset; install it with: pip"):

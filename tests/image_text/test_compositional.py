@@ -350,7 +350,7 @@ def test_a_folder_without_benchmarks_names_the_files_it_looked_for(tmp_path):
     (tmp_path / "labels.csv").write_text("a,b\n")
     with pytest.raises(ValueError, match="holds no benchmark"):
         find_benchmarks(["pug-spar"], ImageRules(tmp_path))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         find_benchmarks(list(BENCHMARKS), ImageRules(tmp_path / "gone"))
 
 

@@ -184,7 +184,7 @@ def test_one_caption_with_two_graphs_is_refused_with_both_lines(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["no such file", "template", "g.jsonl.gz"])
 def test_what_is_neither_parser_nor_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "g.jsonl.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"is no file of graphs; give templates, spacy, or a \.jsonl"):
+    with pytest.raises(ValueError, match=r"is not a file of graphs; give templates, spacy, or a \.jsonl"):
         open_graphs(str(tmp_path / name))
 
 

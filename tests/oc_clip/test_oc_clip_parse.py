@@ -441,12 +441,12 @@ def test_the_same_words_annotated_in_two_ways_keep_one_graph(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("vg", SCENE_GRAPHS, "is no file of vg, which is a list of images"),
-        ("gqa", REGIONS, "is no file of gqa, which is an object with one entry per image"),
-        ("vg", [7], "is no file of vg, which is a list of images with image_id; found [7]"),
+        ("vg", SCENE_GRAPHS, "is not a file of vg, which is a list of images"),
+        ("gqa", REGIONS, "is not a file of gqa, which is an object with one entry per image"),
+        ("vg", [7], "is not a file of vg, which is a list of images with image_id; found [7]"),
         ("vg", [{"image_id": 7}], "image 0, '7', is not annotated as vg is .KeyError"),
         ("gqa", {"n14": {"objects": {}}}, "none of the 0 rows has a caption"),
-        ("gqa", "text", "is no file of gqa"),
+        ("gqa", "text", "is not a file of gqa"),
     ],
 )
 def test_annotations_of_another_form_are_refused(

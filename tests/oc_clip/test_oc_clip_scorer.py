@@ -143,7 +143,7 @@ def test_templates_are_averaged_and_a_class_is_one_entity(tmp_path: Path) -> Non
 
 def test_similarity_takes_parsers_by_name_and_as_functions(tmp_path: Path) -> None:
     loaded = load_oc_clip(small_checkpoint(tmp_path / "oc.pth"))
-    with pytest.raises(ValueError, match="graphs='guess' is no file of graphs; give templates, spacy, or"):
+    with pytest.raises(ValueError, match="graphs='guess' is not a file of graphs; give templates, spacy, or"):
         loaded.similarity(images_of(1), ["a dot"], "guess")
     found = loaded.similarity(images_of(2), ["a red star left of a blue ring", "a dot"])
     by_hand = loaded.similarity(images_of(2), ["a red star left of a blue ring", "a dot"], parse_caption)

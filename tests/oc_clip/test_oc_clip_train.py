@@ -634,7 +634,7 @@ SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}
         ({"graph_key": "graph"}, "--graph_key graph reads .json members; give --caption_key"),
         ({"competition": "keys"}, "num_default=4 with competition='keys': .* give num_default=0"),
         ({"bind_heads": 5}, "num_heads=5 does not divide dim=12"),
-        ({"graphs": "nowhere.jsonl"}, "graphs='nowhere.jsonl' is no file of graphs; give templates, spacy, or"),
+        ({"graphs": "nowhere.jsonl"}, "graphs='nowhere.jsonl' is not a file of graphs; give templates, spacy, or"),
         ({"init_clip": "nowhere.pt"}, "nowhere.pt"),
         ({"context_length": 2}, "context_length=2 has no room"),
     ],

@@ -181,7 +181,7 @@ def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> tuple[dict[by
             level = deeper
     if broken:
         _logger.warning(
-            "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
+            "%s: left out %d entries that are not regular files (broken links, pipes, devices), the first is %s",
             *(os.fsdecode(root), len(broken), os.fsdecode(broken[0])),
         )
     return images, others

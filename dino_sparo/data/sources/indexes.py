@@ -116,7 +116,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
 
     Raises:
         DamagedShardError: the file is no plain tar, is truncated, or its headers are absurd.
-        OSError: it is no regular file, or cannot be read.
+        OSError: it is not a regular file, or cannot be read.
     """
     with open_regular(shard) as file:
         total = os.fstat(file.fileno()).st_size

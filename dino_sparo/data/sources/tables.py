@@ -397,4 +397,6 @@ def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedSt
     for index in range(min(FILES_CHECKED, len(paths))):
         path, whole = paths[index], os.path.join(root, paths[index])
         if not os.path.isfile(whole):
-            raise UserError(f"{listing} names {path!r}, but {whole!r} does not exist or is no regular file; {remedy}")
+            raise UserError(
+                f"{listing} names {path!r}, but {whole!r} does not exist or is not a regular file; {remedy}"
+            )

@@ -108,7 +108,7 @@ def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits =
         scenes = Scenes(*parse_scenes_spec(data_path), split="val")
         return ObjectSource(scenes, list(scenes.classes or []), partial(_scene_objects, scenes))
     if not data_path or not root.is_dir():
-        raise UserError(f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give one with images")
+        raise UserError(f"--data_path {data_path!r} is not a folder (in {os.getcwd()}); give one with images")
     if is_voc:
         return _open_voc(root, limits)
     if masks is None:

@@ -124,7 +124,7 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
             return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
     except (ValueError, TypeError) as error:
         raise UserError(f"{text}: {error}") from error
-    raise UserError(f"{text} is no choice of slots; expected {FORM}")
+    raise UserError(f"{text} is not a choice of slots; expected {FORM}")
 
 
 def parse_selection(text: str) -> SlotSelection:

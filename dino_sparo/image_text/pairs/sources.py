@@ -116,7 +116,7 @@ class PairPath:
         if self.caption_templates is not None or names_scenes(self.data_path):
             return self._open_without_captions()
         refuse_remote(self.data_path)
-        # First, because the caption of an image named `train.jpg` is no list of a split.
+        # First, because the caption of an image named `train.jpg` is not a list of a split.
         root, names = self.data_path, ["", self.default_split]
         if self.split is not None:
             names = ["" if self.split == ALL else self.split]

@@ -168,5 +168,5 @@ def _expand(part: str) -> list[str]:
         return webdataset.shardlists.expand_urls(part)
     shards = find_shards(part)
     if not shards:
-        raise UserError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
+        raise UserError(f"--data_path: {part!r} is not a tar shard, a pattern of shards or a folder that holds some")
     return shards

@@ -88,7 +88,7 @@ def _bounded_client(timeout_s: float) -> Any:
             response, content = await super().send(request, **options), bytearray()
             async for part in response.aiter_raw():
                 content += part[:MAX_ANSWER_BYTES]
-                if len(content) > MAX_ANSWER_BYTES:  # what is left is no valid JSON
+                if len(content) > MAX_ANSWER_BYTES:  # what is left is not valid JSON
                     break
             await response.aclose()
             headers = {name: value for name, value in response.headers.items() if name != "content-encoding"}

@@ -237,7 +237,7 @@ def annotated_images(path: str, kind: str) -> list[tuple[str, Any]]:
         return [(str(image["image_id"]), image) for image in content]
     except (AttributeError, KeyError, TypeError) as error:
         forms = {"vg": "a list of images with image_id", "gqa": "an object with one entry per image"}
-        raise UserError(f"{path} is no file of {kind}, which is {forms[kind]}; found {content!s:.60}") from error
+        raise UserError(f"{path} is not a file of {kind}, which is {forms[kind]}; found {content!s:.60}") from error
 
 
 def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:

@@ -95,7 +95,7 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if unknown := set(names) - set(BENCHMARKS):
         raise UserError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
     if not root.is_dir():
-        raise UserError(f"--data_root {str(root)!r} is no folder; give the one that holds the benchmarks")
+        raise UserError(f"--data_root {str(root)!r} is not a folder; give the one that holds the benchmarks")
     candidates = list(folders_of(root, names))
     if not candidates:
         wanted = (f"{name} ({BENCHMARKS[name].files[0]}, from {BENCHMARKS[name].source})" for name in names)
