@@ -33,7 +33,7 @@ from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule
-from dino_sparo.training.recording import Recorder, record_on_cuda
+from dino_sparo.training.recording import Recorder, cuda_recording
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
 
@@ -107,7 +107,7 @@ class DistillationObjective(Objective[Batch]):
             student, teacher = synchronize_batch_norm(student, teacher, process.device)
         self.network, self.teacher = student, teacher
         is_recorded = self.decide_recording(process.device)
-        self.recorder = Recorder(self.updater.parameters, record_on_cuda if is_recorded else None)
+        self.recorder = Recorder(self.updater.parameters, cuda_recording(process.device) if is_recorded else None)
         # Steps under no_sync use another graph, so static_graph must be off. Recorded steps exchange their gradients
         # after the replay, without DDP.
         static_graph = args.grad_accum_steps == 1

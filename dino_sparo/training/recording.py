@@ -25,8 +25,19 @@ Record = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
 WARM_UP_CALLS = 3  # steps before a recording: they compile, and fill the caches of CUDA's libraries
 
 
+def cuda_recording(device: torch.device) -> Record:
+    """`record_on_cuda`, after the GPU was given a stream of its own for the whole run.
+
+    CUDA records nothing on its default stream, and memory is reused only on the same stream.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    torch.cuda.set_stream(stream)
+    return record_on_cuda
+
+
 def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """Record a function's launches as a CUDA graph.
+    """Record a function's launches on the current stream as a CUDA graph.
 
     Raises:
         CompileError: the function cannot be recorded. CUDA's allocator is unusable afterwards, so the run ends.

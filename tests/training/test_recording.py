@@ -93,6 +93,7 @@ def test_a_recorded_run_is_bit_identical_to_another(
             super().__init__(parameters, graphs[-1])
 
     monkeypatch.setattr(distillation, "Recorder", Recording)
+    monkeypatch.setattr(distillation, "cuda_recording", lambda device: None)
     monkeypatch.setattr(DistillationObjective, "decide_recording", lambda *_: True)
     words[words.index(str(tmp_path / "plain"))] = str(tmp_path / "recorded")
     run_command(command, [*words, "--max_steps", "7"])  # within the first epoch
@@ -114,7 +115,7 @@ def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distillation, "open_crops", lambda *_: no_data(10, 6))
         patch.setattr(DistillationObjective, "decide_recording", lambda *_: is_recorded)
-        patch.setattr(distillation, "record_on_cuda", None)  # `compute` is called directly
+        patch.setattr(distillation, "cuda_recording", lambda device: None)  # `compute` is called directly
         return DINOObjective(args, Distributed(rank, size, torch.device("cpu")))
 
 
