@@ -393,7 +393,7 @@ def test_a_table_may_have_a_column_of_splits(root: Path, caplog: pytest.LogCaptu
             "l.txt",
             "a.png\ngone.png\nalso.png\n",
             None,
-            r"names 'gone.png', but .*images/gone.png' does not exist or is no .*; paths",
+            r"names 'gone.png', but .*images/gone.png' does not exist or is not a .*; paths",
         ),
         ("l.txt", "a.png\n", "train", "list .* has no split 'train'; put train.txt and val.txt"),
         ("l.bin", "a\0b", None, "is not a text file"),

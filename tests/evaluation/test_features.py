@@ -168,12 +168,12 @@ def test_subsets_share_no_image_and_never_change():
 def test_cached_features_come_back_as_they_were(tmp_path):
     train = Features(torch.randn(7, 3), torch.arange(7), torch.arange(7), num_corrupt=2).normalize_()
     val = Features(torch.randn(5, 3), torch.arange(5), torch.arange(5)).normalize_()
-    save_features(tmp_path / "cache", train, val, {"encoder": {"epoch": 3}})
+    save_features(tmp_path / "cache", train, val, {"encoder": {"epoch": 3}, "view": {"exif": "apply"}})
     loaded_train, loaded_val, record = load_features(tmp_path / "cache")
     assert torch.equal(loaded_train.features, train.features)
     assert torch.equal(loaded_val.labels, val.labels)
     assert (loaded_train.num_corrupt, loaded_val.num_corrupt) == (2, 0)
-    assert record == {"encoder": {"epoch": 3}}
+    assert record == {"encoder": {"epoch": 3}, "view": {"exif": "apply"}}
     # The reference's script reads the same files, and takes the features as they are.
     saved = torch.load(tmp_path / "cache" / "trainfeat.pth", weights_only=True)
     torch.testing.assert_close(saved.norm(dim=1), torch.ones(7))
@@ -214,7 +214,7 @@ class Killed(BaseException):
 def test_a_dump_killed_over_an_older_one_leaves_no_mix_of_two_encoders(tmp_path, monkeypatch, written):
     """The bug: training features of one encoder lay beside validation features of another, and were accepted."""
     old, new = (Features(torch.full((5, 3), value), torch.arange(5), torch.arange(5)) for value in (1.0, 2.0))
-    save_features(tmp_path, old, old, {"encoder": {"epoch": 1}})
+    save_features(tmp_path, old, old, {"encoder": {"epoch": 1}, "view": {"exif": "apply"}})
     save, calls = torch.save, []
 
     def killing_save(tensor: torch.Tensor, path: Path) -> None:
@@ -225,14 +225,14 @@ def test_a_dump_killed_over_an_older_one_leaves_no_mix_of_two_encoders(tmp_path,
 
     monkeypatch.setattr(torch, "save", killing_save)
     with pytest.raises(Killed):
-        save_features(tmp_path, new, new, {"encoder": {"epoch": 2}})
+        save_features(tmp_path, new, new, {"encoder": {"epoch": 2}, "view": {"exif": "apply"}})
     monkeypatch.undo()
     with pytest.raises(ValueError, match="no cached features at"):
         load_features(tmp_path)
-    save_features(tmp_path, new, new, {"encoder": {"epoch": 2}})
+    save_features(tmp_path, new, new, {"encoder": {"epoch": 2}, "view": {"exif": "apply"}})
     train, val, record = load_features(tmp_path)
     assert float(train.features[0, 0]) == float(val.features[0, 0]) == 2.0
-    assert record == {"encoder": {"epoch": 2}}
+    assert record == {"encoder": {"epoch": 2}, "view": {"exif": "apply"}}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "features.json", "testfeat.pth", "testlabels.pth", "trainfeat.pth", "trainlabels.pth",
     ]  # fmt: skip
