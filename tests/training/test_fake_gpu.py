@@ -99,7 +99,7 @@ def test_products_are_in_the_runs_precision_and_sums_over_prototypes_in_fp32(
     assert output.shape == (10 * 64, 65536)
     assert output.dtype == PRECISIONS[precision]
     assert types.of["logsumexp"] == {torch.float32}
-    assert types.of["convolution"] == {PRECISIONS[precision]}
+    assert "convolution" not in types.of, "the patch embedding is a matrix product"
     assert PRECISIONS[precision] in types.of["addmm"]
     gib = sum(kept.values()) / 2**30  # 9.24 in 16 bits and 13.13 in fp32 with torch 2.15
     assert 8 < gib < (15 if precision == "fp32" else 10)
