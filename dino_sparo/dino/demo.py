@@ -21,7 +21,7 @@ from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, spr
 
 TRAINING = read_config(Path(__file__).with_name("demo.yaml"))
 EVALUATION_DATA = "scenes:4000:48"
-MINUTES = "3 to 6"  # of one encoder, with its evaluations
+MINUTES = "2 to 6"  # of one encoder, with its evaluations
 SHORT = {"data_path": "scenes:640:48"}
 SHORT_EVALUATION_DATA = "scenes:500:48"
 PROBE = ["--fast", "--epochs", "30", "--lr", "0.01", "0.1", "1", "--val_freq", "30"]
