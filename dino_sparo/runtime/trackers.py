@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from dino_sparo.runtime.cli import printable
-from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.faults import WORKER_SIGNS, UserError
 from dino_sparo.runtime.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -187,6 +187,8 @@ class Trackers:
         try:
             yield
         except Exception as error:
+            if any(sign in str(error) for sign in WORKER_SIGNS):  # torch raises it wherever this process is
+                raise
             self.open.pop(name, None)
             logger.error(
                 "--report_to %s failed, so training continues without %s; fix the cause and rerun to use it (%s: %s)",

@@ -68,6 +68,19 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     assert "no route to host" in caplog.text
 
 
+def test_a_worker_that_dies_meanwhile_is_no_failure_of_a_tracker(tmp_path: Path) -> None:
+    """The bug: torch raises its death in the main process wherever this is, and the tracker was left out for it."""
+
+    def die(tracker: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed.")
+
+    several = Trackers(["tensorboard"], TrackedRun(tmp_path))
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        several.each(die)
+    assert list(several.open) == ["tensorboard"]
+    several.each(lambda tracker: tracker.close())
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_missing_package_ends_a_training_before_its_first_step(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
