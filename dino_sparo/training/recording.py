@@ -22,7 +22,7 @@ Outputs = dict[str, Tensor]
 Compute = Callable[[Sequence[Tensor]], Outputs]
 # A function without arguments -> a function that repeats its work on the device, and its outputs.
 Record = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
-WARM_UP_CALLS = 3  # steps before a recording: they compile, and fill the caches of CUDA's libraries
+WARM_UP_CALLS = 3  # before a recording: they compile, and fill the caches of CUDA's libraries
 
 
 def cuda_recording(device: torch.device) -> Record:
@@ -74,6 +74,8 @@ class Recorder:
         self.num_calls = 0
         self.replay: Callable[[], None] | None = None
         self.inputs, self.gradients, self.outputs = list[Tensor](), list[Tensor | None](), Outputs()
+        for parameter in self.parameters:
+            parameter.grad = None  # it may lie in the recording's memory
 
     def __call__(self, compute: Compute, inputs: Sequence[Tensor], key: Hashable, is_only_part: bool = True) -> Outputs:
         """Add the gradients of these inputs to those of the parameters.
