@@ -27,7 +27,7 @@ from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, mask_of
 from dino_sparo.oc_clip.binding import EPSILON, Binding, BindingConfig
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.scoring import Scoring, score_all_pairs
 

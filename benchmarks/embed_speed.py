@@ -31,7 +31,7 @@ def write_images(folder: Path, number: int) -> None:
     """Built-in scenes as JPEG files."""
     from PIL import Image
 
-    from dino_sparo.data.scenes import Scenes
+    from dino_sparo.data.scenes.images import Scenes
 
     folder.mkdir()
     scenes = Scenes(number, image_size=128)

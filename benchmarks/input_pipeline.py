@@ -30,7 +30,7 @@ from dino_sparo.data.crops import CropParameters, MultiCropAugmentation, apply_c
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, image_rng
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 

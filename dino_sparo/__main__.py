@@ -387,7 +387,7 @@ def select(args: argparse.Namespace) -> Any:
     dino-sparo slots select --pretrained_weights clip.pth --data_path cifar10:data
     dino-sparo slots select --pretrained_weights clip.pth --data_path imagenet/val --keep 32
     """
-    from dino_sparo.clip.select import select_slots
+    from dino_sparo.clip.slots.select import select_slots
 
     return select_slots(args)
 
@@ -399,7 +399,7 @@ def mask(args: argparse.Namespace) -> Any:
     dino-sparo slots mask --pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017
     dino-sparo slots mask --pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data
     """
-    from dino_sparo.clip.mask import learn_mask
+    from dino_sparo.clip.slots.mask import learn_mask
 
     return learn_mask(args)
 
@@ -483,7 +483,7 @@ def pictures(args: argparse.Namespace) -> Any:
     dino-sparo attention --pretrained_weights clip.pth
     dino-sparo attention --pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps
     """
-    from dino_sparo.clip.pictures import draw_pictures
+    from dino_sparo.clip.slots.pictures import draw_pictures
 
     return draw_pictures(args)
 

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import dino_sparo
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 
 encoder = dino_sparo.load_encoder("demo")
 print(encoder.summary)

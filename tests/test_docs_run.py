@@ -12,7 +12,7 @@ import torch
 from test_documentation import DOCUMENTS, MAP, parsed_commands
 
 from dino_sparo.__main__ import main
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md")

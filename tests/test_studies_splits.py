@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES
-from dino_sparo.oc_clip.graph import SceneGraph, normalize
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES
+from dino_sparo.oc_clip.graphs.graph import SceneGraph, normalize
 from studies.oc_splits import data as split_data
 from studies.oc_splits.data import other_pictures, scene_of, training_pictures, write_split
 from studies.oc_splits.design import PAIRS, Picture, Question, Split, stream

@@ -7,8 +7,7 @@ evaluations are those of `image_text/`. CLIP adds:
     slots -> loss                  loss.py
     a whole training               train.py  options.py
     checkpoint -> evaluation       load.py
-    interventions on slots         subsets.py  select.py  mask.py
-    what slots look at             concepts.py  pictures.py
+    analysis of slots              slots/
     all of these, small            demo.py
 
 Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.

@@ -25,9 +25,9 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.clip.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.subsets import ReducedClip, open_slots
+from dino_sparo.clip.slots.concepts import Word, caption_words, see, word_shares
+from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.sources.decode import to_image
 from dino_sparo.data.views import ClipView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter

@@ -160,7 +160,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def select_parser() -> Parser:
-    """The options of `select.py`, in data-flow order."""
+    """The options of `slots/select.py`, in data-flow order."""
     num_images = Option(
         None,
         "Largest number of images to use, a random subset; by default all.",
@@ -197,7 +197,7 @@ MASK: Group = {
 
 
 def mask_parser() -> Parser:
-    """The options of `mask.py`, in data-flow order."""
+    """The options of `slots/mask.py`, in data-flow order."""
     evaluate = Option(
         [],
         "Labelled images to classify with and without the mask, each with its own class names and templates; for "
@@ -227,7 +227,7 @@ CHOICE: Group = {
 
 
 def pictures_parser() -> Parser:
-    """The options of `pictures.py`, in data-flow order."""
+    """The options of `slots/pictures.py`, in data-flow order."""
     size: Group = {
         "max_pairs": Option(400, "Largest number of pairs to search, evenly spread over the data.", positive_int),
         "img_size": Option(

@@ -1,6 +1,6 @@
 """Pairs of image and caption that are to be drawn: where they lie, the views of some of them, and the files drawn.
 
-The objectives describe the figures: `clip/pictures.py`, `oc_clip/pictures.py`.
+The objectives describe the figures: `clip/slots/pictures.py`, `oc_clip/pictures.py`.
 """
 
 import argparse

@@ -26,7 +26,7 @@ from jaxtyping import Int64
 from timm.data import ImageNetInfo
 
 from dino_sparo.data.dataset import require_labels
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS, ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.options import AUTO
@@ -61,7 +61,7 @@ SMALL_PICTURES = (
 
 
 def scene_templates() -> tuple[str, ...]:
-    """Captions of the built-in scenes without the shape, in the grammar of `scene_graphs.py`.
+    """Captions of the built-in scenes without the shape, in the grammar of `data/scenes/graphs.py`.
 
     Every colour, texture and background occurs equally often, so that none favours a class.
     """

@@ -2,7 +2,7 @@
 
 Encoder, text encoder, trainer and evaluations are those of all objectives. OC-CLIP adds:
 
-    caption -> its graph                   graph.py  parsers/  graph_files.py
+    caption -> its graph                   graphs/  parsers/
     caption's graph -> padded tensors      batches.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py
@@ -24,7 +24,7 @@ from dino_sparo.runtime import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.binding import BindingConfig
-    from dino_sparo.oc_clip.graph import Relation, SceneGraph
+    from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
     from dino_sparo.oc_clip.load import load_oc_clip
     from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "oc_clip.binding": ("BindingConfig",),
-        "oc_clip.graph": ("Relation", "SceneGraph"),
+        "oc_clip.graphs.graph": ("Relation", "SceneGraph"),
         "oc_clip.load": ("load_oc_clip",),
         "oc_clip.model": ("OCCLIP", "OCCLIPConfig", "create_oc_clip"),
     },

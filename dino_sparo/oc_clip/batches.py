@@ -23,8 +23,8 @@ from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
 from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.towers import Tokens, tokenize, without_padding
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
-from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, spaced
 from dino_sparo.runtime.faults import UserError
 
 

@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data.scene_graphs import INDEPENDENT
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.graphs import INDEPENDENT
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE, DemoModel, compare_models
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.runtime.demos import RunCommand, choose_models, start_demo

@@ -28,7 +28,7 @@ from dino_sparo.draw.pixels import MIN_CONTRAST, Picture, enlarge, lightness
 from dino_sparo.evaluation.attention.maps import effective_patches
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.batches import batch_graphs, look_up, tokenize_phrases
-from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP
 
 logger = logging.getLogger(__name__)

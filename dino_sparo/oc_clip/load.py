@@ -27,8 +27,8 @@ from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation,
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up, tokenize_phrases
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
-from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
-from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.files import MAX_MISSING, CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scoring import score_all_pairs

@@ -30,8 +30,8 @@ from dino_sparo.image_text.picture_pairs import (
     write_pictures,
 )
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, RELATIONS_LEGEND, SUMMARIES, PairMaps, explain_pair, tiles_of
-from dino_sparo.oc_clip.graph import LookupCounts
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_only_a_peer

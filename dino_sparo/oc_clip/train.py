@@ -32,8 +32,8 @@ from dino_sparo.oc_clip.batches import (
     read_symmetric,
 )
 from dino_sparo.oc_clip.binding import BindingConfig
-from dino_sparo.oc_clip.graph import LookupCounts
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts
 from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.loss import graphs_of_all_ranks, local_loss
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip

@@ -14,9 +14,9 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dino_sparo.data.scene_graphs import RELATIONS, SceneGraph, place_pair, turned_object
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
-from dino_sparo.data.scenes import SPLITS, draw_scene
+from dino_sparo.data.scenes.graphs import RELATIONS, SceneGraph, place_pair, turned_object
+from dino_sparo.data.scenes.images import SPLITS, draw_scene
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 
 # Fixed before any model was probed: the first words of both tables.
 NUM_SHAPES, NUM_COLOURS = 4, 4

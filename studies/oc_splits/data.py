@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.scene_graphs import RELATIONS, Circle, Relation, SceneGraph, place_one, place_pair, turned_object
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
-from dino_sparo.data.scenes import draw_scene
+from dino_sparo.data.scenes.graphs import RELATIONS, Circle, Relation, SceneGraph, place_one, place_pair, turned_object
+from dino_sparo.data.scenes.images import draw_scene
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 from studies.oc_splits.design import Picture, Question, Split, Thing, choose, shuffled, stream
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dino_sparo.data.scene_graphs import OPPOSITES, with_article
-from dino_sparo.data.scene_patterns import COLOURS, SHAPES
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.data.scenes.graphs import OPPOSITES, with_article
+from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 
 PAIRS: tuple[tuple[str, str], ...] = tuple(combinations(SHAPES, 2))
 AXES = ("left of", "above")
@@ -65,7 +65,7 @@ class Picture(NamedTuple):
 
     Attributes:
         things: one or two, in the caption's order.
-        predicate: one of scene_graphs.RELATIONS, from the first thing to the second; None: the caption names none.
+        predicate: one of scenes.graphs.RELATIONS, from the first thing to the second; None: the caption names none.
     """
 
     things: tuple[Thing, ...]

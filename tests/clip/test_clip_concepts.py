@@ -13,7 +13,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.concepts import (
+from dino_sparo.clip.slots.concepts import (
     Choice,
     Criteria,
     PairAttention,

@@ -17,7 +17,8 @@ pytest.importorskip("open_clip")
 from clip_fakes import evaluate, paint, small_checkpoint
 
 from dino_sparo.clip import create_clip, mask
-from dino_sparo.clip.mask import (
+from dino_sparo.clip.options import mask_parser
+from dino_sparo.clip.slots.mask import (
     Mask,
     fit_mask,
     masked_pairs,
@@ -26,7 +27,6 @@ from dino_sparo.clip.mask import (
     part_products,
     relative_change,
 )
-from dino_sparo.clip.options import mask_parser
 from dino_sparo.evaluation.slots.choice import SlotMask, parse_slots
 from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs

@@ -22,8 +22,8 @@ from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.concepts import PairAttention, caption_words
-from dino_sparo.clip.pictures import level_of, slots_figure
+from dino_sparo.clip.slots.concepts import PairAttention, caption_words
+from dino_sparo.clip.slots.pictures import level_of, slots_figure
 from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet

@@ -18,9 +18,9 @@ from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, select, tokenize
-from dino_sparo.clip.select import SlotScores, draw, score_slots
-from dino_sparo.clip.subsets import ReducedClip, open_slots
-from dino_sparo.data.scene_patterns import SHAPES
+from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
+from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
+from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets

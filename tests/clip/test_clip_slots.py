@@ -14,7 +14,7 @@ from clip_fakes import small_checkpoint
 from torch.nn import functional as F
 
 from dino_sparo.clip import CLIP, create_clip, load_clip, normalize_slots, tokenize
-from dino_sparo.clip.subsets import (
+from dino_sparo.clip.slots.subsets import (
     ReducedClip,
     check_normalized_per_slot,
     mask_features,

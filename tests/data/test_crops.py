@@ -31,7 +31,7 @@ from dino_sparo.data.crops import (
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, image_rng
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.runtime.choices import IMAGENET_MEAN as MEAN
 from dino_sparo.runtime.choices import IMAGENET_STD as STD

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, decode_image, expand_shards, open_source
 from dino_sparo.data.sources.decode import IMAGE_FORMATS
 from dino_sparo.data.views import EvalTransform

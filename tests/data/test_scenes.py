@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from dino_sparo.data import scenes
-from dino_sparo.data.scene_graphs import RELATIONS, Ties
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
-from dino_sparo.data.scenes import Scenes, parse_scenes_spec
+from dino_sparo.data.scenes import images as scenes
+from dino_sparo.data.scenes.graphs import RELATIONS, Ties
+from dino_sparo.data.scenes.images import Scenes, parse_scenes_spec
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 
 # Checked against the pictures by eye, with these ties and seed 0.
 RECORDED_TIES = Ties(0.9, 0.3, 0.3)

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torchvision.datasets import ImageFolder
 
 from dino_sparo.data.dataset import require_labels
-from dino_sparo.data.scenes import names_scenes
+from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import (
     TORCHVISION_SETS,
     CorruptImageError,

@@ -20,7 +20,7 @@ import eval_linear
 from dino_sparo.data.crops import sample_box
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear import command as linear_command

@@ -18,9 +18,9 @@ from PIL import Image
 from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
-from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph, SceneObject
-from dino_sparo.data.scene_patterns import SHAPES
-from dino_sparo.data.scenes import Scenes, draw_scene, object_masks
+from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneGraph, SceneObject
+from dino_sparo.data.scenes.images import Scenes, draw_scene, object_masks
+from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels

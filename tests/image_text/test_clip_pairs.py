@@ -23,9 +23,9 @@ from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.crops import sample_box
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.scene_graphs import Ties
-from dino_sparo.data.scene_patterns import COLOURS, SHAPES
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.graphs import Ties
+from dino_sparo.data.scenes.images import Scenes
+from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource
 from dino_sparo.image_text.objective import number_pairs
 from dino_sparo.image_text.pairs import tars as pair_tars

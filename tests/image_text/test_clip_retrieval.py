@@ -14,7 +14,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.evaluation import caption_sets, protocol, retrieval
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.retrieval import (

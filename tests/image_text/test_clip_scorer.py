@@ -16,8 +16,8 @@ pytest.importorskip("open_clip")
 from clip_fakes import COLOURS, colour_encoder, paint, parser_of, small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.data.scene_patterns import COLOURS as SCENE_COLOURS
-from dino_sparo.data.scene_patterns import SHAPES
+from dino_sparo.data.scenes.patterns import COLOURS as SCENE_COLOURS
+from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation import retrieval, zero_shot

@@ -13,8 +13,8 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.data.scene_graphs import ATTRIBUTES, Ties
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.graphs import ATTRIBUTES, Ties
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text import scorer as scorer_file
 from dino_sparo.image_text.evaluation.compositional.command import encode_folder
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark

@@ -21,9 +21,9 @@ open_clip = pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
 
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
-from dino_sparo.clip.subsets import ReducedClip  # noqa: E402
-from dino_sparo.data.scene_patterns import COLOURS, SHAPES, TEXTURES  # noqa: E402
-from dino_sparo.data.scenes import Scenes  # noqa: E402
+from dino_sparo.clip.slots.subsets import ReducedClip  # noqa: E402
+from dino_sparo.data.scenes.images import Scenes  # noqa: E402
+from dino_sparo.data.scenes.patterns import COLOURS, SHAPES, TEXTURES  # noqa: E402
 from dino_sparo.data.sources import open_source  # noqa: E402
 from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402

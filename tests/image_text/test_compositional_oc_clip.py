@@ -17,7 +17,7 @@ from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
 pytest.importorskip("open_clip")
 
 from dino_sparo.oc_clip.binding import BindingConfig
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.parsers.templates import parse_caption

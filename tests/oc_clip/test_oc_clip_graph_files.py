@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from oc_clip_fakes import write_graphs
 
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import (
+from dino_sparo.oc_clip.graphs.files import (
     CaptionGraphs,
     append_lines,
     graph_record,
@@ -22,6 +21,7 @@ from dino_sparo.oc_clip.graph_files import (
     open_graphs,
     read_lines,
 )
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 
 DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))
 TURNED = SceneGraph(("mat", "dog"), (Relation(1, "on", 0),))
@@ -128,7 +128,7 @@ def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: p
     path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
     os.utime(path, ns=(10**18, 10**18))
     opened(path)
-    monkeypatch.setattr("dino_sparo.oc_clip.graph_files._index", lambda *_: pytest.fail("indexed again"))
+    monkeypatch.setattr("dino_sparo.oc_clip.graphs.files._index", lambda *_: pytest.fail("indexed again"))
     assert opened(path)("a dog on a mat") == DOG
     written(path, ("another", TURNED))
     with pytest.raises(pytest.fail.Exception, match="indexed again"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dino_sparo.oc_clip.batches import batch_graphs, draw_negatives, mask_of, read_symmetric, shuffled_choices
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, canonical_form, normalize
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, canonical_form, normalize
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
 

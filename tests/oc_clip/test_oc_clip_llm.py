@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dino_sparo.__main__ import main
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, llm
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.llm import AnswerCache, LanguageModelParser, LocalModel, Message, read_answer

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dino_sparo.__main__ import main
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import PARSERS, open_graphs
+from dino_sparo.oc_clip.graphs.files import PARSERS, open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.rows import CAPTION_KEYS, Row, draw_regions, open_rows, region_graph, texts_in

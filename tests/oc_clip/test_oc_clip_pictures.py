@@ -33,8 +33,8 @@ from dino_sparo.image_text.picture_pairs import ViewedPair, view_pairs
 from dino_sparo.oc_clip.batches import batch_graphs, mask_of, tokenize_phrases
 from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, explain_pair, tiles_of
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.graphs.files import open_graphs
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pictures import choose_pairs, pairs_figure

@@ -27,7 +27,7 @@ from dino_sparo.clip.load import load_for_benchmark
 from dino_sparo.data.sources import open_source
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.oc_clip import load as scorer_module
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.launch import shutdown

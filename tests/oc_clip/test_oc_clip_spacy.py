@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dino_sparo.image_text.towers import SPACY_MODEL
-from dino_sparo.oc_clip.graph import SceneGraph
-from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.graphs.files import open_graphs
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser, Word, graph_of_words
 from dino_sparo.runtime.faults import MissingPackageError

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from dino_sparo.data import scene_graphs as built_in
-from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes import graphs as built_in
+from dino_sparo.data.scenes.graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
 from dino_sparo.image_text.pairs.sources import VARIED, scene_captions
-from dino_sparo.oc_clip.graph import Relation, SceneGraph, canonical_form, normalize
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 
 MENTIONED = [(), *((name,) for name in ATTRIBUTES), ("colour", "texture"), ("colour", "background"), ATTRIBUTES]

@@ -48,8 +48,8 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts, train_step
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.oc_clip.batches import EncodedGraphs, GraphPairBatch, GraphPairDataset, collate_graph_pairs
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.graphs.files import open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import check_options, get_args_parser

@@ -14,8 +14,8 @@ from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
 from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
-from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graph_files import append_lines, graph_record
+from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective

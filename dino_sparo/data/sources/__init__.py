@@ -8,7 +8,7 @@
     table.csv, table.tsv, .jsonl      columns found by name, e.g. `path`, `label` and `split`
     shard-{000..099}.tar              webdataset-style tar shards; also globs, `a.tar::b.tar`, a folder of tars
     cifar10:DIR                       a torchvision set in DIR; --download fetches the set
-    scenes, scenes:NUM:SIZE           procedural images, see `data/scenes.py`
+    scenes, scenes:NUM:SIZE           procedural images, see `data/scenes/`
     PREFIX:ANYTHING                   any entry of `OPENERS`, also from a file of yours; docs/extending.md
 
 The files of this folder, in the order of the data flow:
@@ -30,7 +30,7 @@ import re
 import time
 from collections.abc import Callable
 
-from dino_sparo.data.scenes import Scenes, parse_scenes_spec
+from dino_sparo.data.scenes.images import Scenes, parse_scenes_spec
 from dino_sparo.data.sources.decode import (
     ARRAY_EXTENSION,
     DEFAULT_LIMITS,

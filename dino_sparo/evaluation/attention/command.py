@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, open_source
 from dino_sparo.data.sources.decode import ARRAY_EXTENSION, read_image
 from dino_sparo.data.sources.folders import ALL

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View

@@ -1,4 +1,4 @@
-"""A choice of slots, by number or by a file -> an encoder with these slots alone. For a CLIP see `clip/subsets.py`.
+"""A choice of slots, by number or by a file -> an encoder with these slots alone. For a CLIP: `clip/slots/subsets.py`.
 
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots 0,3,7
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --slots slot_study_NAME.json

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from dino_sparo.data.dataset import require_same_source
-from dino_sparo.data.scene_graphs import INDEPENDENT
-from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.scenes.graphs import INDEPENDENT
+from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 
 
 class Outcome(NamedTuple):

@@ -7,7 +7,7 @@
 
 Every caption is parsed once. Where rows have images, every row is written, and the output is a table of pairs. The same
 command resumes a run that was ended. OUTPUT.summary.json holds all counts, OUTPUT.errors.jsonl the captions without a
-graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graph_files.py` reads the output.
+graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graphs/files.py` reads the output.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.graph_files import PARSERS, append_lines, graph_record, read_lines
+from dino_sparo.oc_clip.graphs.files import PARSERS, append_lines, graph_record, read_lines
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
 from dino_sparo.oc_clip.parsers.rows import DRAW, AnnotatedImages, Row, open_rows

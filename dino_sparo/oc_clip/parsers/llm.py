@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.runtime.faults import MendableError, UserError, require
 from dino_sparo.runtime.files import parse_json

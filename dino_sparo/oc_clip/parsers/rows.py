@@ -40,8 +40,8 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, coco_captions
-from dino_sparo.oc_clip.graph import Relation, SceneGraph, comparable, spaced, without_article
-from dino_sparo.oc_clip.graph_files import hash_of, read_lines
+from dino_sparo.oc_clip.graphs.files import hash_of, read_lines
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph, comparable, spaced, without_article
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.faults import UserError

@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from dino_sparo.image_text.towers import spacy_documents, spacy_record
-from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES
 

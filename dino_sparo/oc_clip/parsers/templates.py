@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
-from dino_sparo.data.scene_graphs import RELATIONS
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS
-from dino_sparo.oc_clip.graph import ARTICLES, Relation, SceneGraph
+from dino_sparo.data.scenes.graphs import RELATIONS
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS
+from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 
 # The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome

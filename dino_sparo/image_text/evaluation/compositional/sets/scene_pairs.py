@@ -21,8 +21,8 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph
-from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, Scenes
+from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneGraph
+from dino_sparo.data.scenes.images import DEFAULT_IMAGE_SIZE, Scenes
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
 from dino_sparo.runtime.faults import UserError

@@ -25,7 +25,7 @@ from jaxtyping import Int64, UInt64
 
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.sources.indexes import Arrays, load_index, save_index
-from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, comparable, normalize
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, comparable, normalize
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.parsers import Parser
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.options import PER_DIMENSION, PER_SLOT
-from dino_sparo.clip.subsets import ReducedClip, mask_features
+from dino_sparo.clip.slots.subsets import ReducedClip, mask_features
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib

@@ -1,7 +1,7 @@
 """(seed, split, index) -> image, class label and caption: the built-in procedural pictures, no download.
 
 `--data_path scenes` opens them. A scene shows one large textured object, whose shape is the class label, sometimes with
-a smaller second object. Its scene graph (`scene_graphs.py`) is drawn from a random stream that depends on (seed, split,
+a smaller second object. Its scene graph (`graphs.py`) is drawn from a random stream that depends on (seed, split,
 index) alone; caption and picture are functions of the graph and of that stream.
 
 Other experiments make their own scenes with `place_one`, `place_pair`, `turned_object` and `draw_scene`.
@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
-from dino_sparo.data.scene_graphs import SceneGraph, SceneObject, Ties, between, sample_graph
-from dino_sparo.data.scene_patterns import (
+from dino_sparo.data.scenes.graphs import SceneGraph, SceneObject, Ties, between, sample_graph
+from dino_sparo.data.scenes.patterns import (
     BACKGROUND_TABLE,
     COLOUR_TABLE,
     SHAPE_TABLE,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dino_sparo.data.scene_graphs import Relation as Relation
+from dino_sparo.data.scenes.graphs import Relation as Relation
 from dino_sparo.oc_clip.options import MAX_NODES, MAX_RELATIONS
 from dino_sparo.runtime.faults import UserError
 

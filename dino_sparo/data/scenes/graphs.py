@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
+from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 
 # What a caption may leave out.
 ATTRIBUTES = ("colour", "texture", "background")

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.load import clip_scorer
-from dino_sparo.clip.subsets import check_normalized_per_slot
+from dino_sparo.clip.slots.subsets import check_normalized_per_slot
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.clip.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
-from dino_sparo.clip.subsets import check_fits
+from dino_sparo.clip.slots.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
+from dino_sparo.clip.slots.subsets import check_fits
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.pixels import Picture, heat

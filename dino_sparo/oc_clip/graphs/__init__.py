@@ -1,0 +1,1 @@
+"""Scene graphs of captions, and the files that hold them."""
