@@ -122,7 +122,7 @@ def test_a_measurement_of_a_run_of_another_recipe_is_refused(results: Path) -> N
 
 
 def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = "\n\n".join((ROOT / name).read_text() for name in ("docs/results.md", "studies/README.md"))
     for table in filter(None, slots.report(runs.RESULTS).split("\n\n")):
         assert table in page, "python -m studies.slots"
 
