@@ -16,8 +16,9 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import create_clip, mask
+from dino_sparo.clip import create_clip
 from dino_sparo.clip.options import mask_parser
+from dino_sparo.clip.slots import mask
 from dino_sparo.clip.slots.mask import (
     Mask,
     fit_mask,

@@ -17,7 +17,8 @@ pytest.importorskip("open_clip")
 from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
-from dino_sparo.clip import load_clip, select, tokenize
+from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.slots import select
 from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.scenes.patterns import SHAPES
