@@ -30,7 +30,7 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.head import DINOHead
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.distillation.network import DINONetwork
+from dino_sparo.distillation.network import EncoderWithHead
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.collectives import barrier
 from dino_sparo.runtime.launch import init_distributed, shutdown
@@ -151,11 +151,11 @@ def measure_ranks(ranks: int, images: int, steps: int, tiny: bool) -> dict[str, 
 # On paper.
 
 
-def network(readout: str, out_dim: int, device: str) -> DINONetwork:
+def network(readout: str, out_dim: int, device: str) -> EncoderWithHead:
     """ViT-S/16 with DINO's head, as pretrained."""
     with torch.device(device):
         encoder = create_encoder("vit_small", 16, readout)
-        return DINONetwork(encoder, DINOHead(encoder.encoding_dim, out_dim))
+        return EncoderWithHead(encoder, DINOHead(encoder.encoding_dim, out_dim))
 
 
 def step_flops(readout: str, out_dim: int) -> float:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dino_sparo.data.views import EvalTransform
     from dino_sparo.dino.head import DINOHead
     from dino_sparo.dino.loss import DINOLoss
-    from dino_sparo.distillation.network import DINONetwork
+    from dino_sparo.distillation.network import DINONetwork, EncoderWithHead
     from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
     from dino_sparo.models.readout import ReadoutOutput, Sparo
@@ -48,7 +48,7 @@ _NAMES = {
     "data.views": ("EvalTransform",),
     "dino.head": ("DINOHead",),
     "dino.loss": ("DINOLoss",),
-    "distillation.network": ("DINONetwork",),
+    "distillation.network": ("DINONetwork", "EncoderWithHead"),
     "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
     "models.readout": ("ReadoutOutput", "Sparo"),
 }

@@ -212,7 +212,7 @@ def test_no_step_in_fp16_is_skipped_for_a_scale_that_is_too_large(name: str, mon
     def choose(precision: str, *_: object) -> torch.dtype:  # the real one refuses fp16 on a CPU
         return torch.float16 if precision == "fp16" else torch.float32
 
-    for module in ("dino_sparo.distillation.images", "dino_sparo.image_text.objective"):
+    for module in ("dino_sparo.distillation.objective", "dino_sparo.image_text.objective"):
         monkeypatch.setattr(f"{module}.choose_precision", choose)
     exact, half = (objectives.first_losses(name, "cpu", {"precision": which}) for which in ("fp32", "fp16"))
     assert not torch.equal(half, half[:1].expand(len(half)))

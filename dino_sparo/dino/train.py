@@ -11,8 +11,9 @@ from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead
 from dino_sparo.dino.loss import DINOLoss, diagnose_collapse
 from dino_sparo.dino.step import train_step
-from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork
-from dino_sparo.distillation.objective import DistillationObjective, build_encoder
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config
+from dino_sparo.models.encoder import encoder_from_config
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
@@ -46,9 +47,9 @@ class DINOObjective(DistillationObjective):
         super().__init__(args, process)
 
     @staticmethod
-    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:
         """Student or teacher from the options, with random weights."""
-        encoder = build_encoder(args, drop_path_rate)
+        encoder = encoder_from_config(encoder_config(args), drop_path_rate)
         head = DINOHead(
             encoder.encoding_dim,
             args.out_dim,
@@ -56,7 +57,7 @@ class DINOObjective(DistillationObjective):
             args.norm_last_layer,
             hidden_dim=args.head_hidden_dim,
         )
-        return DINONetwork(encoder, head)
+        return EncoderWithHead(encoder, head)
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> DINOLoss:

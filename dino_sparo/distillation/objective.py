@@ -8,32 +8,40 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import convert_sync_batchnorm
 from torch import nn
+from torch.utils.data import DataLoader
 
-from dino_sparo.data.dataset import Batch, require_labels
-from dino_sparo.data.sources.image_source import ImageSource
+from dino_sparo.data.augment import Distortions
+from dino_sparo.data.crops import MultiCropAugmentation
+from dino_sparo.data.dataset import Batch, ImageDataset, open_images, require_labels
+from dino_sparo.data.examples import Examples, draw_examples
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
+from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
-from dino_sparo.distillation.images import Examples, create_updater, knn_probe, open_crops
 from dino_sparo.distillation.initialize import initialize_networks
-from dino_sparo.distillation.network import DINONetwork
+from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
+from dino_sparo.evaluation.knn_probe import knn_probe
 from dino_sparo.models.backbone import own_patch_size
-from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.collectives import broadcast_tensors
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import Distributed, num_nodes, world_size, wrap_ddp
+from dino_sparo.runtime.launch import Distributed, is_main, num_nodes, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
-from dino_sparo.runtime.precision import prefers_fused_attention, use_fused_attention
+from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import EpochResult, Objective
-from dino_sparo.training.optim import cosine_schedule
+from dino_sparo.training.optim import cosine_schedule, layer_factors, param_groups
 from dino_sparo.training.recording import Recorder, cuda_recording
+from dino_sparo.training.updater import create_updater
 from dino_sparo.weights.checkpoint import check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
 
@@ -45,9 +53,9 @@ class DistillationObjective(Objective[Batch]):
 
     Attributes:
         loss_key: the checkpoint's key of the loss's state.
-        student: the trained `DINONetwork`, inside DDP where there are several processes.
+        student: the trained `EncoderWithHead`, inside DDP where there are several processes.
         network: the student without DDP.
-        teacher: a `DINONetwork` without gradients, the student's moving average.
+        teacher: a `EncoderWithHead` without gradients, the student's moving average.
         loss: student's and teacher's outputs -> loss.
         momentum: of the moving average, one value per step.
         clip_grad: largest norm of a parameter's gradient; 0 for no limit.
@@ -95,7 +103,15 @@ class DistillationObjective(Objective[Batch]):
 
         # Optimizer; its second group, biases and norms, has no weight decay.
         self.updater = create_updater(
-            student, [{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}], args, process.device
+            student,
+            param_groups(student),
+            [{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}],
+            process.device,
+            choose_precision(args.precision, args.use_fp16, process.device),
+            optimizer=args.optimizer,
+            layer_factors=layer_factors(student.backbone, args.layer_decay),
+            accum_steps=args.grad_accum_steps,
+            seed=args.seed,
         )
         self.clip_grad, self.frozen_steps = args.clip_grad, args.freeze_backbone_epochs * steps_per_epoch
 
@@ -121,7 +137,7 @@ class DistillationObjective(Objective[Batch]):
         """Refuse options that do not fit, and sizes of which no networks or loss can be built."""
         options.check_options(args)
         with torch.device("meta"):  # takes no memory
-            prepare_for_crops(cls.build_network(args, args.drop_path_rate), args)
+            cls.build_network(args, args.drop_path_rate).prepare(crop_sides(args))
             cls.build_loss(args)
 
     def decide_recording(self, device: torch.device) -> bool:
@@ -149,7 +165,7 @@ class DistillationObjective(Objective[Batch]):
 
     @staticmethod
     @abstractmethod
-    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:
         """Student or teacher from the options, with random weights."""
 
     @staticmethod
@@ -181,7 +197,7 @@ class DistillationObjective(Objective[Batch]):
     def compiled_modules(self) -> list[nn.Module]:
         """All networks and the distortions; positions are resampled before, once for each size of crop."""
         for network in (self.network, self.teacher):
-            prepare_for_crops(network, self.args)
+            network.prepare(crop_sides(self.args))
         return [*self.networks.values(), *([self.distort] if self.distort else [])]
 
     @property
@@ -239,12 +255,19 @@ class DistillationObjective(Objective[Batch]):
         self.recorder.drop()  # its memory is the evaluation's
         values, accuracy, collapse = dict[str, float](), None, None
         if self.is_evaluated(epoch):  # first: if it is repeated, TensorBoard has no picture twice
-            accuracy = knn_probe(self.teacher.encoder, self.source, self.args, self.updater.device)
+            accuracy = self.probe(self.teacher.encoder)
         if self.examples is not None:
             feature_rank = self._look(self.examples, log)
             values, collapse = self.diagnose(epoch, means, feature_rank)
             values = {"feature_rank": feature_rank, **values}
         return EpochResult(values if accuracy is None else {**values, self.metric: accuracy}, accuracy, collapse)
+
+    def probe(self, encoder: Encoder) -> float:
+        """The 20-NN accuracy of an encoder on the training images, percent."""
+        args = self.args
+        transform = EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std))
+        sizes = args.batch_size_per_gpu, args.num_workers
+        return knn_probe(encoder, self.source, transform, self.updater.device, *sizes)
 
     def _look(self, examples: Examples, log: RunLog) -> float:
         """Log pictures of some images; returns the effective rank of the teacher's encodings of the images."""
@@ -260,30 +283,61 @@ class DistillationObjective(Objective[Batch]):
         return feature_rank
 
 
-def prepare_for_crops(network: DINONetwork, args: argparse.Namespace) -> None:
-    """Resample positions for both sizes of crops; ValueError if the backbone cannot read one of them."""
-    for side in (args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])):
-        network.backbone.prepare(side)
+# What the options say.
 
 
-def has_batch_norm(network: nn.Module) -> bool:
-    """Whether a network has batch norm."""
-    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in network.modules())
+def open_crops(
+    args: argparse.Namespace, process: Distributed
+) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
+    """Open the images of the options; ValueError if there are none, or too few for one step.
+
+    Returns:
+        The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
+        distorts), and examples (None except on rank 0).
+    """
+    source = open_images(
+        args.data_path,
+        args.split,
+        args.download,
+        max_corrupt=args.max_corrupt,
+        columns=TableColumns(args.path_column, args.label_column, args.split_column),
+        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
+    )
+    sampler = EpochSampler(
+        len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
+    )
+    defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
+    augmentation = partial(
+        MultiCropAugmentation,
+        tuple(args.global_crops_scale),
+        tuple(args.local_crops_scale),
+        args.local_crops_number,
+        args.global_crops_size,
+        args.local_crops_size,
+        tuple(args.norm_mean),
+        tuple(args.norm_std),
+    )
+    loader = create_loader(
+        ImageDataset(source, augmentation(defer), args.seed),
+        sampler,
+        num_workers=args.num_workers,
+        pin_memory=process.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+    distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
+    square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
+    examples = draw_examples(source, augmentation(False), square, args.seed) if is_main() else None
+    return source, sampler, loader, distort, examples
 
 
-def synchronize_batch_norm(
-    student: DINONetwork, teacher: DINONetwork, device: torch.device
-) -> tuple[DINONetwork, DINONetwork]:
-    """Batch norm takes the statistics of all GPUs; on CPUs torch has no such layer."""
-    if device.type != "cuda":
-        logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
-        return student, teacher
-    return convert_sync_batchnorm(student), convert_sync_batchnorm(teacher)
+def crop_sides(args: argparse.Namespace) -> list[int]:
+    """Sides of the crops in pixels."""
+    return [args.global_crops_size, *([args.local_crops_size] if args.local_crops_number else [])]
 
 
-def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:
-    """Encoder from the options, with random weights."""
-    config = EncoderConfig(
+def encoder_config(args: argparse.Namespace) -> EncoderConfig:
+    """How the encoder is built."""
+    return EncoderConfig(
         arch=re.sub("^deit", "vit", args.arch),  # the reference's older names of the same models
         patch_size=own_patch_size(args.arch) if args.patch_size is None else args.patch_size,
         readout=args.readout,
@@ -296,4 +350,3 @@ def build_encoder(args: argparse.Namespace, drop_path_rate: float) -> Encoder:
         pre_norm=args.pre_norm,
         quick_gelu=args.quick_gelu,
     )
-    return encoder_from_config(config, drop_path_rate)

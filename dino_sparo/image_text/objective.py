@@ -37,8 +37,8 @@ from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective
-from dino_sparo.training.optim import OPTIMIZERS, cosine_schedule, layer_factors, split_by_factor
-from dino_sparo.training.updater import Updater
+from dino_sparo.training.optim import cosine_schedule, layer_factors
+from dino_sparo.training.updater import Updater, create_updater
 from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
 from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
@@ -375,9 +375,8 @@ def updater_of_parts(
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
     factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
-    groups, schedules = split_by_factor(groups, schedules, factors)
-    optimizer, weights = OPTIMIZERS["adamw"](groups), list(model.parameters())
-    return Updater(optimizer, schedules, weights, device, dtype, args.grad_accum_steps, args.seed)
+    rest = {"layer_factors": factors, "accum_steps": args.grad_accum_steps, "seed": args.seed}
+    return create_updater(model, groups, schedules, device, dtype, **rest)
 
 
 def param_groups(

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.data.dataset import Batch
-from dino_sparo.distillation.network import NUM_TEACHER_CROPS, DINONetwork, mlp
-from dino_sparo.distillation.objective import DistillationObjective, build_encoder
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead, mlp
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config
 from dino_sparo.distillation.step import clip_student, compute_gradients, exchange, move_teacher
+from dino_sparo.models.encoder import encoder_from_config
 from dino_sparo.models.readout import require_positive
 from dino_sparo.simdino import options
 from dino_sparo.simdino.loss import SimDINOLoss
@@ -55,11 +56,11 @@ class SimDINOObjective(DistillationObjective):
     loss: SimDINOLoss
 
     @staticmethod
-    def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:
         """Student or teacher from the options, with random weights."""
-        encoder = build_encoder(args, drop_path_rate)
+        encoder = encoder_from_config(encoder_config(args), drop_path_rate)
         head = SimDINOHead(encoder.encoding_dim, args.z_dim, args.head_hidden_dim, args.use_bn_in_head)
-        return DINONetwork(encoder, head)
+        return EncoderWithHead(encoder, head)
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> SimDINOLoss:

@@ -7,7 +7,6 @@
     updater.py     gradients -> weights: precision, accumulation, schedules, skipped steps
     optim.py       parameter groups, optimizers, schedules, clipping
     compile.py     torch.compile of the networks
-    images.py      functions for objectives on crops of images
     options.py     options of a run that all objectives share
 
 `dino/`, `simdino/`, `clip/` and `oc_clip/` each supply an `Objective`.

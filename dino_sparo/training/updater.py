@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.launch import rank
-from dino_sparo.training.optim import gradient_norms
+from dino_sparo.training.optim import OPTIMIZERS, gradient_norms, split_by_factor
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
@@ -144,3 +145,36 @@ class Updater:
     def hyperparameter(self, name: str) -> float:
         """The first group's value of a schedule at this step."""
         return float(self.schedules[0][name][self.step])
+
+
+def create_updater(
+    network: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    schedules: Sequence[GroupSchedule],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    optimizer: str = "adamw",
+    layer_factors: Mapping[nn.Parameter, float] = {},
+    accum_steps: int = 1,
+    seed: int = 0,
+) -> Updater:
+    """Optimizer, schedules and precision of a network.
+
+    Args:
+        network: the trained network.
+        groups: of its weights, as torch's optimizers take them.
+        schedules: one per group.
+        device: of the network.
+        dtype: of autocast.
+        optimizer: a key of `OPTIMIZERS`.
+        layer_factors: of the learning rate; see `optim.layer_factors`.
+        accum_steps: micro-batches per step.
+        seed: of stochastic depth.
+    """
+    groups, schedules = split_by_factor(groups, schedules, layer_factors)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for group in groups:  # torch's key for them
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
+    weights = list(network.parameters())
+    return Updater(OPTIMIZERS[optimizer](groups), schedules, weights, device, dtype, accum_steps, seed)

@@ -21,12 +21,12 @@ S = recorded.STEPS
 STEPS = S["epochs"] * S["steps_per_epoch"]
 
 
-def build_network(norm_last_layer: bool) -> dino_sparo.DINONetwork:
+def build_network(norm_last_layer: bool) -> dino_sparo.EncoderWithHead:
     """ViT-Ti/16 with the class token read out, and the generated weights."""
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=S["global_size"])
         head = dino_sparo.DINOHead(192, S["out_dim"], norm_last_layer=norm_last_layer)
-    network = dino_sparo.DINONetwork(encoder, head)
+    network = dino_sparo.EncoderWithHead(encoder, head)
     shapes = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     network.load_state_dict({name: torch.from_numpy(v) for name, v in recorded.state(shapes, "steps/").items()})
     return network
@@ -39,8 +39,8 @@ def step_batch(step: int) -> Batch:
 
 
 def run_ten_steps(
-    student: dino_sparo.DINONetwork,
-    teacher: dino_sparo.DINONetwork,
+    student: dino_sparo.EncoderWithHead,
+    teacher: dino_sparo.EncoderWithHead,
     loss: dino_sparo.DINOLoss,
     clip_grad: float,
     after_epoch: Callable[[], None],

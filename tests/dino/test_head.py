@@ -10,7 +10,7 @@ import torch
 from reference import weights as recorded
 from torch import nn
 
-from dino_sparo import DINOHead, DINONetwork, create_encoder
+from dino_sparo import DINOHead, EncoderWithHead, create_encoder
 
 CASES = [pytest.param(*case, id=f"bn{case[0]:d}_norm{case[1]:d}_layers{case[2]}") for case in recorded.HEAD_CASES]
 
@@ -155,7 +155,7 @@ def test_the_recommended_settings_are_the_defaults() -> None:
 def test_a_networks_encoder_is_its_own_parts_and_the_head_sees_its_encodings() -> None:
     torch.manual_seed(0)
     encoder = create_encoder("vit_micro", 8, "sparo", num_slots=3, slot_dim=5, key_dim=7, img_size=16)
-    network = DINONetwork(encoder, DINOHead(15, 11, hidden_dim=13, bottleneck_dim=2)).eval()
+    network = EncoderWithHead(encoder, DINOHead(15, 11, hidden_dim=13, bottleneck_dim=2)).eval()
     assert network.encoder.backbone is encoder.backbone
     assert network.encoder.readout is encoder.readout
     assert network.encoder.config == encoder.config

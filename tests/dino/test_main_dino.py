@@ -23,11 +23,13 @@ import main_dino
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.data.crops import MultiCropAugmentation
+from dino_sparo.data.examples import draw_examples
 from dino_sparo.data.sources import CorruptImageError, open_source
+from dino_sparo.data.views import PatchView
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.distillation import images
-from dino_sparo.distillation.images import draw_examples
+from dino_sparo.distillation import objective as distillation
 from dino_sparo.draw.pixels import to_pixels
+from dino_sparo.evaluation import knn_probe
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import RunStopped
@@ -142,7 +144,8 @@ def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_
     assert "_hparams_/session_start_info" in found.summary_metadata
     source = open_source(str(tmp_path / "images"))
     args = get_args_parser().parse_args(options(tmp_path))
-    examples = draw_examples(args, source, MultiCropAugmentation())
+    view = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
+    examples = draw_examples(source, MultiCropAugmentation(), view, args.seed)
     shown = to_pixels(examples.views, args.norm_mean, args.norm_std)
     assert [int(view[0, 0, 0]) for view in shown] == [0, 50, 100, 150]
     assert (shown == shown[:, :1, :1]).all()
@@ -186,7 +189,7 @@ def test_an_interrupted_run_in_fp16_ends_in_the_same_bits_and_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commands refuse fp16 on a CPU, where it is slow; its scaler works there as on a GPU."""
-    monkeypatch.setattr("dino_sparo.distillation.images.choose_precision", lambda *_: torch.float16)
+    monkeypatch.setattr("dino_sparo.distillation.objective.choose_precision", lambda *_: torch.float16)
     init = torch.amp.GradScaler.__init__
     small = {"init_scale": 2.0**7, "growth_interval": 3}
     monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, device: init(self, device, **small))
@@ -239,7 +242,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
-    take, evaluate, save = DINOObjective.step, images.classify_shards, Run.save
+    take, evaluate, save = DINOObjective.step, knn_probe.classify_shards, Run.save
     steps, evaluations, saves = 0, 0, 0
 
     def be_stopped(it_is_time: bool) -> None:
@@ -270,7 +273,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     run(tmp_path / "whole", **changes)
     monkeypatch.setattr(DINOObjective, "step", take_and_be_stopped)
     monkeypatch.setattr(Run, "save", save_and_be_stopped)
-    monkeypatch.setattr(images, "classify_shards", evaluate_or_die)
+    monkeypatch.setattr(knn_probe, "classify_shards", evaluate_or_die)
     with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
         run(tmp_path / "parts", **changes)
     saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
@@ -764,9 +767,9 @@ def test_a_table_with_splits_trains_on_its_train_rows(
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     (tmp_path / "set.csv").write_text("path,split,fold\n0.png,train,a\n1.png,val,train\n2.png,train,b\n")
     options = ["--data_path", str(tmp_path / "set.csv"), "--max_image_mpix", "5e-5", *words.split()]
-    args = main_dino.get_args_parser().parse_args([*options, "--batch_size_per_gpu", "1"])
-    monkeypatch.setattr(images, "draw_examples", lambda *_: None)
-    source, *_ = images.open_crops(args, Distributed(0, 1, torch.device("cpu")))
+    args = main_dino.get_args_parser().parse_args([*options, "--batch_size_per_gpu", "1", "--patch_size", "16"])
+    monkeypatch.setattr(distillation, "draw_examples", lambda *_: None)
+    source, *_ = distillation.open_crops(args, Distributed(0, 1, torch.device("cpu")))
     assert [int(Path(source.location(i)).stem) for i in range(len(source))] == expected
     with pytest.raises(CorruptImageError, match="8 x 8 pixels; at most 5e-05 million"):
         source.read(0)

@@ -17,7 +17,6 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.distillation.images import knn_probe
 from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
@@ -142,8 +141,8 @@ def test_knn_right_after_continuing_is_that_of_the_checkpoint(source: Path, word
     positions = expected.backbone.position_embedding(args.global_crops_size, args.global_crops_size)
     weights = {**expected.state_dict(), "backbone.pos_embed": positions.detach()}
     assert_same(weights, dict(new.teacher.encoder.state_dict()))
-    accuracy = knn_probe(new.teacher.encoder, new.source, args, CPU)
-    assert accuracy == knn_probe(expected, new.source, args, CPU)
+    accuracy = new.probe(new.teacher.encoder)
+    assert accuracy == new.probe(expected)
 
 
 # Parts that fit, and the log.

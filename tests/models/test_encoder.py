@@ -17,7 +17,7 @@ from dino_sparo.runtime import choices
 
 def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
     """Encoder and head as trained together, with flat keys."""
-    return dino_sparo.DINONetwork(encoder, head)
+    return dino_sparo.EncoderWithHead(encoder, head)
 
 
 def small(readout: str = "sparo", **changed: object) -> nn.Module:

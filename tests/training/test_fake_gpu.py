@@ -53,7 +53,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
 
 def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[DINOObjective, Batch]:
     """The default model, loss and crops at batch 64 on the GPU."""
-    monkeypatch.setattr("dino_sparo.distillation.images.choose_precision", lambda *_: PRECISIONS[precision])
+    monkeypatch.setattr("dino_sparo.distillation.objective.choose_precision", lambda *_: PRECISIONS[precision])
     args = dino_options.get_args_parser().parse_args([])
     dino_options.fill_in_defaults(args)
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there

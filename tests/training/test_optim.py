@@ -34,7 +34,7 @@ def build_network(norm_last_layer: bool) -> nn.Module:
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
         head = dino_sparo.DINOHead(192, recorded.STEPS["out_dim"], norm_last_layer=norm_last_layer)
-    return dino_sparo.DINONetwork(encoder, head)
+    return dino_sparo.EncoderWithHead(encoder, head)
 
 
 @pytest.mark.parametrize("case", range(len(recorded.SCHEDULES)))

@@ -1,0 +1,35 @@
+"""The k-NN accuracy of an encoder in training, on its training images."""
+
+import torch
+
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.views import EvalTransform
+from dino_sparo.evaluation.features import disjoint_subsets, extract_split
+from dino_sparo.evaluation.knn import classify_shards
+from dino_sparo.models.encoder import Encoder
+
+NEIGHBOURS = 20
+TEMPERATURE = 0.07
+NUM_IMAGES = (4000, 1000)  # that vote, that are classified
+MAX_WORKERS = 2  # beside those of the training, which wait
+
+
+def knn_probe(
+    encoder: Encoder,
+    source: ImageSource,
+    transform: EvalTransform,
+    device: torch.device,
+    batch_size: int,
+    num_workers: int,
+) -> float:
+    """20-NN accuracy, percent, on disjoint labelled subsets of the training images."""
+    voters, judged = (
+        extract_split(
+            *(encoder, subset, transform, device),
+            batch_size=batch_size,
+            num_workers=min(num_workers, MAX_WORKERS),
+            gather=False,
+        ).normalize_()
+        for subset in disjoint_subsets(source, NUM_IMAGES)
+    )
+    return classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, device)[NEIGHBOURS].top1
