@@ -12,7 +12,7 @@ resumes from the last checkpoint.
 import argparse
 from collections.abc import Sequence
 
-from dino_sparo.__main__ import run
+from dino_sparo.__main__ import command_line
 from dino_sparo.dino.options import check_options, fill_in_defaults, get_args_parser
 
 __all__ = ["check_options", "fill_in_defaults", "get_args_parser", "main", "train_dino"]
@@ -27,8 +27,9 @@ def train_dino(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command `dino-sparo train` with these options; None: the command line's."""
-    run("train", argv, prog="main_dino.py")
+    """Train with these options, as `dino-sparo train`; None: the command line's."""
+    with command_line("train", argv, prog="main_dino.py") as args:
+        train_dino(args)
 
 
 if __name__ == "__main__":

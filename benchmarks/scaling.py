@@ -26,7 +26,7 @@ import main_dino
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import Spread
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino.head import DINOHead
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective

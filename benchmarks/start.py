@@ -44,7 +44,7 @@ def own_memory() -> int:
 
 def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int, float, int, float]:
     """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
-    from dino_sparo.data.dataset import open_together
+    from dino_sparo.data.ranks import opened_together
     from dino_sparo.image_text.pairs.sources import PairPath
     from dino_sparo.runtime.collectives import barrier
     from dino_sparo.runtime.launch import init_distributed, shutdown
@@ -54,7 +54,8 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     barrier()
     before, begin = own_memory(), time.perf_counter()
     pairs = PairPath(folder)
-    source = open_together(pairs.open, pairs.index, f"opening {folder}")
+    with opened_together(pairs.index, folder):
+        source = pairs.open()
     report = number, time.perf_counter() - begin, len(source), (own_memory() - before) / len(source)
     barrier()
     shutdown()

@@ -20,7 +20,7 @@ import timm
 import torch
 import torchvision
 
-from dino_sparo.data.dataset import DeviceBatch
+from dino_sparo.data.batch import DeviceBatch
 
 Build = Callable[..., Callable[[], Any]]
 B = TypeVar("B", bound=DeviceBatch)

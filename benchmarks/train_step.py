@@ -31,8 +31,8 @@ from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, measured_precisions, options, run
 from benchmarks.timing import Spread, Timings, interleave, on_host, synchronize, with_cudnn_benchmark
 from dino_sparo.data.augment import Distortions
+from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
-from dino_sparo.data.dataset import Batch
 from dino_sparo.data.loader import to_device
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective

@@ -10,11 +10,12 @@ code when it is called, so that `--help` and mistakes are answered before torch 
 """
 
 import argparse
+import contextlib
 import difflib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import getdoc
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -588,6 +589,18 @@ def parser_of(name: str, prog: str | None = None) -> Parser:
     return parser
 
 
+@contextlib.contextmanager
+def command_line(
+    name: str, words: Sequence[str] | None = None, prog: str | None = None
+) -> Iterator[argparse.Namespace]:
+    """A command's options; within this context a mistake ends with one line, not a traceback. Arguments as `run`'s."""
+    args = parser_of(name, prog).parse_args(words)
+    if "torch" not in sys.modules:  # else a file of the user's may have added names, and torch costs no more time
+        refuse_early(args, name)
+    with errors_in_one_line(logger), explain_full_memory(vars(args)):
+        yield args
+
+
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
     """Parse a command's options and run it; a mistake in them ends with one line, not a traceback.
 
@@ -602,10 +615,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     command = COMMANDS[name]
     if command.parser is None:
         return command.function(words)
-    args = parser_of(name, prog).parse_args(words)
-    if "torch" not in sys.modules:  # else a file of the user's may have added names, and torch costs no more time
-        refuse_early(args, name)
-    with errors_in_one_line(logger), explain_full_memory(vars(args)):
+    with command_line(name, words, prog) as args:
         return command.function(args)
 
 

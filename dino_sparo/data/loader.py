@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dino_sparo.data.dataset import D, collate_views
+from dino_sparo.data.batch import D, collate_views
 
 _logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step i
 import argparse
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead
@@ -15,7 +16,7 @@ from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead
 from dino_sparo.distillation.objective import DistillationObjective, encoder_config
 from dino_sparo.models.encoder import encoder_from_config
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import Distributed
+from dino_sparo.runtime.launch import world_size
 
 
 class DINOObjective(DistillationObjective):
@@ -23,8 +24,6 @@ class DINOObjective(DistillationObjective):
 
     Attributes:
         loss: with the center.
-        koleo_weight: of the regulariser; 0 for none.
-        freeze_last_layer: epochs during which the head's last layer is not trained.
     """
 
     make_parser = options.get_args_parser
@@ -32,19 +31,23 @@ class DINOObjective(DistillationObjective):
     loss_key = "dino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "norm_last_layer", "out_dim")
     loss: DINOLoss
-    koleo_weight: float = 0.0
 
     step = train_step  # of algorithm 1
 
-    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        if args.koleo_weight and args.batch_size_per_gpu * process.world_size == 1:
-            raise UserError(
-                f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
-                "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
-            )
-        self.freeze_last_layer, self.koleo_weight = args.freeze_last_layer, args.koleo_weight
-        self.loss_exchanges = bool(args.koleo_weight)
-        super().__init__(args, process)
+    @cached_property
+    def koleo_weight(self) -> float:
+        """Weight of the regulariser; 0 for none."""
+        return float(self.args.koleo_weight)
+
+    @cached_property
+    def freeze_last_layer(self) -> int:
+        """Epochs during which the head's last layer is not trained."""
+        return int(self.args.freeze_last_layer)
+
+    @property
+    def loss_exchanges(self) -> bool:
+        """KoLeo does."""
+        return self.koleo_weight > 0
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:
@@ -61,7 +64,12 @@ class DINOObjective(DistillationObjective):
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> DINOLoss:
-        """The loss from the options, with a center of zeros."""
+        """The loss from the options, with a center of zeros; ValueError for KoLeo where an image has no neighbour."""
+        if args.koleo_weight and args.batch_size_per_gpu * world_size() == 1:
+            raise UserError(
+                f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
+                "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
+            )
         return DINOLoss(
             args.out_dim,
             args.local_crops_number + NUM_TEACHER_CROPS,

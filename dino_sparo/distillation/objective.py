@@ -16,10 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dino_sparo.data.augment import Distortions
+from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation
-from dino_sparo.data.dataset import Batch, ImageDataset, open_images, require_labels
+from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.examples import Examples, draw_examples
+from dino_sparo.data.labels import require_labels
 from dino_sparo.data.loader import create_loader
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
@@ -62,7 +65,6 @@ class DistillationObjective(Objective[Batch]):
         frozen_steps: number of first steps in which the backbones of student and teacher stay as they are.
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
         recorder: calls or replays the first part of a step.
-        loss_exchanges: the loss exchanges tensors between ranks, so that a step of several ranks is not recorded.
         examples: images to look at after every epoch; rank 0 only.
     """
 
@@ -73,7 +75,6 @@ class DistillationObjective(Objective[Batch]):
     source: ImageSource
     loss: nn.Module
     recorder = Recorder([])
-    loss_exchanges: bool = False
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         # Data: images -> S crops.
@@ -139,6 +140,11 @@ class DistillationObjective(Objective[Batch]):
         with torch.device("meta"):  # takes no memory
             cls.build_network(args, args.drop_path_rate).prepare(crop_sides(args))
             cls.build_loss(args)
+
+    @property
+    def loss_exchanges(self) -> bool:
+        """Whether the loss exchanges tensors between ranks, so that a step of several ranks is not recorded."""
+        return False
 
     def decide_recording(self, device: torch.device) -> bool:
         """Whether the steps are recorded as a CUDA graph, by `--cuda_graph`; the log says why not.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.data.augment import Distortions
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.runtime.collectives import all_reduce_flat
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.training.optim import clip_gradients_

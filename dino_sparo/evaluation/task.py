@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_sparo.data.dataset import align_classes, open_images, require_labels
+from dino_sparo.data.labels import align_classes, require_labels
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import WARNINGS, Features, extract_split

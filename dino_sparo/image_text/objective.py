@@ -16,8 +16,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dino_sparo.data.dataset import open_together, require_same_source
 from dino_sparo.data.loader import create_loader
+from dino_sparo.data.ranks import opened_together, require_same_source
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.views import ClipView
@@ -276,7 +276,7 @@ def number_pairs(
     with_graphs: Callable[[PairDataset], Dataset] = lambda pairs: pairs,
 ) -> PairData:
     """Pairs by number; `collate` makes a batch of the items of a data set, which `with_graphs` makes of the pairs."""
-    source, held_out = _open_together(args, args.data_path, split=args.split), _open_held_out(args)
+    source, held_out = _open_pairs(args, args.data_path, split=args.split), _open_held_out(args)
     if args.val_share:
         source, held_out = hold_out(source, args.val_share, args.seed)
     require_same_source(source)
@@ -320,10 +320,10 @@ def _image_limits(args: argparse.Namespace) -> ImageLimits:
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
-    return _open_together(args, args.val_path, default_split="val") if args.val_path else None
+    return _open_pairs(args, args.val_path, default_split="val") if args.val_path else None
 
 
-def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSource:
+def _open_pairs(args: argparse.Namespace, path: str, **split: Any) -> PairSource:
     """The pairs of `--data_path` or `--val_path`, as the options say how they are read; all ranks share the work."""
     pairs = PairPath(
         path,
@@ -338,7 +338,9 @@ def _open_together(args: argparse.Namespace, path: str, **split: Any) -> PairSou
         limits=_image_limits(args),
         **split,
     )
-    return open_together(pairs.open, pairs.index, f"opening {path}")
+    with opened_together(pairs.index, path):
+        source = pairs.open()
+    return source
 
 
 # Model and optimizer.

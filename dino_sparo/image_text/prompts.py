@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int64
 from timm.data import ImageNetInfo
 
-from dino_sparo.data.dataset import require_labels
+from dino_sparo.data.labels import require_labels
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS, ImageSource
 from dino_sparo.data.sources.image_source import Subset

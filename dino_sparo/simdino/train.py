@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead, mlp
 from dino_sparo.distillation.objective import DistillationObjective, encoder_config
 from dino_sparo.distillation.step import clip_student, compute_gradients, exchange, move_teacher
@@ -51,9 +51,13 @@ class SimDINOObjective(DistillationObjective):
     command = "train-simdino"
     make_parser = options.get_args_parser
     loss_key = "simdino_loss"
-    loss_exchanges = True
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
+
+    @property
+    def loss_exchanges(self) -> bool:
+        """The coding rate does."""
+        return True
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:

@@ -60,7 +60,8 @@ def train_one_epoch(
     objective, sampler, updater = run.objective, run.objective.sampler, run.objective.updater
     for network in objective.networks.values():
         network.train()
-    epoch = updater.step // sampler.steps_per_epoch
+    epoch, num_done = divmod(updater.step, sampler.steps_per_epoch)
+    sampler.set_epoch(epoch, num_done)
     last_step = min((epoch + 1) * sampler.steps_per_epoch, end_step)
     batches_on_device = to_device(objective.loader, updater.device)
     clock = EpochClock(sampler.steps_per_epoch, end_step, updater.device)
@@ -123,7 +124,7 @@ def agree(
 
 def check_unreadable(run: Run) -> None:
     """Raise TooManyCorruptError beyond `--max_corrupt`; items skipped when the source was opened count too."""
-    objective, max_corrupt, met = run.objective, run.args.max_corrupt, run.counts[UNREADABLE]
+    objective, max_corrupt, met = run.objective, run.max_corrupt, run.counts[UNREADABLE]
     number, total = met + objective.num_left_out, objective.sampler.num_images + objective.num_left_out
     if met and number > (most := most_corrupt(max_corrupt, total)):
         raise TooManyCorruptError(

@@ -1,6 +1,5 @@
 """The state of a run and its checkpoints: save, and resume from the newest sound one."""
 
-import argparse
 import logging
 import math
 import random
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from dino_sparo.runtime.choices import EXIF
+from dino_sparo.runtime.cli import RUN_CONFIG, config_text
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.files import git_hash, keep_old, plain, versions, write_text
@@ -64,9 +64,11 @@ class Run:
 
     Attributes:
         objective: networks, loss, data.
-        args: the options.
+        options: names and values, for the checkpoint.
         checkpoints: folder of the run.
         agreement: decisions of all ranks.
+        max_corrupt: share of unreadable items that is tolerated.
+        copy_every: epochs between two checkpoints that later ones do not overwrite; 0 for none.
         counts: of the epoch under way over all ranks, by the keys of `Objective.counters`.
         meters: this rank's means of the epoch under way.
         best_score: the highest so far, percent; -inf before the first evaluation.
@@ -76,9 +78,11 @@ class Run:
     """
 
     objective: Objective[Any]
-    args: argparse.Namespace
+    options: Mapping[str, Any]
     checkpoints: CheckpointFolder
     agreement: Agreement
+    max_corrupt: float = 0.0
+    copy_every: int = 0
     counts: dict[str, int] = field(init=False)
     meters: Meters = field(init=False)
     best_score: float = -math.inf
@@ -143,7 +147,7 @@ class Run:
             "ranks": all_gather_object(own),
             **self.sizes,
             **objective.description,
-            "args": plain(vars(self.args)),
+            "args": plain(dict(self.options)),
             "data_hashes": objective.data_hashes,
             "versions": {**versions(), "git": git_hash()},
         }
@@ -177,8 +181,12 @@ class Run:
             )
 
 
-def resume(run: Run) -> int | None:
+def resume(run: Run, allow_rescale: bool = False) -> int | None:
     """Resume from the newest sound checkpoint; without one, start from the weights that the options name.
+
+    Args:
+        run: changed in place.
+        allow_rescale: the batch may have another size than before.
 
     Returns:
         The step after which TensorBoard's files are written anew; None if the batch changed, and with it the steps.
@@ -195,7 +203,7 @@ def resume(run: Run) -> int | None:
     with all_or_none(f"reading {path}"):
         checkpoint = load_checkpoint(path, verify=not is_main())  # rank 0 has verified it
         run.objective.check_same_model(checkpoint, str(path))
-        has_other_batch = require_same_steps(run, checkpoint, str(path))
+        has_other_batch = require_same_steps(run, checkpoint, str(path), allow_rescale)
         run.load(checkpoint, str(path))
         checksum = contents_checksum(path)
     require_same_file(path, run.step, checksum)
@@ -206,8 +214,9 @@ def resume(run: Run) -> int | None:
     return None if has_other_batch else run.step
 
 
-def write_config(text: str, path: Path) -> None:
-    """Write the options of a run; the file of a run that is resumed with other options is kept as PATH.old."""
+def write_config(folder: Path, options: Mapping[str, Any], command: str) -> None:
+    """Write the options of a run; the file of a run that is resumed with other options is kept as config.yaml.old."""
+    path, text = folder / RUN_CONFIG, config_text(options, command)
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         logger.info("the options differ from those in %s, which is %s now", path.name, keep_old(path))
     write_text(text, path)
@@ -216,7 +225,7 @@ def write_config(text: str, path: Path) -> None:
 def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> None:
     """Warn of options, data and versions that differ from the checkpoint's, where the run can resume with them."""
     after = "the rest of the run differs from its beginning"
-    before, now = {"exif": EXIF[1], **checkpoint["args"]}, plain(vars(run.args))  # older versions ignored it
+    before, now = {"exif": EXIF[1], **checkpoint["args"]}, plain(dict(run.options))  # older versions ignored it
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
             logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)
@@ -247,18 +256,18 @@ def require_same_file(path: Path, step: int, checksum: int) -> None:
         )
 
 
-def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str) -> bool:
+def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str, allow_rescale: bool) -> bool:
     """Refuse other data, other options that the optimizer's state depends on, and another batch unless allowed.
 
     Returns:
         Whether the same data come in batches of another size.
     """
-    before, now, noun = checkpoint["args"], plain(vars(run.args)), run.objective.noun
+    before, now, noun = checkpoint["args"], plain(dict(run.options)), run.objective.noun
     options = [(f"--{name}", before.get(name), now[name]) for name in run.objective.fixed_options]
     sizes = [(name, checkpoint.get(name, value), value) for name, value in run.sizes.items()]
     changed = [change for change in sizes if change[1] != change[2]]
     has_other_batch = bool(changed) and f"num_{noun}s" not in [name for name, _, _ in changed]
-    if has_other_batch and run.args.allow_rescale:
+    if has_other_batch and allow_rescale:
         changed = []
     changed = [change for change in options if change[1] != change[2]] + changed
     if changed:

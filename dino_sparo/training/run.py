@@ -13,7 +13,7 @@ from typing import Any
 
 from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
 from dino_sparo.evaluation.features import CACHE_RECORD as FEATURES
-from dino_sparo.runtime.cli import RUN_CONFIG, RUN_FILES, config_text
+from dino_sparo.runtime.cli import RUN_CONFIG, RUN_FILES
 from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0, require_same_options
 from dino_sparo.runtime.faults import UserError, explain_faults, explain_full_memory
 from dino_sparo.runtime.launch import init_distributed
@@ -53,72 +53,68 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         RunStopped: a signal ended the run after it had saved.
     """
     check_run(args)
-    given = dict(vars(args))
+    given, defaults = dict(vars(args)), vars(objective_class.make_parser().parse_args([]))
+    folder = Path(args.output_dir)
     with (
         StopSignals() as signals,
         explain_full_memory(vars(args)),
         explain_faults(args.dist_timeout_min),
         compile_failures_named(),
-        RunLock(args.output_dir) as lock,
+        RunLock(folder) as lock,
     ):
-        run = build(args, objective_class, signals, lock)
-        log_step = resume(run)
-        run.objective.synchronize()
-        names = vars(objective_class.make_parser().parse_args([])).keys() - {"local_rank"}
-        config = config_text({name: given[name] for name in given if name in names}, objective_class.command)
-        on_rank_0(lambda: write_config(config, Path(args.output_dir) / RUN_CONFIG), f"writing {RUN_CONFIG}")
-        begin, sampler = time.monotonic(), run.objective.sampler
-        end_step = args.epochs * sampler.steps_per_epoch
-        if args.max_steps is not None:
-            end_step = min(end_step, args.max_steps)
-        logger.info(
-            "epochs %d, steps per epoch %d, total batch %d, peak learning rate %.3g",
-            args.epochs,
-            sampler.steps_per_epoch,
-            sampler.global_batch_size,
-            max(schedule["lr"].max() for schedule in run.objective.updater.schedules),
-        )
-        metrics = ("epoch/train_loss", f"epoch/{run.objective.metric}")
-        tracked = TrackedRun(Path(args.output_dir), args.run_name, log_step, vars(args), metrics)
-        log = RunLog(tracked, run.epochs_done, args.report_to)
+        process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        require_same_options(given)
+        with all_or_none(f"preparing {folder}"):
+            objective_class.check_options(args)
+            lock.acquire()
+            refuse_folder_of_features(folder)
+            setup_logging(folder)
+        set_tf32(args.precision == "tf32")
+        filled_in = objective_class.fill_in_defaults(args)
+        log_options(vars(args), {**defaults, **filled_in})
+        objective = objective_class(args, process)
+        if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
+            compile_networks(objective)
+        checkpoints = CheckpointFolder(folder, args.keep_checkpoints)
+        agreement = Agreement(signals, args.saveckp_minutes, process.device)
+        run = Run(objective, vars(args), checkpoints, agreement, args.max_corrupt, args.saveckp_freq)
+        log_step = resume(run, args.allow_rescale)
+        objective.synchronize()
+        config = {name: value for name, value in given.items() if name in defaults and name != "local_rank"}
+        on_rank_0(lambda: write_config(folder, config, objective.command), f"writing {RUN_CONFIG}")
+        begin, end_step = time.monotonic(), last_step(objective, args.epochs, args.max_steps)
+        metrics = ("epoch/train_loss", f"epoch/{objective.metric}")
+        log = RunLog(TrackedRun(folder, args.run_name, log_step, vars(args), metrics), run.epochs_done, args.report_to)
         with contextlib.closing(log), Watchdog(args.dist_timeout_min) as watchdog:
             signals.begin_training()
             stop = None if run.unlogged_epoch is None else finish_epoch(run, log, watchdog)
             while run.step < end_step and stop is None:
-                sampler.set_epoch(*divmod(run.step, sampler.steps_per_epoch))
                 means, stop = train_one_epoch(run, end_step, log, watchdog)
-                if run.step % sampler.steps_per_epoch == 0:
+                if run.step % objective.sampler.steps_per_epoch == 0:
                     run.unlogged_epoch = means
                     stop = finish_epoch(run, log, watchdog, stop)
                 if stop is None and run.step < end_step:
                     stop = run.agreement.stop_between_steps()
         if stop is not None:
             hand_over(signals, stop, run.step)
-        message = f"done: {run.step} steps in {time.monotonic() - begin:.0f} s, {run.checkpoints.newest}"
-        if run.warning is None:
-            logger.info("%s", message)
-        else:
-            logger.warning("%s; %s", message, run.warning)
+        warning = "" if run.warning is None else f"; {run.warning}"
+        level = logging.WARNING if warning else logging.INFO
+        took = f"{run.step} steps in {time.monotonic() - begin:.0f} s"
+        logger.log(level, "done: %s, %s%s", took, run.checkpoints.newest, warning)
 
 
-def build(args: argparse.Namespace, objective_class: type[Objective[Any]], signals: StopSignals, lock: RunLock) -> Run:
-    """Processes, lock, log, precision, objective: everything that a run needs before its first step."""
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    require_same_options(vars(args))
-    output_dir = Path(args.output_dir)
-    with all_or_none(f"preparing {output_dir}"):
-        objective_class.check_options(args)
-        lock.acquire()
-        refuse_folder_of_features(output_dir)
-        setup_logging(output_dir)
-    set_tf32(args.precision == "tf32")
-    filled_in = objective_class.fill_in_defaults(args)
-    log_options(vars(args), {**vars(objective_class.make_parser().parse_args([])), **filled_in})
-    objective = objective_class(args, process)
-    if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
-        compile_networks(objective)
-    checkpoints = CheckpointFolder(output_dir, args.keep_checkpoints)
-    return Run(objective, args, checkpoints, Agreement(signals, args.saveckp_minutes, process.device))
+def last_step(objective: Objective[Any], epochs: int, max_steps: int | None) -> int:
+    """The step with which the run ends; the log names the run's sizes."""
+    sampler = objective.sampler
+    logger.info(
+        "epochs %d, steps per epoch %d, total batch %d, peak learning rate %.3g",
+        epochs,
+        sampler.steps_per_epoch,
+        sampler.global_batch_size,
+        max(schedule["lr"].max() for schedule in objective.updater.schedules),
+    )
+    end = epochs * sampler.steps_per_epoch
+    return end if max_steps is None else min(end, max_steps)
 
 
 def refuse_folder_of_features(folder: Path) -> None:
@@ -137,7 +133,7 @@ def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None
     saved and not evaluated; the resumed run evaluates it. Returns the signal: `stop`, or one that came before the
     evaluation.
     """
-    args, epoch, means = run.args, run.epochs_done, run.unlogged_epoch or {}
+    epoch, means = run.epochs_done, run.unlogged_epoch or {}
     if stop is None and run.objective.is_evaluated(epoch):
         if broadcast_object(time.monotonic() - run.agreement.last_save >= MUCH_TO_LOSE_S):
             run.save_patiently(watchdog)
@@ -155,7 +151,7 @@ def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None
     if result.score is not None and result.score > run.best_score:
         run.best_score = result.score
         copies.append("checkpoint_best.pth")
-    if args.saveckp_freq and epoch % args.saveckp_freq == 0:
+    if run.copy_every and epoch % run.copy_every == 0:
         copies.append(f"checkpoint{epoch:04}.pth")
     logger.info("epoch %d, step %d: %s", epoch, run.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
     log.scalars({f"epoch/{name}": value for name, value in values.items()}, run.step)

@@ -12,8 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_sparo.data import dataset as data
-from dino_sparo.data.dataset import Batch, ImageDataset, align_classes, require_labels
+from dino_sparo.data import dataset as data_set
+from dino_sparo.data import ranks
+from dino_sparo.data.batch import Batch
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.labels import align_classes, require_labels
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
 from dino_sparo.data.sources import CorruptImageError
@@ -212,7 +215,7 @@ def test_only_corrupt_images_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     dataset = ImageDataset(NumberedImages(7, corrupt=set(range(7))), draw_views)
     with pytest.raises(ValueError, match=r"7 images in a row of numbered images cannot be read, .*image-2 \(made so\)"):
         dataset[2]
-    monkeypatch.setattr(data, "MAX_CORRUPT_IN_A_ROW", 3)
+    monkeypatch.setattr(data_set, "MAX_CORRUPT_IN_A_ROW", 3)
     with pytest.raises(ValueError, match="3 images in a row"):
         dataset[5]
 
@@ -235,7 +238,7 @@ def test_the_substitutes_in_a_large_set_are_eight_neighbours_and_then_far_away()
         return index
 
     source = NumberedImages(1000)
-    _, index, corrupt = data.read_next(read, 995, source)
+    _, index, corrupt = data_set.read_next(read, 995, source)
     assert tried[:8] == [995, 996, 997, 998, 999, 0, 1, 2]
     assert tried[8:] == [(995 + int(step * 0.6180339887 * 1000)) % 1000 for step in (8, 9, 10, 11)]
     assert index == tried[-1]
@@ -270,15 +273,15 @@ def test_ranks_that_have_opened_other_images_are_told(
             setattr(images, name, value)
         return images
 
-    monkeypatch.setattr(data, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
     asked: list[list[Any]] = [[], []]
     for values, images in zip(asked, (source(), source(**other)), strict=True):
         monkeypatch.setattr(collectives, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
-        data.require_same_source(images)
+        ranks.require_same_source(images)
     pairs = iter(zip(*asked, strict=True))
     monkeypatch.setattr(collectives, "all_gather_object", lambda value: list(next(pairs)))
     with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
-        data.require_same_source(source())
+        ranks.require_same_source(source())
 
 
 def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:

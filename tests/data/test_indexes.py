@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dino_sparo.data.dataset import open_together
+from dino_sparo.data.ranks import opened_together
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import index_images, indexes, open_source, tars
 from dino_sparo.data.sources.indexes import (
@@ -392,11 +392,8 @@ def slow_peer(number: int, folder: str, slow_s: float, fate: str, results: "mult
     indexes.tar_members = slow  # type: ignore[assignment]
     begin = time.monotonic()
     try:
-        source = open_together(
-            lambda: open_source(f"{folder}/shards"),
-            partial(index_images, f"{folder}/shards"),
-            "opening",
-        )
+        with opened_together(partial(index_images, f"{folder}/shards"), f"{folder}/shards"):
+            source = open_source(f"{folder}/shards")
         results.put((place.rank, done, len(source), time.monotonic() - begin))
     except FaultError as error:
         results.put((place.rank, done, str(error), time.monotonic() - begin))

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 from torchvision.datasets import ImageFolder
 
-from dino_sparo.data.dataset import require_labels
+from dino_sparo.data.labels import require_labels
 from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import (
     TORCHVISION_SETS,

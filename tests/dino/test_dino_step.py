@@ -11,7 +11,7 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.training import optim
@@ -64,6 +64,7 @@ def run_ten_steps(
         momentum=optim.cosine_schedule(S["momentum_teacher"], 1.0, STEPS),
         clip_grad=clip_grad,
         freeze_last_layer=S["freeze_last_layer"],
+        koleo_weight=0.0,
         frozen_steps=0,
         sampler=SimpleNamespace(steps_per_epoch=S["steps_per_epoch"]),
         distort=None,

@@ -13,7 +13,7 @@ from torch import nn
 
 import main_dino
 from dino_sparo import CheckpointError, create_encoder, load_checkpoint, load_encoder
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
@@ -64,7 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(path: Path, *words: object) -> DINOObjective:
     """The objective of the run whose checkpoint this is, before its next step."""
     dino = build(*words)
-    run = Run(dino, options(*words), CheckpointFolder(path.parent), Agreement(StopSignals(), 30.0, CPU))
+    run = Run(dino, vars(options(*words)), CheckpointFolder(path.parent), Agreement(StopSignals(), 30.0, CPU))
     run.load(load_checkpoint(path), str(path))
     return dino
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino.loss import DINOLoss
 from dino_sparo.runtime import collectives, exits, faults, launch
 from dino_sparo.runtime.collectives import (

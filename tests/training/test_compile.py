@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.gpu import objectives
 from dino_sparo.data.augment import NUM_PARAMETERS
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective

@@ -17,7 +17,7 @@ from dino_sparo.clip import options as clip_options
 from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import clip_loss
 from dino_sparo.data.augment import NUM_PARAMETERS, Distortions
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import train_step as dino_step

@@ -121,7 +121,7 @@ def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
 
 def whole_step(is_recorded: bool) -> tuple[list[Tensor], Tensor]:
     """Gradients and center after one step on this rank's share of six images."""
-    from dino_sparo.data.dataset import Batch
+    from dino_sparo.data.batch import Batch
 
     dino = objective_on(rank(), world_size(), is_recorded)
     generator = torch.Generator().manual_seed(0)

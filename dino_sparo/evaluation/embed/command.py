@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageDataset, open_images
+from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.sources import ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from dino_sparo.data.dataset import align_classes, require_labels
+from dino_sparo.data.labels import align_classes, require_labels
 from dino_sparo.evaluation.features import Features, check_dump, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.linear.attentive import warmup_cosine
 from dino_sparo.evaluation.linear.probe import (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from dino_sparo.data.dataset import require_same_source
+from dino_sparo.data.ranks import require_same_source
 from dino_sparo.data.scenes.graphs import INDEPENDENT
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source

@@ -15,8 +15,9 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
 
+from dino_sparo.data.batch import DeviceBatch
 from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, require_areas, sample_box
-from dino_sparo.data.dataset import DeviceBatch, EpochDataset, read_next
+from dino_sparo.data.dataset import EpochDataset, read_next
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.data.dataset import most_corrupt, require_labels
+from dino_sparo.data.dataset import most_corrupt
+from dino_sparo.data.labels import require_labels
 from dino_sparo.data.scenes.graphs import ATTRIBUTES, INDEPENDENT
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, TableColumns, open_source, refuse_remote
