@@ -22,6 +22,7 @@ from dino_sparo.runtime.cli import Parser, path, read_config, values_of, with_un
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.simdino import options as simdino_options
+from dino_sparo.weights import options as weights_options
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.scorer import Scorer
@@ -186,7 +187,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint -> an export as safetensors, timm, Hugging Face, ONNX or OpenCLIP.",
         "weights.export:export_checkpoint",
-        evaluation_options.export_parser,
+        weights_options.export_parser,
         examples=(
             "checkpoint.pth vits16",
             "checkpoint.pth vits16-hf --format huggingface",
@@ -207,7 +208,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint -> a repository of the Hugging Face hub.",
         "weights.export:push_checkpoint",
-        evaluation_options.push_parser,
+        weights_options.push_parser,
         examples=(
             "checkpoint.pth USER/vits16",
             "checkpoint.pth USER/vits16 --private",

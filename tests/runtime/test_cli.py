@@ -35,10 +35,11 @@ from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices, cli
 from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
 from dino_sparo.runtime.files import require_inputs
-from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
+from dino_sparo.runtime.options import DEVICE
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
+from dino_sparo.weights.options import FOREIGN_WEIGHTS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
 REFERENCE: dict[str, Any] = {
