@@ -53,7 +53,7 @@ def write_checkpoint(path: Path) -> None:
 
 def prepare_ours(args: argparse.Namespace, out: Path, *more: str) -> Callable[[], Any]:
     """`dino-sparo embed`."""
-    from dino_sparo.__main__ import COMMANDS
+    from dino_sparo.commands import COMMANDS
     from dino_sparo.evaluation.embed.command import embed_images
 
     parser = COMMANDS["embed"].parser

@@ -9,7 +9,7 @@ The folders, in the order of the data flow; `docs/architecture.md` has a sentenc
     objectives                     dino/  simdino/, on distillation/; clip/  oc_clip/, on image_text/
     what an encoder is worth       evaluation/
     pictures                       draw/
-    commands                       __main__.py  submit.py; as calls from Python: api.py
+    commands                       commands.py  __main__.py  submit.py; as calls from Python: api.py
 
 One letter, one meaning, in every shape. Equations keep the letters of their papers and say what they mean.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dino_sparo.__main__ import COMMANDS, command_for, parse_keywords
+from dino_sparo.commands import COMMANDS, command_for, parse_keywords
 from dino_sparo.runtime.faults import UserError, explain_full_memory
 
 if TYPE_CHECKING:

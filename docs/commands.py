@@ -4,7 +4,7 @@ import argparse
 
 import mkdocs_gen_files
 
-from dino_sparo.__main__ import COMMANDS, HIDDEN
+from dino_sparo.commands import COMMANDS
 
 HEADER = ("| Option | Default | Meaning |", "|---|---|---|")
 
@@ -53,7 +53,7 @@ with mkdocs_gen_files.open("commands.md", "w") as page:
         lines += [f"## {section[0].upper()}{section[1:]}", ""]
         for name, command in COMMANDS.items():
             if command.section == section:
-                title = f"{HIDDEN[name]}, by a CLIP or an OC-CLIP ({name})" if name in HIDDEN else name
+                title = f"{command.instead_of}, by a CLIP or an OC-CLIP" if command.instead_of else name
                 lines += [f"### dino-sparo {title}", "", command.summary, ""]
                 lines += options_of(command.parser()) if command.parser else []
     page.write("\n".join(lines))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.__main__ import get_args_parser as gpu_parser
-from dino_sparo.__main__ import COMMANDS, FOR_OBJECTIVE, SYNONYMS
+from dino_sparo.__main__ import find_command
+from dino_sparo.commands import COMMANDS
 from dino_sparo.submit import get_submission_parser
 from studies.__main__ import EXPERIMENTS
 
@@ -127,9 +128,10 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
         return get_submission_parser(module)
     if name in EXPERIMENTS:
         return EXPERIMENTS[name][0]()
-    name = SYNONYMS.get(name, name)
-    assert name in COMMANDS, f"there is no command {name!r}"
-    parsers = [COMMANDS[command].parser for command in (name, *FOR_OBJECTIVE.get(name, {}).values())]
+    found = find_command(name.split())
+    assert found is not None, f"there is no command {name!r}"
+    name = found[0]
+    parsers = [command.parser for other, command in COMMANDS.items() if name in (other, command.instead_of)]
     for parser in [parser() for parser in parsers if parser is not None]:
         typed = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         if typed <= {string[2:] for string in parser._option_string_actions} or len(parsers) == 1:

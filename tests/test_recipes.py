@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
-from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
 from dino_sparo.clip.train import CLIPObjective
+from dino_sparo.commands import COMMANDS
 from dino_sparo.dino.options import fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS

@@ -128,7 +128,7 @@ def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
 
 
 def test_the_options_that_are_asked_for_are_those_of_the_commands(results: Path) -> None:
-    from dino_sparo.__main__ import COMMANDS
+    from dino_sparo.commands import COMMANDS
 
     for name, options, untrained in asked_of(results):
         parser = COMMANDS[name].parser

@@ -19,7 +19,8 @@ from runs import assert_same_run, context, options
 from small_models import TINY, words_of
 
 from dino_sparo import load_embeddings
-from dino_sparo.__main__ import COMMANDS, main, parse_keywords
+from dino_sparo.__main__ import main
+from dino_sparo.commands import COMMANDS, parse_keywords
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.training.objective import EpochResult

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
+from dino_sparo.data.options import DOWNLOAD
 from dino_sparo.image_text.evaluation.options import (
     CLASSES,
     CLIP_MODEL,
@@ -17,6 +18,7 @@ from dino_sparo.image_text.evaluation.options import (
     picture_parser,
 )
 from dino_sparo.image_text.options import check_pair_options, training_parser
+from dino_sparo.models.options import SLOT_SIZES
 from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.cli import (
     Group,
@@ -29,7 +31,6 @@ from dino_sparo.runtime.cli import (
     share_below_1,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.options import DOWNLOAD, SLOT_SIZES
 
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature

@@ -8,10 +8,12 @@ import argparse
 import logging
 from collections.abc import Mapping
 
-from dino_sparo.runtime import options as shared
+from dino_sparo.data.options import CHANNELS, COLUMNS, IMAGE_LIMITS, NORMALIZATION, TRAINING_DATA
+from dino_sparo.models.options import PRETRAINED, SLOT_SIZES
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
 from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.options import DEVICE
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ IMAGES: Group = {
         "Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     ),
-    **shared.TRAINING_DATA,
+    **TRAINING_DATA,
     "batch_size_per_gpu": Option(64, "Images per process and forward pass.", positive_int),
     "grad_accum_steps": Option(
         1, "Forward passes per step, whose gradients are averaged: a larger batch in the same memory.", positive_int
@@ -68,7 +70,7 @@ ENCODER: Group = {
         "averages all tokens.",
         str,
     ),
-    **shared.SLOT_SIZES,
+    **SLOT_SIZES,
     "pre_norm": Option(False, "Use CLIP's vision transformer, as --init_from with a CLIP needs; not for timm/NAME."),
     "quick_gelu": Option(False, "Use OpenAI's activation, as --init_from with OpenAI's CLIP needs."),
     "drop_path_rate": Option(
@@ -76,7 +78,7 @@ ENCODER: Group = {
         "Rate of stochastic depth in the student; 0 suits short runs. It becomes 0 if it is not given and the model of "
         "timm has no stochastic depth.",
     ),
-    "pretrained": shared.PRETRAINED,
+    "pretrained": PRETRAINED,
     "init_from": Option(
         None,
         "Start from the weights in this file, with the same width and patch size. A full checkpoint of this "
@@ -150,16 +152,16 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
     return Parser(
         {
             "images": IMAGES,
-            "files of images": shared.COLUMNS | shared.IMAGE_LIMITS,
+            "files of images": COLUMNS | IMAGE_LIMITS,
             "crops": CROPS,
-            "channels and normalisation": shared.CHANNELS
-            | {name: option._replace(nargs="+") for name, option in shared.NORMALIZATION.items()},
+            "channels and normalisation": CHANNELS
+            | {name: option._replace(nargs="+") for name, option in NORMALIZATION.items()},
             "encoder: images -> tokens -> slots": ENCODER,
             "head": head | HEAD,
             "loss and teacher": loss | TEACHER,
             "optimisation": OPTIMIZATION | optimization | COMPUTE | {"cuda_graph": CUDA_GRAPH, "use_fp16": USE_FP16},
             "run": RUN | {"knn_freq": KNN_FREQ},
-            "device and processes": shared.DEVICE,
+            "device and processes": DEVICE,
         }
     )
 

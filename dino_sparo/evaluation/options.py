@@ -1,7 +1,9 @@
 """The options of the commands that evaluate, draw and export an encoder; no torch here, so that `--help` is fast."""
 
-from dino_sparo.runtime import options as shared
-from dino_sparo.runtime.choices import EXPORT_FORMATS, PRECISIONS
+from dino_sparo.data.options import CHANNELS, COLUMNS, DOWNLOAD, IMAGE_LIMITS
+from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
+from dino_sparo.models.options import SLOT_SIZES
+from dino_sparo.runtime.choices import MAX_VALUE, PRECISIONS
 from dino_sparo.runtime.cli import (
     Group,
     Option,
@@ -12,20 +14,39 @@ from dino_sparo.runtime.cli import (
     share_above_0,
     whole_number,
 )
+from dino_sparo.runtime.options import DEVICE
+from dino_sparo.weights.options import CHECKPOINT, FOREIGN_WEIGHTS
 
 KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
 FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
 PROBES = ("linear", "sparo", "ep", "attention")  # names of `--probe`
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
 
+OUTPUT: Group = {
+    "output_dir": Option(None, "Folder of the result; by default the folder of the weights."),
+    "overwrite": Option(False, "Overwrite what other weights, data or options gave."),
+}
+USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
+FEATURE_FILES: Group = {
+    "dump_features": Option(None, "Folder to write features and labels to."),
+    "load_features": Option(None, "Folder to read features and labels from; weights and images are then not needed."),
+    "use_cuda": USE_CUDA,
+}
+EVALUATION_LIMITS: Group = {
+    **IMAGE_LIMITS,
+    "max_value": IMAGE_LIMITS["max_value"]._replace(
+        default=None,
+        help=f"Value of 16-bit images that becomes white. By default the value of the training, else {MAX_VALUE}.",
+    ),
+}
 ENCODER: Group = {
-    **shared.CHECKPOINT,
+    **CHECKPOINT,
     "readout": Option(None, "Read-out of an untrained encoder without a checkpoint; by default sparo.", str),
     "seed": Option(0, "Random seed of untrained weights, probes, crops and random choices."),
 }
 IMAGES: Group = {
     "data_path": Option("", "Folder with train/ and val/, table with a column of splits, cifar10:DIR, or scenes."),
-    "download": shared.DOWNLOAD,
+    "download": DOWNLOAD,
     "img_size": Option(
         None, "Side of the images in pixels; by default the size of the encoder's position grid.", positive_int
     ),
@@ -43,7 +64,7 @@ RESULT: Group = {
         "products on GPUs, including those of k-NN and probes.",
         choices=PRECISIONS,
     ),
-    **shared.RESULT,
+    **OUTPUT,
 }
 SLOTS = Option(
     None,
@@ -58,11 +79,11 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
         {
             "encoder: what is evaluated": ENCODER,
             "images": IMAGES,
-            "files of images": shared.COLUMNS | shared.EVALUATION_LIMITS,
+            "files of images": COLUMNS | EVALUATION_LIMITS,
             **groups,
             "computation and result": RESULT,
-            "foreign weights": shared.FOREIGN_WEIGHTS,
-            "device and processes": shared.DEVICE,
+            "foreign weights": FOREIGN_WEIGHTS,
+            "device and processes": DEVICE,
         }
     )
 
@@ -84,7 +105,7 @@ KNN: Group = {
     "temperature": Option(
         0.07, "Temperature of the vote: a neighbour's weight is exp(cosine / temperature).", positive_number
     ),
-    **shared.FEATURE_FILES,
+    **FEATURE_FILES,
 }
 
 
@@ -112,7 +133,7 @@ ATTENTIVE_PROBES: Group = {
         choices=PROBES,
         nargs="+",
     ),
-    **shared.SLOT_SIZES,
+    **SLOT_SIZES,
     "ep_queries": Option(32, "Number of queries of ep.", positive_int),
     "ep_reduction": Option(1, "Width of a token divided by the width of ep's encoding.", positive_int),
     "attention_heads": Option(16, "Number of heads of attention; it divides the width of a token.", positive_int),
@@ -146,7 +167,7 @@ PROBE_TRAINING: Group = {
         "Train nothing, and test the probes that the same command without this option trained. Without such probes, "
         "linear.pth in the same folder is read, which may be a linear head of facebookresearch/dino.",
     ),
-    "use_cuda": shared.USE_CUDA,
+    "use_cuda": USE_CUDA,
 }
 
 
@@ -198,8 +219,8 @@ CLUSTERS: Group = {
     "map": Option(
         "tsne", "Method of the map. t-SNE preserves neighbourhoods, PCA large distances.", choices=("tsne", "pca")
     ),
-    "figure_format": shared.FIGURE_FORMAT,
-    **shared.SHOW_CHANNELS,
+    "figure_format": FIGURE_FORMAT,
+    **SHOW_CHANNELS,
     "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
     "output_dir": Option(None, "Folder of the result; by default the folder of the embeddings."),
     "overwrite": Option(False, "Overwrite clusters in --output_dir."),
@@ -215,15 +236,15 @@ def cluster_parser() -> Parser:
 MEASURED_IMAGES: Group = {
     "data_path": Option("", "The images: any data that training takes."),
     "split": Option(None, "Name of the split to measure, or all; by default the split that training uses.", str),
-    "download": shared.DOWNLOAD,
+    "download": DOWNLOAD,
     "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),
 }
 
 
 def statistics_parser() -> Parser:
     """The options of `dino-sparo statistics`."""
-    files = shared.COLUMNS | shared.IMAGE_LIMITS | shared.CHANNELS
-    processes = {"num_workers": shared.DEVICE["num_workers"]}
+    files = COLUMNS | IMAGE_LIMITS | CHANNELS
+    processes = {"num_workers": DEVICE["num_workers"]}
     return Parser({"images": MEASURED_IMAGES, "files of images": files, "processes": processes})
 
 
@@ -277,7 +298,7 @@ SLOT_PROBES: Group = {
     "lr": Option(
         [0.01, 0.1, 1.0], "Learning rates for a batch of 256 images; the --choosing_images select one.", positive_number
     ),
-    "use_cuda": shared.USE_CUDA,
+    "use_cuda": USE_CUDA,
 }
 
 
@@ -292,7 +313,7 @@ DRAWN_IMAGES: Group = {
         "An image, a folder, or any data that training takes; by default the images of --atlas, else a built-in scene.",
         spellings=("image_path",),
     ),
-    **shared.EVALUATION_LIMITS,
+    **EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Size of the image in pixels: one number for the short side (several images are cropped to the central "
@@ -305,15 +326,15 @@ DRAWN_IMAGES: Group = {
 }
 PICTURES: Group = {
     "output_dir": Option(".", "Where the files are written."),
-    "overwrite": shared.RESULT["overwrite"],
+    "overwrite": OUTPUT["overwrite"],
     "threshold": Option(
         None,
         "Also draw masks.png: the fewest patches that contain this share of a map's mass, e.g. 0.6.",
         share_above_0,
     ),
     "save_each": Option(False, "Also write one PNG per map."),
-    "figure_format": shared.FIGURE_FORMAT,
-    **shared.SHOW_CHANNELS,
+    "figure_format": FIGURE_FORMAT,
+    **SHOW_CHANNELS,
     "max_maps": Option(None, "Number of maps in a grid, most concentrated first; by default all maps.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
 }
@@ -330,8 +351,8 @@ ATLAS: Group = {
 
 def map_parser(groups: dict[str, Group], encoder: Group | None = None) -> Parser:
     """The options of an evaluation of attention maps, in data-flow order; `encoder` adds to those of the checkpoint."""
-    checkpoint = {"encoder": shared.CHECKPOINT | (encoder or {}), "foreign weights": shared.FOREIGN_WEIGHTS}
-    return Parser({**checkpoint, **groups, "device and processes": shared.DEVICE}, defaults={"num_workers": 4})
+    checkpoint = {"encoder": CHECKPOINT | (encoder or {}), "foreign weights": FOREIGN_WEIGHTS}
+    return Parser({**checkpoint, **groups, "device and processes": DEVICE}, defaults={"num_workers": 4})
 
 
 def attention_parser() -> Parser:
@@ -351,7 +372,7 @@ MASKED_IMAGES: Group = {
         "value: an object), or COCO's annotations (.json).",
     ),
     "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
-    **shared.EVALUATION_LIMITS,
+    **EVALUATION_LIMITS,
     "img_size": Option(
         None,
         "Side of the central square in pixels; by default twice the training size, for finer maps.",
@@ -370,7 +391,7 @@ MEASURES: Group = {
         "", "Another checkpoint, for example with another seed, whose slots are matched to the slots of this one."
     ),
     "seed": Option(0, "Random seed of controls, subsets and intervals."),
-    **shared.RESULT,
+    **OUTPUT,
 }
 
 
@@ -379,52 +400,9 @@ def slot_score_parser() -> Parser:
     return map_parser({"images and masks": MASKED_IMAGES, "measures": MEASURES})
 
 
-EXPORTED: Group = {
-    "checkpoint": Option(
-        None, "A checkpoint of this package or of facebookresearch/dino, or raw ViT weights.", is_positional=True
-    ),
-    "out": Option(None, "Path of the result without suffix; for huggingface a folder.", is_positional=True),
-    "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
-    "format": Option(
-        "safetensors",
-        "safetensors, huggingface and onnx take any read-out, timm takes cls. safetensors, open_clip (cls) and "
-        "sparo_clip (sparo, linear, cls) write both towers of a CLIP.",
-        choices=EXPORT_FORMATS,
-    ),
-    "img_size": Option(
-        None,
-        "Side of the images in pixels, by default the training size; an ONNX file takes only this size.",
-        positive_int,
-    ),
-    "overwrite": Option(False, "Replace other files that have the names of the result."),
-}
-
-
 def info_parser() -> Parser:
     """The options of `dino_sparo.evaluation.info`."""
     path = Option(
         None, "A file or folder that dino-sparo wrote, or a checkpoint of another package.", is_positional=True
     )
     return Parser({"file": {"path": path}})
-
-
-def export_parser() -> Parser:
-    """The options of `dino_sparo.weights.export`."""
-    return Parser({"files": EXPORTED, "foreign weights": shared.FOREIGN_WEIGHTS})
-
-
-PUSHED: Group = {
-    "checkpoint": Option(
-        None, "A checkpoint of this package or of facebookresearch/dino, or an export.", is_positional=True
-    ),
-    "repository": Option(
-        None, "USER/NAME on the Hugging Face hub; created if it does not exist.", str, is_positional=True
-    ),
-    "checkpoint_key": shared.CHECKPOINT["checkpoint_key"],
-    "private": Option(False, "Create a private repository."),
-}
-
-
-def push_parser() -> Parser:
-    """The options of `dino-sparo push`."""
-    return Parser({"files": PUSHED})

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.options import IMAGE_LIMITS, NORMALIZATION, SPLIT_COLUMN, TRAINING_DATA
+from dino_sparo.models.options import PRETRAINED
 from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, share_below_1
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.options import DEVICE, IMAGE_LIMITS, NORMALIZATION, PRETRAINED, SPLIT_COLUMN, TRAINING_DATA
+from dino_sparo.runtime.options import DEVICE
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """Options of commands as tables: their parser, configuration files, and the output of commands.
 
-A command's parser is made from groups of options: title -> name -> `Option`. Each folder has its own options in its
-`options.py`; those that several folders share stand in `runtime/options.py`. Parsing opens no file but `--config`,
-touches no device, asks no network. It imports no torch either, so that `--help` and mistakes are answered at once.
+A command's parser is made from groups of options: title -> name -> `Option`. The options of a folder stand in its
+`options.py`. Parsing opens no file but `--config`, touches no device, asks no network. It imports no torch either, so
+that `--help` and mistakes are answered at once.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The life of a run of any objective: build, resume, epochs, evaluations, checkpoints.
 
-The commands of `__main__.py` call `train` with the class of an objective. The same command resumes a run.
+The commands of `commands.py` call `train` with the class of an objective. The same command resumes a run.
 """
 
 import argparse

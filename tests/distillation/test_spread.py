@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from two_ranks import TwoRanks
 
 from dino_sparo import load_checkpoint, load_encoder
-from dino_sparo.__main__ import parse_keywords, run
+from dino_sparo.__main__ import run
+from dino_sparo.commands import parse_keywords
 from dino_sparo.dino.koleo import koleo_loss
 from dino_sparo.runtime.launch import rank
 from dino_sparo.simdino.loss import SimDINOLoss

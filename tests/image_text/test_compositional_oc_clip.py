@@ -10,7 +10,7 @@ from clip_fakes import evaluate, paint, small_checkpoint
 from compositional_files import write_json
 from oc_clip_fakes import oc_clip_description
 
-from dino_sparo.__main__ import UNUSED_OPTIONS
+from dino_sparo.commands import UNUSED_OPTIONS
 from dino_sparo.image_text.evaluation.compositional.questions import Question, answer_questions
 from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
 

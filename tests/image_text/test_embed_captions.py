@@ -12,8 +12,9 @@ from clip_fakes import small_checkpoint
 from PIL import Image
 from two_ranks import TwoRanks
 
-from dino_sparo.__main__ import COMMANDS, run
+from dino_sparo.__main__ import run
 from dino_sparo.clip.model import load_clip, normalize_slots
+from dino_sparo.commands import COMMANDS
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
 from dino_sparo.image_text.towers import tokenize

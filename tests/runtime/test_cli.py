@@ -2,9 +2,10 @@
 
 import argparse
 import builtins
-import importlib
+import inspect
 import json
 import os
+import pkgutil
 import re
 import shlex
 import socket
@@ -19,24 +20,14 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from options_read import definitions_of, names_in, options_read
+from options_read import Definition, options_read
 
 import dino_sparo.clip
 import main_dino
 from dino_sparo import submit
-from dino_sparo.__main__ import (
-    COMMANDS,
-    FOR_OBJECTIVE,
-    HIDDEN,
-    SYNONYMS,
-    command_for,
-    find_command,
-    main,
-    parse_keywords,
-    parser_of,
-    refuse_early,
-)
+from dino_sparo.__main__ import find_command, main, refuse_early
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.commands import COMMANDS, command_for, parse_keywords, parser_of
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
 from dino_sparo.models.readouts import READOUTS
@@ -44,10 +35,11 @@ from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.runtime import choices, cli
 from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
 from dino_sparo.runtime.files import require_inputs
-from dino_sparo.runtime.options import DEVICE, FOREIGN_WEIGHTS
+from dino_sparo.runtime.options import DEVICE
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
+from dino_sparo.weights.options import FOREIGN_WEIGHTS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
 REFERENCE: dict[str, Any] = {
@@ -357,7 +349,7 @@ def test_help_begins_with_what_the_command_turns_into_what(capsys: pytest.Captur
     with pytest.raises(SystemExit, match="0"):
         run_command(command, ["--help"])
     usage, description, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage.startswith(f"usage: dino-sparo {command} [options]")
+    assert usage.startswith(f"usage: dino-sparo {COMMANDS[command].instead_of or command} [options]")
     assert description == COMMANDS[command].summary
     assert re.fullmatch(r"[A-Z][^>]+ -> [^>]+\.", description)
 
@@ -489,9 +481,8 @@ def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.Cap
     main([])
     lines = capsys.readouterr().out.splitlines()
     for name, command in COMMANDS.items():
-        assert (name in HIDDEN) != any(line.split() == [*name.split(), *command.summary.split()] for line in lines), (
-            name
-        )
+        is_listed = any(line.split() == [*name.split(), *command.summary.split()] for line in lines)
+        assert is_listed != bool(command.instead_of), name
         assert "->" in command.summary
 
 
@@ -503,10 +494,10 @@ def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys: pytest.
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_command_imports_code_that_exists(name: str) -> None:
-    module, function = definition(name)
-    body = definitions_of(module)[function]
-    for module, function in names_in(body).values():
-        assert callable(getattr(importlib.import_module(module), function))
+    command = COMMANDS[name]
+    assert callable(command.function)
+    parameters = inspect.signature(pkgutil.resolve_name(f"dino_sparo.{command.code}")).parameters
+    assert command.needs.keys() <= parameters.keys()
 
 
 def test_the_installed_script_and_the_module_are_the_same_command() -> None:
@@ -582,8 +573,9 @@ def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPa
 # Use.
 
 
-def definition(name: str) -> tuple[str, str]:
-    return "dino_sparo.__main__", COMMANDS[name].function.__name__
+def definitions(name: str) -> list[Definition]:
+    paths = (COMMANDS[name].code, *COMMANDS[name].needs.values())
+    return [(f"dino_sparo.{module}", value) for module, _, value in (path.partition(":") for path in paths)]
 
 
 @pytest.mark.parametrize("name", PARSERS)
@@ -593,13 +585,13 @@ def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
     # OC-CLIP's model takes the options of the names of its fields.
     sizes = {one.name for one in fields(BindingConfig)} if name == "train-oc-clip" else set()
     ignored = IGNORED | sizes | (OF_PEERS if name in ("attention", "slots score") else set())
-    assert parsed - options_read(definition(name)) <= ignored, "parsed but never used"
+    assert parsed - options_read(*definitions(name)) <= ignored, "parsed but never used"
 
 
 # Not attention, whose code has attributes of other objects that are called as methods of its task.
 @pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "zero-shot", "compositional"])
 def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
-    read = options_read(definition(name), texts=False)
+    read = options_read(*definitions(name), texts=False)
     assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"
 
 
@@ -804,7 +796,7 @@ def test_a_printed_configuration_repeats_the_command(
     path = write(tmp_path / "run.yaml", capsys.readouterr().out)
     args = PARSERS[name]().parse_args(["--config", path])
     assert json.loads(json.dumps(vars(args))) == json.loads(json.dumps(vars(expected)))
-    assert f"command: {HIDDEN.get(name, name)}\n" in Path(path).read_text()
+    assert f"command: {COMMANDS[name].instead_of or name}\n" in Path(path).read_text()
 
 
 def required_words(action: argparse.Action) -> list[str]:
@@ -849,7 +841,7 @@ def test_a_training_writes_the_configuration_that_repeats_it(command: str, words
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-# Help, sections, synonyms.
+# Help and sections.
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
@@ -860,8 +852,9 @@ def test_help_shows_at_most_fifteen_options_and_two_examples(name: str, capsys: 
     shown = [action.dest for action in options(PARSERS[name]()) if re.search(rf"^  (--)?{action.dest}\b", text, re.M)]
     assert 0 < len(shown) <= MAX_SHOWN
     _, _, examples = text.partition("examples:\n")
-    assert examples.split("\n")[:2] == [f"  {example}" for example in COMMANDS[name].examples]
-    assert len(COMMANDS[name].examples) == 2
+    shown = [f"  dino-sparo {COMMANDS[name].instead_of or name} {words}".rstrip() for words in COMMANDS[name].examples]
+    assert examples.split("\n")[:2] == shown
+    assert len(shown) == 2
     with pytest.raises(SystemExit, match="0"):
         run_command(name, ["--help-all"])
     text = capsys.readouterr().out
@@ -870,13 +863,8 @@ def test_help_shows_at_most_fifteen_options_and_two_examples(name: str, capsys: 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_the_examples_of_a_command_can_be_typed(name: str) -> None:
-    for example in COMMANDS[name].examples:
-        program, *words = shlex.split(example)
-        assert program == "dino-sparo"
-        found = find_command(words)
-        assert found is not None
-        assert found[0] == HIDDEN.get(name, name)
-        PARSERS[name]().parse_args(found[1])
+    for words in COMMANDS[name].examples:
+        PARSERS[name]().parse_args(shlex.split(words))
 
 
 def test_commands_are_listed_in_sections(capsys: pytest.CaptureFixture[str]) -> None:
@@ -886,10 +874,10 @@ def test_commands_are_listed_in_sections(capsys: pytest.CaptureFixture[str]) -> 
     assert titles[:-1] == ["train:", "evaluate and use an encoder:", "slots:", "image and text:", "data:", "demos:"]
 
 
-@pytest.mark.parametrize(("words", "name"), sorted(SYNONYMS.items()))
-def test_train_takes_the_objective_as_a_word(words: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["train-simdino", "train-clip", "train-oc-clip"])
+def test_train_takes_the_objective_as_a_word(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main([*words.split(), "--help"])
+        main([*name.split("-", 1), "--help"])
     assert capsys.readouterr().out.startswith(f"usage: dino-sparo {name} [options]")
 
 
@@ -913,33 +901,30 @@ def test_a_flag_takes_true_or_false_and_no_other_word() -> None:
     assert parse("--download false").download is False
 
 
-@pytest.mark.parametrize(("name", "entry"), [(name, entry) for name in FOR_OBJECTIVE for entry in FOR_OBJECTIVE[name]])
+@pytest.mark.parametrize(
+    ("hidden", "kind"), [(name, kind) for name, command in COMMANDS.items() for kind in command.kinds]
+)
 def test_attention_and_linear_take_the_options_of_the_checkpoints_objective(
-    name: str, entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hidden: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save({entry: {}, "model": {}}, tmp_path / "a-b.pth")
+    name = COMMANDS[hidden].instead_of
+    torch.save({kind: {}, "model": {}}, tmp_path / "a-b.pth")
     with pytest.raises(SystemExit, match="0"):
         main([name, "--pretrained-weights", str(tmp_path / "a-b.pth"), "--help"])
-    own = COMMANDS[FOR_OBJECTIVE[name][entry]]
     usage, summary, *_ = capsys.readouterr().out.split("\n\n")
-    assert (usage, summary) == (f"usage: dino-sparo {name} [options]", own.summary)
+    assert (usage, summary) == (f"usage: dino-sparo {name} [options]", COMMANDS[hidden].summary)
     path = write(tmp_path / "run.yaml", f"command: {name}\npretrained_weights: {tmp_path / 'a-b.pth'}\n")
-    assert command_for(name, ["--config", path]) == FOR_OBJECTIVE[name][entry]
+    assert command_for(name, ["--config", path]) == hidden
     assert command_for(name, ["--config", path, "--image-encoder=True"]) == name
     with pytest.raises(SystemExit, match="0"):
         main([name, "--pretrained_weights", str(tmp_path / "a-b.pth"), "--image_encoder", "--help"])
     assert capsys.readouterr().out.split("\n\n")[1] == COMMANDS[name].summary
 
 
-@pytest.mark.parametrize(("hidden", "name"), sorted(HIDDEN.items()))
-def test_a_merged_command_works_and_prints_the_new_one(
-    hidden: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([hidden, "--help"])
-    printed = capsys.readouterr()
-    assert printed.out.split("\n\n")[1] == COMMANDS[hidden].summary
-    assert printed.err == f"dino-sparo {hidden} is now dino-sparo {name}\n"
+def test_the_name_in_the_table_of_such_a_command_is_not_for_users(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["pictures"])
+    assert "there is no command 'pictures'" in capsys.readouterr().err
 
 
 def test_the_references_names_of_attention_stay() -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from dino_sparo.__main__ import parse_keywords
+from dino_sparo.commands import parse_keywords
 from dino_sparo.runtime import trackers
 from dino_sparo.runtime.choices import TRACKERS as NAMES
 from dino_sparo.runtime.faults import MissingPackageError

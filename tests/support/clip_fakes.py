@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
+from dino_sparo.commands import COMMANDS
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD

@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+from dino_sparo.data.options import DOWNLOAD
+from dino_sparo.draw.options import FIGURE_FORMAT
+from dino_sparo.evaluation.options import EVALUATION_LIMITS, FEATURE_FILES, OUTPUT
 from dino_sparo.image_text.options import AUTO, PAIR_KEYS
 from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
@@ -14,15 +17,7 @@ from dino_sparo.runtime.cli import (
     share,
     share_below_1,
 )
-from dino_sparo.runtime.options import (
-    DEVICE,
-    DEVICE_OPTION,
-    DOWNLOAD,
-    EVALUATION_LIMITS,
-    FEATURE_FILES,
-    FIGURE_FORMAT,
-    RESULT,
-)
+from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
@@ -113,7 +108,7 @@ COMPUTATION: dict[str, Group] = {
         "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
         "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
         "precision": PRECISION,
-        **RESULT,
+        **OUTPUT,
     },
     "device and processes": DEVICE,
 }
@@ -127,7 +122,7 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
         "(.json), tar shards, or the built-in scenes.",
     )
     result: Group = {
-        **RESULT,
+        **OUTPUT,
         "figure_format": FIGURE_FORMAT,
         "device": DEVICE_OPTION,
     }

@@ -1,0 +1,588 @@
+"""The table of commands: name -> summary, code, options and examples.
+
+A new command is one entry. Options are known without torch, so that `--help` and mistakes are answered at once; a
+command's code, which imports torch, is imported when the command runs. `__main__.py` runs the commands, `api.py` offers
+them as Python calls. Only this file and `submit.py` know all objectives.
+"""
+
+import argparse
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dino_sparo.clip import options as clip_options
+from dino_sparo.dino import options as dino_options
+from dino_sparo.evaluation import options as evaluation_options
+from dino_sparo.image_text.evaluation import options as image_text_options
+from dino_sparo.image_text.options import FOREIGN_OPTION
+from dino_sparo.oc_clip import options as oc_clip_options
+from dino_sparo.runtime.cli import Parser, path, read_config, values_of, with_underscores
+from dino_sparo.runtime.demos import demo_parser
+from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.simdino import options as simdino_options
+from dino_sparo.weights import options as weights_options
+
+if TYPE_CHECKING:
+    from dino_sparo.image_text.scorer import Scorer
+    from dino_sparo.image_text.towers import LoadedModel
+    from dino_sparo.runtime.launch import Distributed
+
+logger = logging.getLogger("dino_sparo")
+
+# Sections of the overview.
+TRAIN, EVALUATE, SLOTS = "train", "evaluate and use an encoder", "slots"
+IMAGE_TEXT, DATA, DEMOS = "image and text", "data", "demos"
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        section: of the overview.
+        summary: input and output, for the overview and the help.
+        code: `module:function` below `dino_sparo`. The function takes the parsed options.
+        parser: makes the options; None: the function takes the words and parses them itself.
+        needs: further parameters of the function, such as the class of an objective -> `module:name` of the value.
+        examples: options of example calls, for the help.
+        check: of the options, without torch; a training makes it once more.
+        instead_of: name of the command whose place this one takes for checkpoints of `kinds`, with options of its own.
+        kinds: entries of a checkpoint that says how its image-text model is built.
+    """
+
+    section: str
+    summary: str
+    code: str
+    parser: Callable[[], Parser] | None
+    needs: Mapping[str, str] = {}
+    examples: Sequence[str] = ()
+    check: Callable[[argparse.Namespace], None] | None = None
+    instead_of: str = ""
+    kinds: Sequence[str] = ()
+
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """The function, imported now, with what it needs besides the options."""
+        needs = {name: pkgutil.resolve_name(f"dino_sparo.{value}") for name, value in self.needs.items()}
+        return partial(pkgutil.resolve_name(f"dino_sparo.{self.code}"), **needs)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        TRAIN,
+        "Images -> an encoder, trained with DINO.",
+        "training.run:train",
+        dino_options.get_args_parser,
+        needs={"objective_class": "dino.train:DINOObjective"},
+        examples=(
+            "--data_path scenes --output_dir runs/first --arch vit_micro --patch_size 8 --epochs 5",
+            "--data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100",
+        ),
+        check=dino_options.check_options,
+    ),
+    "train-simdino": Command(
+        TRAIN,
+        "Images -> an encoder, trained with SimDINO: DINO without prototypes, center and temperatures.",
+        "training.run:train",
+        simdino_options.get_args_parser,
+        needs={"objective_class": "simdino.train:SimDINOObjective"},
+        examples=(
+            "--data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5",
+            "--data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128",
+        ),
+        check=dino_options.check_options,
+    ),
+    "train-clip": Command(
+        TRAIN,
+        "Images with captions -> an image encoder and a text encoder, trained with CLIP.",
+        "training.run:train",
+        clip_options.get_args_parser,
+        needs={"objective_class": "clip.train:CLIPObjective"},
+        examples=(
+            "--data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m",
+            "--data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5",
+        ),
+        check=clip_options.check_options,
+    ),
+    "train-oc-clip": Command(
+        TRAIN,
+        "Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP.",
+        "training.run:train",
+        oc_clip_options.get_args_parser,
+        needs={"objective_class": "oc_clip.train:OCCLIPObjective"},
+        examples=(
+            "--data_path scenes --output_dir runs/oc --preset oc-scenes",
+            "--data_path coco.json --graphs coco.jsonl --output_dir runs/coco --preset oc-coco",
+        ),
+        check=oc_clip_options.check_options,
+    ),
+    "submit": Command(
+        TRAIN,
+        "A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.",
+        "submit:main",
+        None,
+    ),
+    "embed": Command(
+        EVALUATE,
+        "A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions.",
+        "commands:embed",
+        evaluation_options.embed_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path photos --output_dir embeddings",
+            "--pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions",
+        ),
+    ),
+    "cluster": Command(
+        EVALUATE,
+        "Embeddings -> clusters of similar images, with examples, and a map.",
+        "evaluation.embed.cluster:cluster_embeddings",
+        evaluation_options.cluster_parser,
+        examples=(
+            "embeddings",
+            "embeddings --clusters 50 --map pca",
+        ),
+    ),
+    "predict": Command(
+        EVALUATE,
+        "Labelled and new embeddings -> a classifier, its accuracy, and a table of predictions.",
+        "evaluation.embed.predict:predict",
+        evaluation_options.predict_parser,
+        examples=(
+            "embeddings --images new_embeddings",
+            "embeddings --images new_embeddings --val other_embeddings --top 5",
+        ),
+    ),
+    "knn": Command(
+        EVALUATE,
+        "A checkpoint and labelled images -> weighted k-NN accuracy.",
+        "evaluation.knn:evaluate_checkpoint",
+        evaluation_options.knn_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path imagenet",
+            "--pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20",
+        ),
+    ),
+    "linear": Command(
+        EVALUATE,
+        "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
+        "evaluation.linear.command:probe_checkpoint",
+        evaluation_options.linear_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path imagenet",
+            "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
+        ),
+    ),
+    "attention": Command(
+        EVALUATE,
+        "A checkpoint and images -> one attention map per slot or head, and the slot atlas.",
+        "evaluation.attention.command:visualize",
+        evaluation_options.attention_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
+            "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
+        ),
+    ),
+    "export": Command(
+        EVALUATE,
+        "A checkpoint -> an export as safetensors, timm, Hugging Face, ONNX or OpenCLIP.",
+        "weights.export:export_checkpoint",
+        weights_options.export_parser,
+        examples=(
+            "checkpoint.pth vits16",
+            "checkpoint.pth vits16-hf --format huggingface",
+        ),
+    ),
+    "info": Command(
+        EVALUATE,
+        "A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.",
+        "evaluation.info:show",
+        evaluation_options.info_parser,
+        needs={"defaults_of": "commands:defaults_of"},
+        examples=(
+            "checkpoint.pth",
+            "embeddings",
+        ),
+    ),
+    "push": Command(
+        EVALUATE,
+        "A checkpoint -> a repository of the Hugging Face hub.",
+        "weights.export:push_checkpoint",
+        weights_options.push_parser,
+        examples=(
+            "checkpoint.pth USER/vits16",
+            "checkpoint.pth USER/vits16 --private",
+        ),
+    ),
+    "slots study": Command(
+        SLOTS,
+        "A checkpoint and labelled images -> accuracy of each slot alone, and accuracy against the number of slots.",
+        "evaluation.slots.command:study_slots",
+        evaluation_options.slot_study_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path cifar10:data",
+            "--pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe",
+        ),
+    ),
+    "slots score": Command(
+        SLOTS,
+        "A checkpoint and images with masks -> how well its slots or heads find objects, compared with controls.",
+        "evaluation.objects.command:score_slots",
+        evaluation_options.slot_score_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth",
+            "--pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000",
+        ),
+    ),
+    "slots select": Command(
+        SLOTS,
+        "Labelled images -> the slots of a CLIP that distinguish the classes.",
+        "clip.slots.select:select_slots",
+        clip_options.select_parser,
+        examples=(
+            "--pretrained_weights clip.pth --data_path cifar10:data",
+            "--pretrained_weights clip.pth --data_path imagenet/val --keep 32",
+        ),
+    ),
+    "slots mask": Command(
+        SLOTS,
+        "True and false captions -> weights for a CLIP's slots that distinguish the captions.",
+        "clip.slots.mask:learn_mask",
+        clip_options.mask_parser,
+        examples=(
+            "--pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017",
+            "--pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data",
+        ),
+    ),
+    "zero-shot": Command(
+        IMAGE_TEXT,
+        "Labelled images and class names -> accuracy of zero-shot classification.",
+        "image_text.evaluation.zero_shot:evaluate_checkpoint",
+        image_text_options.zero_shot_parser,
+        needs={"open_model": "commands:open_model"},
+        examples=(
+            "--pretrained_weights clip.pth --data_path imagenet",
+            "--pretrained_weights clip.pth --data_path scenes:1000:48",
+        ),
+    ),
+    "retrieval": Command(
+        IMAGE_TEXT,
+        "Images with captions -> recall of image-to-text and text-to-image retrieval.",
+        "image_text.evaluation.retrieval:evaluate_checkpoint",
+        image_text_options.retrieval_parser,
+        needs={"open_model": "commands:open_model"},
+        examples=(
+            "--pretrained_weights clip.pth --data_path coco/val2014 --captions dataset_coco.json",
+            "--pretrained_weights clip.pth --data_path pairs.csv --split all",
+        ),
+    ),
+    "compositional": Command(
+        IMAGE_TEXT,
+        "A folder of benchmarks of true and false captions -> a table of the models' accuracies.",
+        "image_text.evaluation.compositional.command:compare",
+        image_text_options.compositional_parser,
+        needs={"open_model": "commands:open_one_of_several"},
+        examples=(
+            "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
+            "--pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind",
+        ),
+    ),
+    "sugarcrepe": Command(
+        IMAGE_TEXT,
+        "Images with a true and a false caption -> how often the true caption scores higher.",
+        "commands:sugarcrepe",
+        image_text_options.sugarcrepe_parser,
+        examples=(
+            "--pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017",
+            "--pretrained_weights clip.pth --data_root pairs",
+        ),
+    ),
+    "winoground": Command(
+        IMAGE_TEXT,
+        "Two images and two captions of the same words -> how often images and captions are matched correctly.",
+        "commands:winoground",
+        image_text_options.winoground_parser,
+        examples=(
+            "--pretrained_weights clip.pth --data_root winoground",
+            "--pretrained_weights oc.pth --data_root winoground --graphs winoground.jsonl",
+        ),
+    ),
+    "clip-probe": Command(
+        IMAGE_TEXT,
+        "Frozen image features -> accuracy of a linear probe, whose weight decay a sweep chooses.",
+        "image_text.evaluation.probe:probe_checkpoint",
+        image_text_options.probe_parser,
+        needs={"open_model": "commands:open_model"},
+        examples=(
+            "--pretrained_weights clip.pth --data_path imagenet",
+            "--pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001",
+        ),
+        instead_of="linear",
+        kinds=("clip", "oc_clip"),
+    ),
+    "pictures": Command(
+        IMAGE_TEXT,
+        "Images with captions -> where the slots of a CLIP attend in both.",
+        "clip.slots.pictures:draw_pictures",
+        clip_options.pictures_parser,
+        examples=(
+            "--pretrained_weights clip.pth",
+            "--pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps",
+        ),
+        instead_of="attention",
+        kinds=("clip",),
+    ),
+    "oc-pictures": Command(
+        IMAGE_TEXT,
+        "Images with captions -> where the entities of the captions' scene graphs attend, in an OC-CLIP.",
+        "oc_clip.pictures:draw_pictures",
+        oc_clip_options.pictures_parser,
+        examples=(
+            "--pretrained_weights oc.pth",
+            "--pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5",
+        ),
+        instead_of="attention",
+        kinds=("oc_clip",),
+    ),
+    "clip-benchmark": Command(
+        IMAGE_TEXT,
+        "A CLIP -> the results of LAION's CLIP benchmark; the options are those of the benchmark.",
+        "clip.load:run_clip_benchmark",
+        None,
+    ),
+    "statistics": Command(
+        DATA,
+        "Any images -> mean and standard deviation of each channel, as options of train.",
+        "evaluation.statistics:measure_channels",
+        evaluation_options.statistics_parser,
+        examples=(
+            "--data_path xrays/train --in_chans 1 --max_value 4095",
+            "--data_path stacks --in_chans 5",
+        ),
+    ),
+    "parse": Command(
+        DATA,
+        "Captions -> their scene graphs, for OC-CLIP.",
+        "oc_clip.parsers.command:parse",
+        oc_clip_options.parse_parser,
+        examples=(
+            "--caption 'a red star on sand'",
+            "--captions captions_train2017.json --parser spacy --output coco.jsonl",
+        ),
+    ),
+    "order-captions": Command(
+        DATA,
+        "Images with captions -> ARO's order benchmarks (captions with shuffled words), for compositional.",
+        "image_text.evaluation.compositional.sets.aro:write_order",
+        image_text_options.order_captions_parser,
+        examples=(
+            "--captions coco_karpathy_test.json --output benchmarks/coco_order.json",
+            "--captions dataset_flickr30k.json --output benchmarks/flickr30k_order.json --seed 1",
+        ),
+    ),
+    "scene-pairs": Command(
+        DATA,
+        "Built-in scenes -> true and hard false captions, in SugarCrepe's format.",
+        "image_text.evaluation.compositional.sets.scene_pairs:write_pairs",
+        image_text_options.scene_pairs_parser,
+        examples=(
+            "--output_dir pairs",
+            "--output_dir pairs --num_pairs 2000 --img_size 48",
+        ),
+    ),
+    "demo": Command(
+        DEMOS,
+        "Built-in scenes -> a trained model, its evaluation and its pictures, in minutes, without a GPU.",
+        "commands:demo",
+        demo_parser,
+        needs={"run": "__main__:run"},
+        examples=(
+            "",
+            "--method clip --models sparo cls --seeds 0 1 2",
+        ),
+    ),
+}
+
+
+def parser_of(name: str, prog: str | None = None) -> Parser:
+    """The parser of a command, with its help; `name` is a key of `COMMANDS`."""
+    command = COMMANDS[name]
+    if command.parser is None:
+        raise UserError(f"the command {name} takes no options from Python")
+    parser = command.parser()
+    parser.command = command.instead_of or name
+    parser.prog, parser.description = prog or f"dino-sparo {parser.command}", command.summary
+    examples = [f"  dino-sparo {parser.command} {words}".rstrip() for words in command.examples]
+    parser.epilog = "\n".join(["examples:", *examples])
+    return parser
+
+
+def parse_keywords(name: str, keywords: Mapping[str, Any]) -> argparse.Namespace:
+    """Parse a command's options from Python: `parse_keywords("knn", {"data_path": "scenes", "nb_knn": [10, 20]})`.
+
+    Every value passes the checks of the command line. None leaves an option out. Nothing is printed, and the process
+    does not end. `COMMANDS[name].function(args)` then runs the command.
+
+    Args:
+        name: a key of `COMMANDS`, such as `train-clip`.
+        keywords: option names, without hyphens in front, and their values; options with several values take a list.
+
+    Returns:
+        All options of the command, those that are not given with their defaults.
+
+    Raises:
+        ValueError: one line; it names the option, and for an unknown option the nearest ones.
+    """
+    return parser_of(name).parse_keywords(keywords)
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """The options of a command with their defaults."""
+    return vars(parse_keywords(name, {}))
+
+
+def command_for(name: str, words: Sequence[str]) -> str:
+    """The key of the command for the checkpoint that the options name; see `Command.instead_of`.
+
+    If the checkpoint is unreadable, it is `name`, whose message says why.
+    """
+    words = [with_underscores(word) for word in words]
+    kinds = {kind: other for other, command in COMMANDS.items() if command.instead_of == name for kind in command.kinds}
+    if not kinds or any(word.partition("=")[0] == "--image_encoder" for word in words):
+        return name
+    weights, files = values_of(words, "--pretrained_weights"), values_of(words, "--config")
+    if not weights and not files:
+        return name
+    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
+
+    try:
+        file = path(weights[-1] if weights else str(read_config(files[-1]).get("pretrained_weights")))
+        kind = image_text_kind(load_checkpoint(file, verify=False, mmap=True))  # the command reads the weights
+    except Exception:  # a hub or a missing package may raise anything
+        return name
+    return kinds.get(str(kind), name)
+
+
+# Code of commands that choose among objectives.
+
+# Entry of a checkpoint that says how its image-text model is built -> options that such a model has no use for -> why.
+OF_CAPTIONS = {"graphs": "--graphs {value} with a CLIP, which reads captions as they are; leave it out"}
+OF_FOREIGN_WEIGHTS = dict.fromkeys(("text_heads", "quick_gelu"), FOREIGN_OPTION)
+UNUSED_OPTIONS: dict[str, dict[str, str]] = {
+    "clip": {**OF_CAPTIONS, **OF_FOREIGN_WEIGHTS},
+    "oc_clip": {
+        "slots": "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose from; leave "
+        "it out",
+        **OF_FOREIGN_WEIGHTS,
+    },
+}
+
+
+def embed(args: argparse.Namespace) -> Any:
+    """Embed images, or the captions of a CLIP or an OC-CLIP."""
+    if not args.data_path or not args.output_dir:
+        raise UserError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
+    if "captions" in args.what:
+        from dino_sparo.image_text.evaluation.embed_captions import embed_captions
+
+        return embed_captions(args, open_caption_encoder)
+    from dino_sparo.evaluation.embed.command import embed_images
+
+    return embed_images(args)
+
+
+def demo(args: argparse.Namespace, run: Callable[..., Any]) -> Any:
+    """Run the demo of a method; see `runtime/demos.py`."""
+    if args.method == "clip":
+        from dino_sparo.clip.demo import demo as demo_clip
+
+        return demo_clip(args, run)
+    if args.method == "oc-clip":
+        from dino_sparo.oc_clip.demo import demo as demo_oc_clip
+
+        return demo_oc_clip(args, run)
+    from dino_sparo.dino.demo import demo as demo_dino
+
+    return demo_dino(args, run)
+
+
+def open_model(
+    args: argparse.Namespace, process: "Distributed", border: int = 0, is_one_of_several: bool = False
+) -> "Scorer":
+    """The image-text model that `--pretrained_weights` names, for an evaluation.
+
+    Args:
+        args: the options of `MODEL` and `computation` in image_text/evaluation/options.py.
+        process: this process among its peers.
+        border: pixels cut off every side of an image.
+        is_one_of_several: leave out options that this model has no use for; otherwise they are refused.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
+    """
+    from dino_sparo.weights.checkpoint import load_checkpoint
+
+    require("open_clip", "captions")
+    checkpoint = load_checkpoint(args.pretrained_weights) if args.pretrained_weights else {}
+    kind = next((kind for kind in UNUSED_OPTIONS if kind in checkpoint), None)
+    unused = UNUSED_OPTIONS[kind] if kind else OF_CAPTIONS  # open_clip's weights have no such entry
+    for name, message in unused.items():
+        value, unset = getattr(args, name), image_text_options.MODEL[name].default
+        if value == unset:
+            continue
+        if not is_one_of_several:
+            raise UserError(message.format(name=name, value=value, source=args.pretrained_weights))
+        logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
+        args = argparse.Namespace(**{**vars(args), name: unset})
+    if kind == "oc_clip":
+        from dino_sparo.oc_clip.load import open_oc_clip_model
+
+        return open_oc_clip_model(args, process, border, checkpoint)
+    from dino_sparo.clip.load import clip_scorer
+
+    return clip_scorer(args, process, border, checkpoint)
+
+
+def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
+    """The text side of the CLIP or OC-CLIP in `--pretrained_weights`.
+
+    Raises:
+        ValueError: no checkpoint is named, or it holds an encoder of images alone.
+    """
+    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
+
+    require("open_clip", "captions")
+    path = args.pretrained_weights
+    checkpoint = load_checkpoint(path) if path else {}
+    kind = image_text_kind(checkpoint)
+    if kind == "oc_clip":
+        from dino_sparo.oc_clip.load import load_oc_clip
+
+        return load_oc_clip(path, checkpoint)
+    if kind == "clip":
+        from dino_sparo.clip.model import load_clip
+
+        return load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
+    raise UserError(
+        f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint of "
+        "train-clip or train-oc-clip"
+    )
+
+
+def open_one_of_several(args: argparse.Namespace, process: "Distributed") -> "Scorer":
+    """Open a model of an evaluation of several; see `open_model`."""
+    return open_model(args, process, is_one_of_several=True)
+
+
+def sugarcrepe(args: argparse.Namespace) -> Any:
+    """Evaluate a model on SugarCrepe alone."""
+    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
+
+    return evaluate_single(args, open_model, "sugarcrepe")
+
+
+def winoground(args: argparse.Namespace) -> Any:
+    """Evaluate a model on Winoground alone."""
+    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
+
+    return evaluate_single(args, open_model, "winoground")
