@@ -23,6 +23,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """Lists of shards and folders are cached; tests leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DINO_SPARO_CACHE", str(tmp_path_factory.mktemp("the_cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _log_files_end_with_their_test() -> Generator[None, None, None]:
     """A folder of a test is removed when it passes; the next test must not write to a log there."""

@@ -1,16 +1,14 @@
 """The benchmarks run, show equal results, and time what they say; how fast anything is, no test asks."""
 
-import gc
 import importlib
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import binding, readout, report, timing, train_step
+from benchmarks import binding, report, timing, train_step
 from benchmarks.reference import MODULES, Reference
 from benchmarks.report import Bar, Check, Section
 from benchmarks.timing import Spread, Timings, interleave, peak_memory
@@ -27,7 +25,7 @@ SCRIPTS = {
     "linear": [],
     "scaling": ["--ranks", "1"],
 }
-LONG = ("readout", "train_step", "scaling", "clip_step", "binding", "input_pipeline", "backbone")
+LONG = ("readout", "train_step", "scaling", "clip_step", "binding", "input_pipeline", "backbone", "knn")
 
 
 @pytest.mark.parametrize(
@@ -128,19 +126,6 @@ def test_variants_take_turns_and_a_ratio_is_that_of_a_round() -> None:
     assert Spread(1.0, 0.5, 2.0).scaled(1e3) == Spread(1000.0, 500.0, 2000.0)
 
 
-def test_seconds_are_seconds_per_call_without_the_garbage_of_others() -> None:
-    enabled: list[bool] = []
-    timings = interleave({"sleep": lambda: (enabled.append(gc.isenabled()), time.sleep(0.004))}, 2, min_seconds=0.02)
-    assert 0.004 <= timings.time("sleep").median < 0.1
-    assert enabled[1:] == [False] * (len(enabled) - 1)
-    assert gc.isenabled()
-
-
-def test_nothing_to_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 variants in 9 rounds"):
-        interleave({})
-
-
 def allocation(megabytes: int) -> object:
     """A call that needs so much memory for a moment, for another process to import."""
     kept = torch.ones(20, 1_000_000)  # is there before
@@ -151,13 +136,6 @@ def allocation(megabytes: int) -> object:
 def test_peak_memory_is_what_a_call_adds() -> None:
     assert 70e6 <= peak_memory(allocation, 70) <= 90e6
     assert peak_memory(allocation, 70, fresh=False) >= 0  # this process may have memory to use again
-
-
-def test_memory_of_a_gpu_is_measured_without_a_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug: a GPU in the mode EXCLUSIVE_PROCESS refuses it."""
-    monkeypatch.setattr(timing, "_growth", lambda *_: 7)
-    monkeypatch.setattr(timing, "ProcessPoolExecutor", None)
-    assert peak_memory(int, device="cuda") == 7
 
 
 def test_scripts_compute_in_exact_fp32_whatever_the_environment_allows() -> None:
@@ -174,12 +152,6 @@ def test_scripts_compute_in_exact_fp32_whatever_the_environment_allows() -> None
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["highest"]
-
-
-def test_the_machine_is_named() -> None:
-    found = timing.hardware()
-    assert f"{torch.get_num_threads()} threads used" in found["cpu"]
-    assert "gpu" not in found
 
 
 # The step's own mistakes of before: they favoured one side.
@@ -210,24 +182,6 @@ def test_a_batch_lies_in_page_locked_memory_where_a_gpu_computes(monkeypatch: py
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     timing.on_host(batch, "cuda")
     assert len(pinned) == len(list(batch.tensors()))
-
-
-def test_every_form_says_a_word_when_it_was_called_first(capsys: pytest.CaptureFixture[str]) -> None:
-    interleave({"slow": lambda: None, "fast": lambda: None}, 1, 0.0)
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["slow", "fast", "ms"]
-
-
-def test_the_grids_of_the_read_out_are_asked_for_by_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[readout.Sizes] = []
-    row = {"N": 1, "times faster": Spread(1.0, 1.0, 1.0)}
-    monkeypatch.setattr(readout, "_timed", lambda sizes, *rest: seen.append(sizes) or row)
-    monkeypatch.setattr(readout, "peak_memory", lambda *arguments, **options: 1)
-    counts = []
-    for words in ([], ["--full"]):
-        readout.measure(readout.get_args_parser().parse_args(["--device", "cpu", *words]), None)
-        counts.append(len({(sizes.slots, sizes.slot_dim, sizes.key_dim, sizes.group) for sizes in seen}))
-        seen.clear()
-    assert counts == [1, 11]
 
 
 # The report.
@@ -274,15 +228,6 @@ def test_results_that_are_not_equal_end_the_script(tmp_path: Path, capsys: pytes
 def test_tables_show_three_digits_and_the_spread() -> None:
     rows = [{"form": "ours", "ms": Spread(12.345, 12.0, 1234.5), "MB": None, "bytes": 12345}]
     assert report.table(rows).splitlines()[2] == "| ours | 12.3 (12-1,234) | - | 12,345 |"
-
-
-def test_bf16_is_left_out_and_that_is_said_where_it_is_slower_than_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = Section("title", "setting")
-    monkeypatch.setattr(report, "bf16_speed", lambda device: 0.012)
-    assert report.measured_precisions(section, "cpu") == ["fp32"]
-    assert section.notes == ["bf16 is left out: this cpu multiplies matrices at 0.012 times its speed in fp32."]
-    monkeypatch.setattr(report, "bf16_speed", lambda device: 2.5)
-    assert report.measured_precisions(Section("title", "setting"), "cpu") == ["fp32", "bf16"]
 
 
 @pytest.mark.slow

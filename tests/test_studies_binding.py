@@ -14,7 +14,7 @@ from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.model import create_oc_clip
 from studies.binding import run as binding
 from studies.binding import scenes
-from studies.binding.models import MODELS, best_part, entity_reader, train_model
+from studies.binding.models import MODELS, entity_reader, train_model
 from studies.binding.probes import (
     CAPACITIES,
     Information,
@@ -24,7 +24,6 @@ from studies.binding.probes import (
     fit_probe,
     prior_logits,
     projected,
-    standardized,
 )
 from studies.binding.run import tables, values_of
 
@@ -140,13 +139,6 @@ def test_noise_has_no_information_and_true_objects_have_nearly_all():
     assert known.ratio > 0.8
 
 
-@pytest.mark.slow
-def test_a_probe_gives_the_same_numbers_twice_and_leaves_the_random_state():
-    before = torch.random.get_rng_state()
-    assert measured(3, "MLP 8") == measured(3, "MLP 8")
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("width", [13, 60])
 def test_the_projection_keeps_the_directions_of_largest_variance(width):
     torch.manual_seed(0)
@@ -158,21 +150,6 @@ def test_the_projection_keeps_the_directions_of_largest_variance(width):
         reference = (part - parts[0].mean(dim=0)) @ expected.t()
         torch.testing.assert_close(own.flip(1).abs(), reference.abs(), rtol=1e-3, atol=1e-3)
     assert projected(parts, width) is parts
-
-
-def test_inputs_are_standardized_by_the_training_images_alone():
-    first, second = standardized([torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0]])])
-    assert first.mean().item() == 0
-    assert second.item() == 0
-
-
-def test_the_slot_that_tells_the_bindings_is_found():
-    torch.manual_seed(0)
-    objects = scenes.all_objects()
-    y = scenes.bindings(objects)
-    slots = torch.randn(len(y), 4, 16)
-    slots[:, 2] += 3 * y
-    assert best_part(slots[:50], y[:50], slots[50:], y[50:]) == 2
 
 
 def test_entity_slots_are_those_of_each_shape_alone():
@@ -203,12 +180,6 @@ def test_all_models_get_the_same_share_of_their_recipe(tmp_path, monkeypatch):
     assert {value for name, value in images.items() if "DINO" in name} == {"scenes:1000:48"}
     assert len({value for name, value in images.items() if "CLIP" in name}) == 1
     assert all(words[words.index("--seed") + 1] == "3" for words in commands.values())
-
-
-def test_a_share_out_of_range_is_refused(tmp_path):
-    args = binding.get_args_parser().parse_args(["--share", "0", "--output_dir", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"--share 0\.0 is no part"):
-        binding.run_binding(args, lambda name, words: None)
 
 
 def losses(y: float) -> dict[str, float]:

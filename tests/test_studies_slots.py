@@ -105,22 +105,6 @@ def test_the_tables_are_of_the_measured_encoders(results: Path) -> None:
     assert "| 1, 2 | 0.75 | 0.50 | 0.75 | 0.75 |" in tables
 
 
-def test_rows_without_a_common_seed_have_no_difference(results: Path) -> None:
-    asked_of(results)
-    for seed in (0, 1):
-        (results / "scenes" / "slots" / f"cls_lr0.002_seed{seed}.json").unlink()
-    (results / "scenes" / "slots" / "sparo_lr0.008_seed2.json").unlink()
-    assert "| sparo - cls, trained |" not in slots.report(results)
-
-
-def test_a_measurement_of_a_run_of_another_recipe_is_refused(results: Path) -> None:
-    asked_of(results)
-    path = results / "scenes" / "slots" / "cls_lr0.002_seed0.json"
-    path.write_text(path.read_text().replace('"epochs": "4"', '"epochs": "99"'))
-    with pytest.raises(ValueError, match=r"cls_lr0.002_seed0.json was made with another recipe \(epochs '99' then"):
-        slots.report(results)
-
-
 def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
     page = "\n\n".join((ROOT / name).read_text() for name in ("docs/results.md", "studies/README.md"))
     for table in filter(None, slots.report(runs.RESULTS).split("\n\n")):

@@ -13,7 +13,7 @@ from studies import __main__ as studies
 from studies.oc_splits import data
 from studies.oc_splits import run as splits
 from studies.oc_splits.design import TESTS
-from studies.oc_splits.run import MODELS, chosen_amount, get_args_parser, run_splits, table
+from studies.oc_splits.run import MODELS, get_args_parser, run_splits
 
 ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
 
@@ -112,23 +112,6 @@ def test_a_model_whose_result_is_there_is_not_trained_again_and_other_options_ar
         run_splits(options(tmp_path, "--models", "clip-cls", "--epochs", "3"), FakeRun())
 
 
-def test_the_time_of_a_training_that_went_on_from_a_checkpoint_is_not_given(tmp_path):
-    folder = tmp_path / "seen50_hard0_seed0" / "clip-cls"
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.pth").write_bytes(b"")
-
-    class Resumed(FakeRun):
-        def __call__(self, name: str, words: Sequence[str]) -> Any:
-            if name == "train-clip":
-                (folder / "checkpoint.pth").unlink()
-                folder.rmdir()
-            return super().__call__(name, words)
-
-    (result,) = run_splits(options(tmp_path, "--models", "clip-cls"), Resumed())
-    assert result["training_s"] is None
-    assert table([result]).splitlines()[1].split()[-1] == "-"
-
-
 def test_the_curve_has_the_loss_of_every_epoch_and_the_tests_of_kept_checkpoints(tmp_path):
     pytest.importorskip("matplotlib")
 
@@ -151,28 +134,6 @@ def test_the_curve_has_the_loss_of_every_epoch_and_the_tests_of_kept_checkpoints
     assert results == [{**plain, "curve": [{"step": 0, "loss": 2.0}, {"step": 3, "loss": 1.0, **asked}]}]
     assert len(run.trained()) == 1
     assert (tmp_path / "curves.png").is_file()
-
-
-def test_the_recipe_of_the_search_reaches_all_models_alike(tmp_path):
-    run = FakeRun()
-    words = ["--models", "clip-cls", "oc-clip", "--img_size", "32", "--init_from", "demo", "--lr", "0.002"]
-    run_splits(options(tmp_path, *words, "--batch_size", "2"), run)
-    expected = {"img_size": "32", "init_from": "demo", "pre_norm": "false", "lr": "0.002", "batch_size": "2"}
-    assert all(expected.items() <= options.items() for _, options in run.trained())
-    assert len(run.trained()) == 2
-
-
-def test_a_number_that_is_not_positive_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        get_args_parser().parse_args(["--epochs", "0"])
-    assert "--epochs" in capsys.readouterr().err
-
-
-def test_short_takes_less_of_everything_and_given_numbers_win():
-    short = chosen_amount(get_args_parser().parse_args(["--short", "--epochs", "5"]))
-    assert short == splits.SHORT._replace(epochs=5)
-    assert all(a < b for a, b in zip(splits.SHORT, splits.FULL, strict=True))
-    assert splits.SHORT.num_images >= 2 * 10 * 8 * 6  # every single object
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("open_clip")
 
@@ -62,22 +61,6 @@ def count_of(**sizes):
     return point_of("one", partial(create_clip, **sizes), 0.0).num_parameters
 
 
-def test_a_slot_costs_a_query_and_a_key_and_its_width_a_row_of_values():
-    small = {"arch": "vit_micro", "patch_size": 8, "key_dim": 3, "img_size": 32}
-    small |= {"text_width": 24, "text_heads": 2, "text_layers": 3}
-    count = {(slots, dim): count_of(**small, num_slots=slots, slot_dim=dim) for slots in (2, 7) for dim in (5, 11)}
-    widths = (create_clip("vit_micro", 8).image.backbone.embed_dim, 24)
-    for slot_dim in (5, 11):
-        slot = sum(3 + 3 * width + 3 for width in widths)  # q (A), K (A, D) and its bias (A), in both towers
-        assert count[7, slot_dim] - count[2, slot_dim] == 5 * slot
-    for num_slots in (2, 7):
-        assert count[num_slots, 11] - count[num_slots, 5] == 2 * 6 * (3 + 1)  # W (V, A) and its bias
-    for readout in ("cls", "gap"):
-        narrow, wide = (count_of(**small, readout=readout, embed_dim=width) for width in (13, 17))
-        assert wide - narrow == 4 * sum(widths)
-    assert not torch.empty(1).is_meta  # counting leaves no default device behind
-
-
 @pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
 def test_the_papers_models_have_the_papers_number_of_parameters(readout):
     assert round(count_of(readout=readout, num_slots=128, slot_dim=64) / 1e6) == 151
@@ -97,50 +80,16 @@ def test_results_are_read_with_how_their_models_are_built(results, tmp_path):
         assert point["accuracy"] == json.loads(path.read_text())["top1"]
 
 
-@pytest.mark.slow
-def test_the_same_command_writes_the_same_files(results, tmp_path, capsys):
-    written = []
-    for _ in range(2):
-        run(*results, "--metric", "mean_per_class_recall", "--output_dir", tmp_path / "out")
-        written.append([(tmp_path / "out" / f"sweep.{ending}").read_bytes() for ending in ("json", "png")])
-    assert written[0] == written[1]
-    assert "mean_per_class_recall %" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("part", "name", "value"), [("images", "data_path", "elsewhere"), ("prompts", "templates", ["a {}"])]
 )
 def test_results_of_different_protocols_are_refused(part, name, value, results):
-    said = [read_result(path) for path in results]
-    check_comparable({"one": said[0], "two": said[1]})
-    said[1][part][name] = value
+    one, two = map(read_result, results)
+    two["prompts"]["num_truncated"] = 7  # each model's own matter
+    check_comparable({"one": one, "two": two})
+    two[part][name] = value
     with pytest.raises(ValueError, match=f"one and two cannot be compared: {part} {name} .* in one"):
-        check_comparable({"one": said[0], "two": said[1]})
-
-
-def test_results_computed_otherwise_are_refused(results):
-    said = [read_result(path) for path in results]
-    said[1]["similarity"] = "another"
-    with pytest.raises(ValueError, match="similarity 'cosine, fp32' in one, 'another' in two"):
-        check_comparable({"one": said[0], "two": said[1]})
-
-
-def test_how_many_prompts_a_model_cut_off_is_its_own_matter(results):
-    said = [read_result(path) for path in results]
-    said[1]["prompts"]["num_truncated"] = 7
-    check_comparable({"one": said[0], "two": said[1]})
-
-
-def test_the_sweep_lies_in_the_folder_that_holds_its_inputs(results, tmp_path, monkeypatch):
-    for number, path in enumerate(results[:2]):
-        (tmp_path / "runs" / str(number)).mkdir(parents=True)
-        (tmp_path / "runs" / str(number) / "zero_shot.json").write_text(path.read_text())
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    run(*(f"../runs/{number}/zero_shot.json" for number in range(2)))
-    assert (tmp_path / "runs" / "sweep.json").is_file()
-    assert (tmp_path / "runs" / "sweep.png").is_file()
-    assert not list((tmp_path / "elsewhere").iterdir())
+        check_comparable({"one": one, "two": two})
 
 
 def test_files_that_are_no_results_are_refused(results, tmp_path):

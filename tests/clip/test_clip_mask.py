@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from clip_fakes import parser_of
 from torch.nn import functional as F
 
 from dino_sparo.__main__ import run as run_command
@@ -323,20 +322,3 @@ def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
     assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text
     with pytest.raises(ValueError, match="--data_root is empty"):
         run("--pretrained_weights", weights)
-
-
-def test_the_options_are_known():
-    own = {
-        "data_root",
-        "images",
-        "parts",
-        "epochs",
-        "lr",
-        "momentum",
-        "mask_batch_size",
-        "mask_scale",
-        "seed",
-        "evaluate",
-        "download",
-    }
-    assert own <= vars(parser_of("slots mask").parse_args([])).keys()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from clip_fakes import parser_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -220,11 +219,6 @@ def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
         run_command("slots select", words)
     assert stopped.value.code == 1
     assert "readout 'gap' has no slots to choose among" in caplog.text
-
-
-def test_the_options_are_known():
-    own = {"data_path", "split", "download", "num_images", "classnames", "templates", "keep"}
-    assert own <= vars(parser_of("slots select").parse_args([])).keys()
 
 
 @pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])

@@ -236,11 +236,9 @@ def test_a_checkpoint_is_opened_with_its_choice_and_no_other(tmp_path: Path):
     path.write_text(json.dumps(SlotSelection((1, 4), 5, loaded.record["sha256"]).to_dict()))
     chosen, said = open_slots(path, loaded)
     assert chosen.encoding_dim == 2 * WIDTH
-    assert said is not None
     assert (said["kind"], said["slots"], said["num_slots"], len(said["sha256"])) == ("selection", [1, 4], 5, 64)
     path.write_text(json.dumps(SlotMask((0.5, 1.0, 0.0, 0.5, 0.5), 35, loaded.record["sha256"]).to_dict()))
     _, said = open_slots(path, loaded)
-    assert said is not None
     assert (said["kind"], said["num_parts"], said["mean_weight"]) == ("mask", 5, 0.5)
     path.write_text(json.dumps(SlotSelection((1, 4), 5, "0" * 64).to_dict()))
     with pytest.raises(ValueError, match="of a checkpoint with SHA-256 0000"):

@@ -10,7 +10,8 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image
+from pillow_distortions import ENHANCERS, distorted
 from torch import Tensor
 from torchvision.transforms import functional as TF
 
@@ -38,11 +39,6 @@ from dino_sparo.data.augment import (
 JITTER = ("brightness", "contrast", "saturation", "hue")
 MEAN, STD = (0.4, 0.5, 0.6), (0.3, 0.2, 0.1)
 NOTHING: dict[str, Any] = {"flip": False, "jitter": (), "grayscale": False, "blur_radius": 0.0, "solarize": False}
-ENHANCERS: dict[str, Any] = {
-    "brightness": ImageEnhance.Brightness,
-    "contrast": ImageEnhance.Contrast,
-    "saturation": ImageEnhance.Color,
-}
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -62,19 +58,7 @@ def levels(picture: Image.Image) -> np.ndarray:
 
 
 def with_pillow(pixels: np.ndarray, drawn: dict[str, Any]) -> np.ndarray:
-    """The reference's operations on a PIL image."""
-    view = image(pixels)
-    if drawn["flip"]:
-        view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for name, factor in drawn["jitter"]:
-        view = TF.adjust_hue(view, factor) if name == "hue" else ENHANCERS[name](view).enhance(factor)
-    if drawn["grayscale"]:
-        view = Image.merge("RGB", [view.convert("L")] * 3)
-    if drawn["blur_radius"]:
-        view = view.filter(ImageFilter.GaussianBlur(radius=drawn["blur_radius"]))
-    if drawn["solarize"]:
-        view = ImageOps.solarize(view)
-    return levels(view)
+    return levels(distorted(image(pixels), drawn))
 
 
 def draws(number: int, seed: int = 1) -> list[dict[str, Any]]:

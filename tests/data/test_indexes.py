@@ -108,6 +108,13 @@ DAMAGED = {
     "a_second_tar_behind_the_end": (MEMBER + bytes(1024) + MEMBER, 0),
     "flipped_bit": (MEMBER[:130] + b"\1" + MEMBER[131:], 0),
     "flipped_bit_of_the_second_header": (MEMBER[:1154] + b"\1" + MEMBER[1155:], 0),
+    "truncated": (MEMBER[:532], 0),
+    "scrambled_header": (MEMBER[:1024] + b"?" * 1024, 0),
+    "zeros_in_place_of_a_header": (MEMBER[:1024] + bytes(512) + MEMBER[1024:], 0),
+    "negative_size": (MEMBER[:124] + b"-0000000512\0" + MEMBER[136:], 0),
+    "sparse": (header(b"a.jpg", octal(3), b"S") + blocks(b"abc"), 0),
+    "compressed": (b"\x1f\x8b" + MEMBER, 0),
+    "megabytes_of_zeros_behind_the_end": (MEMBER, 2 << 20),
     "no_tar": (b"no tar" * 200, 0),
     "nothing": (b"", 0),
 }

@@ -34,11 +34,6 @@ DEADLINE_S = 20
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
-
-
-@pytest.fixture(autouse=True)
 def deadline() -> Iterator[None]:
     """What hangs is interrupted."""
 
@@ -79,9 +74,9 @@ def test_every_format_of_the_list_is_read(kind: str) -> None:
 
 
 def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
-    content = encoded(Image.new("1", (9_000, 8_000)), "PNG")
+    content = encoded(Image.new("1", (10_000, 9_000)), "PNG")  # beyond Pillow's own limit, too
     assert len(content) < 20_000
-    with pytest.raises(CorruptImageError, match=r"9,000 x 8,000 pixels; at most 64 million are read \(--max_image_mp"):
+    with pytest.raises(CorruptImageError, match=r"10,000 x 9,000 pixels; at most 64 million are read \(--max_image_mp"):
         decode_image(content, "here")
     small = encoded(Image.new("RGB", (7, 5)), "PNG")
     assert decode_image(small, "here", ImageLimits(max_mpix=35e-6)).size == (7, 5)
@@ -201,12 +196,6 @@ def test_columns_of_pairs_that_are_no_table_are_refused_not_ignored(tmp_path: Pa
         open_pairs(str(tmp_path / data_path), image_key="a", split_column="b")
 
 
-def test_an_image_beyond_pillows_own_limit_is_named_once_without_pillows_warning() -> None:
-    big = encoded(Image.new("1", (10_000, 9_000)), "PNG")
-    with pytest.raises(CorruptImageError, match="10,000 x 9,000 pixels; at most 64 million are read"):
-        decode_image(big, "big.png")
-
-
 def test_a_path_with_a_null_byte_is_a_corrupt_image(tmp_path: Path) -> None:
     write(tmp_path / "a.png")
     rows = '{"path": "a.png"}\n' * 8 + '{"path": "b\\u0000.png"}\n'
@@ -254,11 +243,6 @@ def test_braces_are_not_expanded_before_it_is_known_how_many_names_they_mean(pat
 # ---- JSON and names
 
 
-def test_deeply_nested_json_is_an_ordinary_error() -> None:
-    with pytest.raises(ValueError, match="nested too deeply"):
-        parse_json("[" * 200_000)
-
-
 def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives(tmp_path: Path) -> None:
     nested = "[" * 100_000
     for name in ("a.json", "features.json", "folder_to_objectnet_label.json", "objectnet_to_imagenet_1k.json"):
@@ -266,6 +250,7 @@ def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     path = tmp_path / "a.json"
     for read in (
+        lambda: parse_json(nested),
         lambda: parse_slots(str(path)),
         lambda: read_words(str(path)),
         lambda: load_checkpoint(tmp_path / "a.safetensors"),

@@ -13,11 +13,6 @@ from dino_sparo.data.sources.tables import LABELS, PATHS, TableRows
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
-
-
-@pytest.fixture(autouse=True)
 def heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
@@ -36,7 +31,6 @@ def values(source: ImageSource) -> list[int]:
 
 def class_names(source: ImageSource) -> list[str | None]:
     assert source.labels is not None
-    assert source.classes is not None
     return [source.classes[label] if label >= 0 else None for label in source.labels]
 
 
@@ -64,6 +58,10 @@ def test_a_table_with_splits_trains_on_its_train_rows_and_says_so(root: Path, ca
     assert values(open_source(path, "test")) == [4]
     assert values(open_source(path, "all")) == [1, 2, 3, 4, 5]
     assert values(open_source(path, default_split="val")) == [2]
+    (root / "set.csv").write_text("image,split\n1.png,test\n")
+    assert values(open_source(path, "val")) == [1]
+    with pytest.raises(ValueError, match=r"'split' of table .* has no split 'train': it holds 'test' \(1 rows\)"):
+        open_source(path, "train")
 
 
 def test_a_column_of_other_words_uses_all_rows_with_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,6 +83,7 @@ def test_a_folder_of_splits_trains_on_the_train_folder_and_says_so(
     assert sorted(class_names(source)) == ["ape", "fox"]
     assert "holds splits, 'train' is used; --split all uses everything in it" in caplog.text
     assert len(open_source(path, "all")) == 3
+    assert "all of the folders train, val are used together" in caplog.text
     assert values(open_source(path, default_split="val")) == [2]
 
 

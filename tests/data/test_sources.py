@@ -7,11 +7,9 @@ import os
 import pickle
 import struct
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
 import pytest
 from PIL import Image, ImageOps
 from torchvision.datasets import ImageFolder
@@ -25,7 +23,6 @@ from dino_sparo.data.sources import (
     ImageSource,
     decode_image,
     expand_shards,
-    indexes,
     open_source,
     to_image,
 )
@@ -85,19 +82,21 @@ def test_class_folders_are_read_as_imagefolder_reads_them(root: Path) -> None:
     assert isinstance(source, ImageSource)
     assert [source.location(i) for i in range(len(source))] == [path for path, _ in reference.samples]
     assert source.classes == reference.classes
-    assert source.labels is not None
     assert source.labels.tolist() == reference.targets
     for i in range(len(source)):
         np.testing.assert_array_equal(np.asarray(source.read(i)), np.asarray(reference[i][0]))
 
 
-def test_hidden_files_and_empty_classes_are_skipped(root: Path) -> None:
+def test_hidden_files_and_empty_classes_are_skipped(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     for name in ("a/1.png", "a/._1.png", ".hidden/2.png", "b/3.png", "__MACOSX/4.png"):
         write(root / name)
     (root / "empty").mkdir()
     source = open_source(str(root))
     assert names(source, root) == ["a/1.png", "b/3.png"]
     assert source.classes == ["a", "b"]
+    (record,) = caplog.records
+    assert f"folder {root}: 2 images in 2 classes, listed in " in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -145,33 +144,6 @@ def test_files_of_other_endings_are_counted_with_the_remedy(root: Path, caplog: 
         (root / name).unlink()
     with pytest.raises(ValueError, match=r"holds no images: .*left out 2 \.heic, .*HEIC by pillow-heif"):
         open_source(str(root))
-
-
-def test_opening_all_splits_at_once_warns(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(root / "train/a/1.png")
-    write(root / "val/a/2.png")
-    assert len(open_source(str(root), "all")) == 2
-    assert "all of the folders train, val are used together" in caplog.text
-
-
-def test_one_line_says_how_many_images_were_found(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(root / "a/1.png")
-    write(root / "b/2.png")
-    with caplog.at_level(logging.INFO):
-        open_source(str(root))
-    (record,) = caplog.records
-    assert f"folder {root}: 2 images in 2 classes, listed in " in record.getMessage()
-
-
-def test_linked_folders_are_followed_and_loops_end(root: Path, tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere/1.png")
-    write(root / "a/2.png")
-    (root / "b").symlink_to(tmp_path / "elsewhere")
-    (root / "a" / "loop").symlink_to(root)
-    (tmp_path / "elsewhere" / "back").symlink_to(root / "a")
-    source = open_source(str(root))
-    assert {"a/2.png", "b/1.png"} <= set(names(source, root))
-    assert len(source) < 10
 
 
 def test_a_link_that_leads_nowhere_is_named_and_looked_up_again(
@@ -332,7 +304,6 @@ def test_a_list_may_have_labels(root: Path, text: str, labels: list[int], classe
     write(root / "c.png", 2)
     (root / "list.txt").write_text(text)
     source = open_source(str(root / "list.txt"))
-    assert source.labels is not None
     assert source.labels.tolist() == labels
     assert source.classes == classes
     assert_shows(source, 0, 1)
@@ -362,22 +333,9 @@ def test_a_table_finds_its_columns_by_name(root: Path, delimiter: str) -> None:
     (root / "table.csv").write_text("\n".join(delimiter.join(row) for row in rows) + "\n")
     source = open_source(str(root / "table.csv"))
     assert source.classes == ["ape", "fox"]
-    assert source.labels is not None
     assert source.labels.tolist() == [1, 0]
     assert_shows(source, 0, 1)
     assert_shows(source, 1, 2)
-
-
-def test_a_table_may_have_a_column_of_splits(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for value in (1, 2, 3):
-        write(root / f"{value}.png", value)
-    (root / "table.tsv").write_text("image\tsplit\n1.png\ttrain\n2.png\ttest\n3.png\ttrain\n")
-    assert len(open_source(str(root / "table.tsv"), "train")) == 2
-    assert_shows(open_source(str(root / "table.tsv"), "val"), 0, 2)
-    assert len(open_source(str(root / "table.tsv"), "all")) == 3
-    (root / "table.tsv").write_text("image\tsplit\n1.png\tdev\n")
-    with pytest.raises(ValueError, match=r"column 'split' of table .* has no split 'train': it holds 'dev' \(1 rows\)"):
-        open_source(str(root / "table.tsv"), "train")
 
 
 @pytest.mark.parametrize(
@@ -415,7 +373,6 @@ def test_names_in_a_list_need_no_ending_of_an_image_to_have_labels(root: Path) -
     (root / "list.txt").write_text("scan1 fox\nscan 2  ape # old\nscan3.dat\tfox\nscan4\n")
     source = open_source(str(root / "list.txt"))
     assert source.classes == ["ape", "fox"]
-    assert source.labels is not None
     assert source.labels.tolist() == [1, 0, 1, -1]
     assert_shows(source, 1, 1)
 
@@ -444,38 +401,12 @@ def labelled(values: range) -> list[tuple[str, bytes]]:
     return [m for v in values for m in ((f"{v:03d}.png", encode(picture(v))), (f"{v:03d}.cls", b"%d" % (v % 3)))]
 
 
-LONG_NAME = "folder/" * 30 + "café/" + "x" * 120
-
-
-@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_members_are_found_in_every_format_of_tar(root: Path, tar_format: int) -> None:
-    prefix = "folder/" * 20 + "x" * 90 if tar_format == tarfile.USTAR_FORMAT else LONG_NAME
-    members = [
-        ("notes.json", b"{}"),
-        (f"{prefix}.left.png", encode(picture(1))),
-        (f"{prefix}.cls", b"2\n"),
-        ("b.JPG", encode(picture(2))),
-        ("b.cls", b"0"),
-        ("./._b.jpg", b"resource fork"),
-    ]
-    source = open_source(str(write_tar(root / "shard.tar", members, tar_format)))
-    assert [source.location(i) for i in range(len(source))] == [
-        f"{root}/shard.tar!{prefix}.left.png",
-        f"{root}/shard.tar!b.JPG",
-    ]
-    assert source.labels is not None
-    assert source.labels.tolist() == [2, 0]
-    assert_shows(source, 0, 1)
-    assert_shows(source, 1, 2)
-
-
 def test_shards_of_webdataset_are_read(root: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.TarWriter(str(root / "shard.tar")) as writer:
         for value in range(3):
             writer.write({"__key__": f"sample{value}", "png": picture(value), "cls": 2 - value, "txt": "a caption"})
     source = open_source(str(root / "shard.tar"))
-    assert source.labels is not None
     assert source.labels.tolist() == [2, 1, 0]
     for value in range(3):
         assert_shows(source, value, value)
@@ -494,7 +425,6 @@ def test_shards_are_named_by_braces_globs_joins_or_their_folder(root: Path, patt
     path = "::".join(str(root / part) for part in pattern.split("::"))
     source = open_source(path)
     assert len(source) == 6
-    assert source.labels is not None
     assert source.labels.tolist() == [v % 3 for v in range(6)]
     assert source.location(5) == f"{root}/s-010.tar!005.png"
     for value in range(6):
@@ -510,27 +440,7 @@ def test_missing_shards_are_named(root: Path) -> None:
         expand_shards(f"{root}/t-*.tar")
 
 
-def test_cached_shards_are_used_until_one_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = write_tar(root / "0.tar", labelled(range(2))), write_tar(root / "1.tar", labelled(range(2, 3)))
-    for shard in (first, second):
-        os.utime(shard, (1e9, 1e9))
-    path = f"{first}::{second}"
-    assert len(open_source(path)) == 3
-
-    def refuse(shard: str) -> None:
-        raise AssertionError(f"{shard} was read again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(indexes, "tar_members", refuse)
-        source = open_source(path)
-        assert source.labels is not None
-        assert source.labels.tolist() == [0, 1, 2]
-        assert_shows(source, 2, 2)
-    write_tar(second, labelled(range(2, 5)))
-    assert len(open_source(path)) == 5
-
-
-def test_links_and_devices_in_a_tar_are_passed_over(root: Path) -> None:
+def test_links_devices_and_hidden_files_in_a_tar_are_passed_over(root: Path) -> None:
     path = root / "shard.tar"
     with tarfile.open(path, "w") as tar:
         for name, kind in (("a.png", tarfile.SYMTYPE), ("b.png", tarfile.LNKTYPE), ("c.png", tarfile.FIFOTYPE)):
@@ -541,53 +451,14 @@ def test_links_and_devices_in_a_tar_are_passed_over(root: Path) -> None:
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
         content = encode(picture(6))
-        info = tarfile.TarInfo("../../outside.png")
-        info.size = len(content)
-        tar.addfile(info, io.BytesIO(content))
+        for name in ("../../outside.PNG", "./._b.png"):  # the second is a Mac's resource fork
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
     source = open_source(str(path))
     assert len(source) == 1
     assert_shows(source, 0, 6)
-    assert not (root.parent.parent / "outside.png").exists()
-
-
-def truncate(content: bytes) -> bytes:
-    return content[: 512 + 20]
-
-
-def scramble(content: bytes) -> bytes:
-    return content[:1024] + b"?" * 1024 + content[2048:]
-
-
-def negative_size(content: bytes) -> bytes:
-    return content[:124] + b"-0000000512\0" + content[136:]
-
-
-def sparse(content: bytes) -> bytes:
-    checksum = int(content[148:154], 8) + ord("S") - content[156]
-    return content[:148] + b"%06o\0 S" % checksum + content[157:]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        scramble,
-        negative_size,
-        sparse,
-        lambda content: content[:2048] + bytes(512) + content[2560:],
-        lambda content: content + bytes(2 << 20),
-        lambda content: content + content,
-        lambda content: b"",
-        lambda content: b"\x1f\x8b" + content,
-    ],
-)
-def test_damaged_tars_are_errors(root: Path, damage: Callable[[bytes], bytes]) -> None:
-    path = write_tar(root / "shard.tar", labelled(range(2)), tarfile.GNU_FORMAT)
-    content = path.read_bytes()
-    assert len(encode(picture(0))) <= 512
-    path.write_bytes(damage(content))
-    with pytest.raises(ValueError, match=r"shard\.tar' is damaged.*; fetch or write it anew"):
-        open_source(str(path))
+    assert not (root.parent.parent / "outside.PNG").exists()
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
@@ -614,11 +485,9 @@ def test_a_key_that_comes_again_has_the_label_of_its_neighbour(root: Path) -> No
     """The bug: the last label of a key was that of all its images."""
     members = [("a.png", encode(picture(1))), ("a.cls", b"1"), ("b.png", encode(picture(2))), ("b.cls", b"2")]
     source = open_source(str(write_tar(root / "s.tar", [*members, ("a.png", encode(picture(3))), ("a.cls", b"3")])))
-    assert source.labels is not None
     assert source.labels.tolist() == [1, 2, 3]
     apart = [("a.png", encode(picture(1))), ("b.png", encode(picture(2))), ("b.cls", b"2"), ("a.cls", b"1")]
     source = open_source(str(write_tar(root / "t.tar", apart)))
-    assert source.labels is not None
     assert source.labels.tolist() == [1, 2]
 
 
@@ -748,12 +617,6 @@ def test_unreadable_bytes_are_corrupt_images(content: bytes, reason: str) -> Non
     assert (copy.location, copy.reason) == (caught.value.location, caught.value.reason)
 
 
-def test_decompression_bombs_are_corrupt_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(CorruptImageError, match="decompression bomb"):
-        decode_image(encode(picture(0)), "here")
-
-
 # ---- named sets
 
 
@@ -772,9 +635,7 @@ def write_fashionmnist(root: Path) -> np.ndarray:
 def test_a_torchvision_set_is_opened_by_name(root: Path) -> None:
     images = write_fashionmnist(root)
     source = open_source(f"fashionmnist:{root}")
-    assert source.labels is not None
     assert source.labels.tolist() == [9, 0, 4]
-    assert source.classes is not None
     assert source.classes[9] == "Ankle boot"
     assert source.location(1) == f"fashionmnist in {root} (training)[1]"
     np.testing.assert_array_equal(np.asarray(source.read(1)), np.repeat(images[1][..., None], 3, axis=2))
@@ -814,7 +675,6 @@ def test_scenes_are_opened_by_name(spec: str, count: int, size: tuple[int, int] 
         ("not/here", r"data_path='not/here' does not exist .*give a folder, a list"),
         ("", "data_path='' does not exist"),
         ("cifar11:data", "does not exist .* or NAME:DIR with NAME one of scenes, cifar10, cifar100, stl10"),
-        ("https://example.org/shard.tar", "is an address; download the files"),
     ],
 )
 def test_what_does_not_exist_is_an_error(path: str, message: str) -> None:

@@ -276,7 +276,6 @@ def browse(page: Path, profile: Path, *options: str) -> str:
     ]  # fmt: skip
     text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
-    assert title is not None
     return title.group(1)
 
 

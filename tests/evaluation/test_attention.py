@@ -431,16 +431,6 @@ def test_max_value_becomes_white_in_one_image_and_in_a_folder(tmp_path: Path) ->
         assert np.asarray(image)[0, :, 0].tolist() == [0, 255]
 
 
-def test_the_options_are_the_documented_ones() -> None:
-    assert set(visualize_attention.get_args_parser().options) == {
-        *("pretrained_weights", "checkpoint_key", "untrained", "image_encoder", "arch", "patch_size", "quick_gelu"),
-        *("data_path", "max_image_mb", "max_image_mpix", "max_value", "exif", "img_size", "num_images", "output_dir"),
-        "overwrite",
-        *("threshold", "save_each", "max_maps", "compare", "figure_format", "atlas", "atlas_images"),
-        *("atlas_max_images", "show_channels", "device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"),
-    }
-
-
 def test_masks_show_kept_patches_within_an_outline_and_dim_the_rest() -> None:
     image = np.full((24, 30, 3), 120, dtype=np.uint8)
     mask = np.zeros((4, 5), dtype=bool)

@@ -1,4 +1,3 @@
-import argparse
 import json
 import math
 import shutil
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-import eval_knn
 import eval_linear
 from dino_sparo.data.crops import sample_box
 from dino_sparo.data.dataset import ImageDataset
@@ -37,7 +35,6 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description
@@ -472,29 +469,3 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
     with pytest.raises(SystemExit, match="1"):
         eval_linear.main(["--data_path", "scenes", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
-
-
-SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
-    fast_views exif label_column local_rank max_image_mb max_image_mpix max_value num_workers
-    output_dir overwrite patch_size path_column precision pretrained_weights quick_gelu readout seed
-    split_column untrained use_cuda"""
-KNN = "nb_knn temperature dump_features load_features n_last_blocks"
-LINEAR = """n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate probe warmup_epochs
-    sparo_slots sparo_slot_dim sparo_key_dim sparo_group_size ep_queries ep_reduction attention_heads"""
-
-
-STUDY = "choosing_images numbers keep draws nb_knn temperature probe epochs lr"
-
-
-@pytest.mark.parametrize(
-    ("options", "own"),
-    [
-        (eval_knn.get_args_parser, f"{KNN} slots"),
-        (eval_linear.get_args_parser, f"{LINEAR} slots image_encoder"),
-        (slot_study_parser, STUDY),
-    ],
-)
-def test_the_options_are_these_and_no_others(options: Callable[[], argparse.ArgumentParser], own: str) -> None:
-    parser = options()
-    assert vars(parser.parse_args([])).keys() == {*SHARED.split(), *own.split()}
-    assert parser.format_help()

@@ -13,7 +13,7 @@ from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import DEVICE_OPTIONS, evaluate, paint, small_checkpoint
+from clip_fakes import evaluate, paint, small_checkpoint
 
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeSampler
@@ -198,20 +198,3 @@ def test_nothing_is_probed_without_weights_images_or_labels(tmp_path, caplog):
     with pytest.raises(SystemExit, match="1"):
         run_command("clip-probe", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
-
-
-def test_the_options_are_frozen():
-    own = {
-        "pretrained_weights",
-        "quick_gelu",
-        "text_heads",
-        "slots",
-        "graphs",
-        "max_missing_graphs",
-        "data_path",
-        "download",
-        "dump_features",
-    }
-    own |= {"load_features", "use_cuda", "epochs", "lr", "probe_batch_size", "weight_decay", "val_share", "seed"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
-    assert vars(parser_of("clip-probe").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from clip_fakes import parser_of
 
 from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
+from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint
 
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.evaluation import caption_sets, protocol, retrieval
@@ -335,21 +334,3 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
     with pytest.raises(SystemExit, match="1"):
         run_command("retrieval", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
-
-
-def test_the_options_are_frozen():
-    own = {
-        "pretrained_weights",
-        "quick_gelu",
-        "text_heads",
-        "graphs",
-        "max_missing_graphs",
-        "slots",
-        "data_path",
-        "captions",
-        "split",
-        "allow_outside",
-        "k",
-    }
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
-    assert vars(parser_of("retrieval").parse_args([])).keys() - DEVICE_OPTIONS == own

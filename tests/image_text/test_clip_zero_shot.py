@@ -12,13 +12,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from clip_fakes import parser_of
 
 from dino_sparo.__main__ import run as run_command
 
 open_clip = pytest.importorskip("open_clip")
 
-from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
+from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
 
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
 from dino_sparo.clip.slots.subsets import ReducedClip  # noqa: E402
@@ -488,23 +487,6 @@ def test_nothing_is_evaluated_without_weights_images_or_labels(weights, tmp_path
     with pytest.raises(SystemExit, match="1"):
         run_command("zero-shot", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
-
-
-def test_the_options_are_frozen():
-    own = {
-        "pretrained_weights",
-        "quick_gelu",
-        "text_heads",
-        "slots",
-        "graphs",
-        "max_missing_graphs",
-        "data_path",
-        "split",
-        "download",
-        "crop_border",
-    }
-    own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
-    assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 
 @pytest.mark.slow
