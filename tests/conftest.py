@@ -4,6 +4,7 @@ The tests' tensors are small. A second thread gains nothing on them, and costs m
 has to wait for a core that another process keeps busy.
 """
 
+import gc
 import logging
 import os
 import shutil
@@ -61,6 +62,11 @@ def two_ranks() -> Generator[TwoRanks, None, None]:
 def stopped(first_steps: Path, tmp_path: Path) -> Path:
     """A copy of a run that a test may resume; `first_steps` is the stopped run of the test's file."""
     return Path(shutil.copytree(first_steps, tmp_path / "stopped"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, which every epoch of a training makes in full."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from runs import (
     PATIENCE,
+    RECIPES,
     ROOT,
-    STEADY,
     assert_same_run,
     assert_whole_checkpoints,
     epochs_of,
@@ -110,7 +110,7 @@ def test_a_job_of_higher_priority_interrupts_the_run_and_costs_it_nothing(
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     steps = [event.step for event in events.Scalars("train/loss")]
-    assert steps == list(range(1, 18 * int(STEADY["epochs"]) + 1))
+    assert steps == list(range(1, 18 * int(RECIPES["train"].options["epochs"]) + 1))
     assert urgent.state == "COMPLETED"
 
 

@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
+from recipes import RECIPES
 from slurm.cluster import environment_of, is_alive, processes, wait_until
 
+from dino_sparo.__main__ import COMMANDS
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.file import verify_checkpoint
@@ -27,54 +30,24 @@ PATIENCE = 400.0  # seconds; runs take 5 to 40 on an idle machine, and other wor
 FAULT = 75  # exit status of what helps to start again, as in sysexits.h
 SPEED_FIELDS = {"train_images_per_s", "train_data_wait"}  # of log.txt; no two runs have them alike
 
-# Two processes, 18 steps per epoch, and a checkpoint whenever the ranks agree, which is within an epoch too.
-STEADY = {
-    "data_path": "scenes:36:32",
-    "arch": "vit_micro",
-    "patch_size": 8,
-    "global_crops_size": 32,
-    "local_crops_size": 16,
-    "local_crops_number": 1,
-    "out_dim": 32,
-    "head_hidden_dim": 32,
-    "sparo_slots": 3,
-    "sparo_slot_dim": 5,
-    "sparo_key_dim": 7,
-    "drop_path_rate": 0.1,
-    "batch_size_per_gpu": 1,
-    "epochs": 4,
-    "warmup_epochs": 1,
-    "num_workers": 0,
-    "device": "cpu",
-    "precision": "fp32",
-    "saveckp_freq": 0,
-    "saveckp_minutes": 1e-6,
-}
-# The same of CLIP; two pairs per step.
-CLIP_STEADY = {
-    **{name: STEADY[name] for name in ("data_path", "arch", "patch_size", "epochs", "num_workers", "device")},
-    **{name: STEADY[name] for name in ("precision", "saveckp_freq", "saveckp_minutes", "sparo_slots")},
-    **{name: STEADY[name] for name in ("sparo_slot_dim", "sparo_key_dim")},
-    **{"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20},
-    **{"embed_dim": 15, "batch_size": 2, "warmup_steps": 18},
-}
-# The same of OC-CLIP.
-OC_STEADY = {
-    **{name: value for name, value in CLIP_STEADY.items() if name != "embed_dim" and not name.startswith("sparo")},
-    **{"bind_dim": 12, "bind_heads": 2, "bind_layers": 1, "rel_dim": 7},
-}
-# Command -> its options, and what a checkpoint has to have in common with another's to be the same.
-COMMANDS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
-    "train": (STEADY, ("step", "epoch", "student", "teacher", "optimizer", "dino_loss")),
-    "train-clip": (CLIP_STEADY, ("step", "epoch", "model", "optimizer")),
-    "train-oc-clip": (OC_STEADY, ("step", "epoch", "model", "optimizer")),
-}
-
 
 def options(output_dir: Path, command: str = "train", **changes: object) -> list[str]:
-    """The words of a command line for a run that is steady, changed as asked for."""
-    values = {**COMMANDS[command][0], "output_dir": output_dir, **changes}
+    """The words of a command line for the recipe's run of two processes, changed as asked for."""
+    values = {**RECIPES[command].options, "output_dir": output_dir, **changes}
     return [word for name, value in values.items() for word in (f"--{name}", *filter(None, str(value).split(",")))]
+
+
+def small_options(output_dir: Path, command: str = "train", **changes: object) -> list[str]:
+    """The words of a command line for the recipe's run of one process; an option without a value is given as ""."""
+    return options(output_dir, command, **{**RECIPES[command].small, **changes})
+
+
+def train_small(command: str, output_dir: Path, **changes: object) -> Path:
+    """Train in this process, without the command's catching of errors; returns the folder of the run."""
+    entry = COMMANDS[command]
+    assert entry.parser is not None
+    entry.function(entry.parser().parse_args(small_options(output_dir, command, **changes)))
+    return output_dir
 
 
 def environment() -> dict[str, str]:
@@ -100,6 +73,11 @@ def epochs_of(output_dir: Path) -> list[dict]:
     return [{name: value for name, value in json.loads(line).items() if name not in SPEED_FIELDS} for line in lines]
 
 
+def checkpoint_of(output_dir: Path) -> dict[str, Any]:
+    """The last checkpoint of a run."""
+    return load_checkpoint(output_dir / "checkpoint.pth")
+
+
 def assert_same_state(first: object, second: object, where: str) -> None:
     """Equal bit for bit, whatever the nesting."""
     if isinstance(first, torch.Tensor):
@@ -116,11 +94,16 @@ def assert_same_state(first: object, second: object, where: str) -> None:
         assert first == second, where
 
 
-def assert_same_run(first: Path, second: Path, command: str = "train") -> None:
-    """Two runs ended with the same weights, optimizer, center and log, bit for bit."""
-    states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
-    for key in COMMANDS[command][1]:
+def assert_same_checkpoint(first: Path, second: Path, command: str = "train") -> None:
+    """Two runs ended with the same weights, optimizer and center, bit for bit."""
+    states = [checkpoint_of(folder) for folder in (first, second)]
+    for key in RECIPES[command].state:
         assert_same_state(states[0][key], states[1][key], key)
+
+
+def assert_same_run(first: Path, second: Path, command: str = "train") -> None:
+    """The same, and the same log."""
+    assert_same_checkpoint(first, second, command)
     assert epochs_of(first) == epochs_of(second)
 
 
@@ -211,7 +194,7 @@ class Ranks:
         arguments: the command line, one for all or one per rank.
         size: number of processes.
         spoil: called first in every process, with its rank, to arrange for a fault.
-        command: a key of `COMMANDS`.
+        command: a key of `RECIPES`.
     """
 
     def __init__(
@@ -294,7 +277,7 @@ class Torchrun:
         arguments: the options of the command.
         log: what all of them say.
         launcher: torchrun's own options.
-        command: a key of `COMMANDS`.
+        command: a key of `RECIPES`.
     """
 
     def __init__(self, arguments: list[str], log: Path, *launcher: str, command: str = "train") -> None:
