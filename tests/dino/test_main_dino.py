@@ -2,21 +2,20 @@
 
 import copy
 import importlib
-import json
 import logging
 import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from runs import assert_same_state, checkpoint_of, epochs_of, small_options, train_small
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_dino
@@ -42,89 +41,26 @@ from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.export import export
 from dino_sparo.weights.folder import CheckpointFolder
-from main_dino import check_options, get_args_parser, main, train_dino
+from main_dino import check_options, get_args_parser
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = {
-    "data_path": "scenes:26:32",
-    "arch": "vit_micro",
-    "patch_size": "8",
-    "global_crops_size": "16",
-    "local_crops_size": "8",
-    "local_crops_number": "2",
-    "out_dim": "33",
-    "head_hidden_dim": "37",
-    "batch_size_per_gpu": "6",
-    "epochs": "3",
-    "warmup_epochs": "1",
-    "sparo_slots": "3",
-    "sparo_slot_dim": "5",
-    "sparo_key_dim": "7",
-    "num_workers": "0",
-    "device": "cpu",
-    "precision": "fp32",
-    "saveckp_freq": "0",
-}
-
-
-def options(output_dir: Path, **changes: object) -> list[str]:
-    values = {**TINY, "output_dir": str(output_dir), **{name: str(value) for name, value in changes.items()}}
-    return [word for name, value in values.items() for word in (f"--{name}", *value.split(","))]
-
-
-def run(output_dir: Path, **changes: object) -> Path:
-    train_dino(get_args_parser().parse_args(options(output_dir, **changes)))
-    return output_dir
-
-
-def epochs_of(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "log.txt").read_text().splitlines()]
-
-
-def assert_same_state(first: object, second: object, where: str = "checkpoint") -> None:
-    """Equal bit for bit, whatever the nesting."""
-    if isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    elif isinstance(first, dict):
-        assert first.keys() == second.keys(), where
-        for key in first:
-            assert_same_state(first[key], second[key], f"{where}.{key}")
-    elif isinstance(first, list):
-        assert len(first) == len(second), where
-        for index, pair in enumerate(zip(first, second, strict=True)):
-            assert_same_state(*pair, f"{where}[{index}]")
-    else:
-        assert first == second, where
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to its end."""
-    return run(tmp_path_factory.mktemp("whole"), drop_path_rate=0.3, saveckp_freq=2, knn_freq=3)
+run = partial(train_small, "train")
 
 
 @pytest.fixture(scope="module")
 def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped in the middle of its second epoch."""
-    return run(tmp_path_factory.mktemp("first_steps"), drop_path_rate=0.3, max_steps=6)
+    """A run, stopped in the middle of its second epoch."""
+    return run(tmp_path_factory.mktemp("first_steps"), max_steps=6)
 
 
-def test_a_run_leaves_log_checkpoints_and_tensorboard(whole: Path) -> None:
-    epochs = epochs_of(whole)
-    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
-    wanted = {"train_loss", "train_lr", "train_wd", "train_teacher_entropy", "train_kl", "feature_rank", "step"}
-    assert wanted <= epochs[0].keys()
-    assert epochs[-1]["step"] == 3 * (26 // 6)
-    assert 0 <= epochs[-1]["knn_20"] <= 100
-    names = {path.name for path in whole.iterdir()}
-    assert {"checkpoint.pth", "checkpoint0000.pth", "checkpoint0002.pth", "log.txt", "run.log"} <= names
-    assert "checkpoint0001.pth" not in names
-    assert list((whole / "tensorboard").glob("events*"))
-    checkpoint = load_checkpoint(whole / "checkpoint.pth")
-    assert {"student", "teacher", "optimizer", "epoch", "args", "dino_loss", "encoder", "step"} <= checkpoint.keys()
-    assert checkpoint["epoch"] == 3
+def test_a_run_leaves_a_score_student_teacher_and_an_encoder_to_load(tmp_path: Path) -> None:
+    run(tmp_path, knn_freq=3)
+    assert ["knn_20" in epoch for epoch in epochs_of(tmp_path)] == [False, False, True]
+    assert 0 <= epochs_of(tmp_path)[-1]["knn_20"] <= 100
+    checkpoint = checkpoint_of(tmp_path)
     assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
-    assert load_encoder(whole / "checkpoint.pth").encoding_dim == 15
+    assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+    assert "collapse" not in (tmp_path / "run.log").read_text().splitlines()[-1]
+    assert "warning" not in run_command("info", [str(tmp_path)])
 
 
 @pytest.mark.slow
@@ -143,7 +79,7 @@ def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_
     assert min(norms) > 0
     assert "_hparams_/session_start_info" in found.summary_metadata
     source = open_source(str(tmp_path / "images"))
-    args = get_args_parser().parse_args(options(tmp_path))
+    args = get_args_parser().parse_args(small_options(tmp_path))
     view = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     examples = draw_examples(source, MultiCropAugmentation(), view, args.seed)
     shown = to_pixels(examples.views, args.norm_mean, args.norm_std)
@@ -153,35 +89,14 @@ def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_
 
 def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Path) -> None:
     run(tmp_path, max_steps=1, warmup_epochs=0, momentum_teacher=0.9)
-    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    checkpoint = checkpoint_of(tmp_path)
     run(tmp_path / "fresh", max_steps=1, warmup_epochs=0, lr=0, min_lr=0)  # its weights are the initial ones
-    initial = load_checkpoint(tmp_path / "fresh" / "checkpoint.pth")["student"]
+    initial = checkpoint_of(tmp_path / "fresh")["student"]
     for name, value in checkpoint["student"].items():
         expected = 0.9 * initial[name] + 0.1 * value
         assert torch.allclose(checkpoint["teacher"][name], expected, atol=1e-6), name
     assert torch.equal(checkpoint["student"]["head.last_layer.weight_v"], initial["head.last_layer.weight_v"])
     assert not torch.equal(checkpoint["student"]["head.mlp.0.weight"], initial["head.mlp.0.weight"])
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    """Two runs ended with the same weights, optimizer and center, bit for bit."""
-    states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
-    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
-        assert_same_state(states[0][key], states[1][key], key)
-
-
-def test_an_interrupted_run_ends_in_the_same_bits(whole: Path, stopped: Path) -> None:
-    assert load_checkpoint(stopped / "checkpoint.pth")["step"] == 6
-    run(stopped, drop_path_rate=0.3, num_workers=1)
-    assert_same_run(whole, stopped)
-
-
-@pytest.mark.slow
-def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    run(tmp_path, drop_path_rate=0.3, max_steps=4)
-    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 4
-    run(tmp_path, drop_path_rate=0.3, num_workers=1)
-    assert_same_run(whole, tmp_path)
 
 
 @pytest.mark.slow
@@ -195,43 +110,12 @@ def test_an_interrupted_run_in_fp16_ends_in_the_same_bits_and_scale(
     monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, device: init(self, device, **small))
     run(tmp_path / "whole")
     run(tmp_path / "parts", max_steps=5)
-    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["fp16_scaler"]
+    saved = checkpoint_of(tmp_path / "parts")["fp16_scaler"]
     assert (saved["scale"], saved["_growth_tracker"]) == (2.0**8, 2)  # doubled after three steps, and two since
     run(tmp_path / "parts")
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    whole, parts = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
     for key in ("student", "teacher", "optimizer", "dino_loss", "fp16_scaler", "step"):
         assert_same_state(whole[key], parts[key], key)
-
-
-LINES_OF_TIME = ("train_images_per_s", "train_data_wait")
-
-
-def untimed_epochs(output_dir: Path) -> list[dict]:
-    return [{name: v for name, v in line.items() if name not in LINES_OF_TIME} for line in epochs_of(output_dir)]
-
-
-@pytest.mark.slow
-def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped again and again, each time after one more step, it still writes the very same log."""
-    run(tmp_path / "whole", drop_path_rate=0.3)
-    take, stops = DINOObjective.step, 0
-
-    def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return take(*arguments, **options)
-
-    monkeypatch.setattr(DINOObjective, "step", take_and_be_stopped)
-    for stops in range(1, 12):
-        with pytest.raises(RunStopped, match=f"SIGTERM after step {stops}, which is saved"):
-            run(tmp_path / "parts", drop_path_rate=0.3, num_workers=stops % 2)
-    monkeypatch.undo()
-    run(tmp_path / "parts", drop_path_rate=0.3)
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
-    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
-        assert_same_state(whole[key], parts[key], key)
-    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -276,7 +160,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     monkeypatch.setattr(knn_probe, "classify_shards", evaluate_or_die)
     with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
         run(tmp_path / "parts", **changes)
-    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
+    saved = checkpoint_of(tmp_path / "parts")
     assert (saved["step"], saved["epoch"], steps) == (4, 1, 4)
     if moment == "later":
         assert saved["unlogged_epoch"] is None
@@ -285,11 +169,11 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
         assert not (tmp_path / "parts" / "log.txt").exists()
     run(tmp_path / "parts", **changes)
     assert (steps, evaluations) == (8, 3 if moment == "the evaluation" else 2)  # no step twice
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    whole, parts = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch", "best_knn", "unlogged_epoch"):
         assert_same_state(whole[key], parts[key], key)
     assert whole["best_knn"] > 0
-    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+    assert epochs_of(tmp_path / "parts") == epochs_of(tmp_path / "whole")
     # The save after an evaluation takes the place of the one before it, and the copies are of the same steps.
     kept = [
         {path.name: load_checkpoint(path)["step"] for path in (tmp_path / name).glob("checkpoint*.pth")}
@@ -326,98 +210,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert "resumed" in caplog.text
     assert "1 epochs, 4 steps done" in caplog.text
     assert (tmp_path / "parts" / "checkpoint.pth.damaged").read_bytes() == content
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
-    assert_same_state(whole["teacher"], parts["teacher"])
-    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
-
-
-def test_a_checkpoint_says_what_is_needed_to_go_on(first_steps: Path) -> None:
-    checkpoint = load_checkpoint(first_steps / "checkpoint.pth")
-    assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
-    assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
-    (rank,) = checkpoint["ranks"]
-    assert {"torch", "numpy", "python"} == rank["rng"].keys()
-    assert rank["meters"]["loss"][1] == 2  # steps of the epoch under way
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("batch", "step"), [(3, 12), (12, 3), (4, 9)])
-def test_another_batch_goes_on_from_the_images_seen_if_that_is_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
-) -> None:
-    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 images of the second
-    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
-        run(tmp_path, batch_size_per_gpu=batch)
-    arguments = options(tmp_path, batch_size_per_gpu=batch)
-    with caplog.at_level(logging.WARNING):
-        train_dino(get_args_parser().parse_args([*arguments, "--allow_rescale"]))
-    steps_per_epoch = 26 // batch
-    expected = steps_per_epoch + 12 // batch
-    assert f"step 6 with batches of 6 images is step {expected} with {batch}" in caplog.text
-    assert expected == step
-    lines = epochs_of(tmp_path)
-    assert [line["epoch"] for line in lines] == [0, 1, 2]
-    assert [line["step"] for line in lines] == [4, 2 * steps_per_epoch, 3 * steps_per_epoch]
-    # The schedules are those of a run that had this batch from the start.
-    run(tmp_path / "from_start", batch_size_per_gpu=batch)
-    assert lines[2]["train_lr"] == epochs_of(tmp_path / "from_start")[2]["train_lr"]
-
-
-def test_resuming_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
-    finished = Path(shutil.copytree(whole, tmp_path / "finished"))
-    run(finished, drop_path_rate=0.3, saveckp_freq=2, knn_freq=3)
-    assert (finished / "checkpoint.pth").read_bytes() == (whole / "checkpoint.pth").read_bytes()
-    assert len(epochs_of(finished)) == 3
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_losses_of_one_with_twice_the_batch(tmp_path: Path) -> None:
-    run(tmp_path / "one", batch_size_per_gpu=6, drop_path_rate=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_dino.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = options(tmp_path / "two", batch_size_per_gpu=3, drop_path_rate=0)
-    done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = epochs_of(tmp_path / "one"), epochs_of(tmp_path / "two")
-    assert len(two) == 3
-    assert [epoch["train_loss"] for epoch in two] == pytest.approx([epoch["train_loss"] for epoch in one], abs=1e-5)
-    weights = [load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("one", "two")]
-    for name, value in weights[0].items():
-        assert torch.allclose(value, weights[1][name], atol=1e-5), name
-
-
-@pytest.mark.slow
-def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> None:
-    run(tmp_path / "large", batch_size_per_gpu=6, drop_path_rate=0)
-    run(tmp_path / "parts", batch_size_per_gpu=2, grad_accum_steps=3, drop_path_rate=0)
-    large, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("large", "parts"))
-    for name, value in large["student"].items():
-        assert torch.allclose(value, parts["student"][name], atol=2e-5), name
-    assert torch.allclose(large["dino_loss"]["center"], parts["dino_loss"]["center"], atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"readout": "cls"}, {"readout": "gap"}, {"precision": "bf16"}])
-def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, str]) -> None:
-    run(tmp_path, epochs=1, warmup_epochs=0, **changes)
-    assert math.isfinite(epochs_of(tmp_path)[0]["train_loss"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
-def test_other_optimizers_train_and_resume(tmp_path: Path, optimizer: str) -> None:
-    run(tmp_path, epochs=2, max_steps=4, optimizer=optimizer)
-    run(tmp_path, epochs=2, optimizer=optimizer)
-    assert len(epochs_of(tmp_path)) == 2
-
-
-def test_changed_options_are_named_when_resuming(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        run(stopped, max_steps=7, drop_path_rate=0.3, clip_grad=0.5)
-    assert "--clip_grad was 3.0 and is now 0.5" in caplog.text
-    assert caplog.text.count("the rest of the run differs from its beginning") == 1
+    whole, parts = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
+    assert_same_state(whole["teacher"], parts["teacher"], "teacher")
+    assert epochs_of(tmp_path / "parts") == epochs_of(tmp_path / "whole")
 
 
 def test_other_images_of_the_same_number_and_other_versions_are_named_when_resuming(
@@ -445,44 +240,24 @@ def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
 ) -> None:
     run(tmp_path / "as_now", max_steps=4)
     shutil.copytree(tmp_path / "as_now", tmp_path / "before")
-    saved = load_checkpoint(tmp_path / "before" / "checkpoint.pth")
+    saved = checkpoint_of(tmp_path / "before")
     saved["args"]["packed_crops"] = True
     CheckpointFolder(tmp_path / "before", keep=1).save(saved)
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "before", max_steps=6)
         run(tmp_path / "as_now", max_steps=6)
     assert "packed_crops" not in caplog.text
-    resumed, other = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("before", "as_now"))
+    resumed, other = (checkpoint_of(tmp_path / name) for name in ("before", "as_now"))
     assert resumed["step"] == 6
     assert "packed_crops" not in resumed["args"]
     assert_same_state(resumed["teacher"], other["teacher"], "teacher")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sparo_slots": 4}, "num_slots 3 in the checkpoint, 4 asked for"),
-        ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
-        ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
-        ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
-        ({"batch_size_per_gpu": 5}, "global_batch was 6 and is now 5, steps_per_epoch was 4 and is now 5"),
-        ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
-    ],
-)
-def test_a_run_of_another_model_or_whose_steps_mean_something_else_is_not_resumed(
-    stopped: Path, changes: dict[str, object], message: str
-) -> None:
-    before = (stopped / "checkpoint.pth").read_bytes()
-    with pytest.raises(CheckpointError, match=message):
-        run(stopped, **changes)
-    assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_path: Path) -> None:
     run(tmp_path, max_steps=6, saveckp_freq=1)
     assert load_checkpoint(tmp_path / "checkpoint0000.pth")["step"] == 4
-    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 6
+    assert checkpoint_of(tmp_path)["step"] == 6
     run(tmp_path, saveckp_freq=1)
     assert [epoch["epoch"] for epoch in epochs_of(tmp_path)] == [0, 1, 2]
 
@@ -534,16 +309,6 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(stopped: Path) -> None:
     assert path.stat().st_size == 5000
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(stopped: Path) -> None:
-    with pytest.raises(
-        NonFiniteLossError,
-        match=r"not finite at step [6-9] \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
-    ):
-        run(stopped, lr=1e30, clip_grad=0)
-    last = load_checkpoint(stopped / "checkpoint.pth")
-    assert last["step"] >= 6  # the last good one, whole
-
-
 def image_folder(folder: Path, count: int, broken: int) -> Path:
     folder.mkdir(parents=True)
     for index in range(count):
@@ -553,15 +318,7 @@ def image_folder(folder: Path, count: int, broken: int) -> Path:
     return folder
 
 
-def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    images = image_folder(tmp_path / "images", count=12, broken=1)
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
-    assert "00.png" in caplog.text
-    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 1
-
-
-def test_a_run_that_ends_collapsed_says_so_in_its_last_line_and_in_info(tmp_path: Path, whole: Path) -> None:
+def test_a_run_that_ends_collapsed_says_so_in_its_last_line_and_in_info(tmp_path: Path) -> None:
     """The bug: the only warning was above the last lines, and whoever took the weights did not see it."""
     flat = {"epochs": 1, "warmup_epochs": 0, "teacher_temp": 99, "warmup_teacher_temp": 99}
     for _ in range(2):  # the second run has nothing left to do
@@ -572,14 +329,6 @@ def test_a_run_that_ends_collapsed_says_so_in_its_last_line_and_in_info(tmp_path
     assert "uniform collapse" in run_command("info", [str(tmp_path)])["warning"]
     export(tmp_path / "checkpoint.pth", tmp_path / "hub", format="huggingface")
     assert "| warning | loss 3." in (tmp_path / "hub" / "README.md").read_text()
-    assert "warning" not in run_command("info", [str(whole)])
-    assert "collapse" not in (whole / "run.log").read_text().splitlines()[-1]
-
-
-def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images", count=12, broken=6)
-    with pytest.raises(TooManyCorruptError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
-        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
 
 
 def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
@@ -595,24 +344,22 @@ def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_handful_of_corrupt_images_never_ends_a_run_on_few_images(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images", count=12, broken=2)
-    run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.01)
-    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 2
+def test_not_a_single_corrupt_image_is_allowed_if_the_share_is_0(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=1)
     with pytest.raises(TooManyCorruptError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
-        run(tmp_path / "strict", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0)
+        run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0)
 
 
 def test_a_first_trial_of_few_epochs_shortens_the_warm_up_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments = options(tmp_path, epochs=1, max_steps=1)
+    arguments = small_options(tmp_path, epochs=1, max_steps=1)
     at = arguments.index("--warmup_epochs")
     with caplog.at_level(logging.INFO):
         main_dino.train_dino(main_dino.get_args_parser().parse_args(arguments[:at] + arguments[at + 2 :]))
     assert "--warmup_epochs 0.1: the default of 10 does not fit a run of 1 epochs" in caplog.text
     assert "--freeze_last_layer 0: the default of 1 does not fit a run of 1 epochs" in caplog.text
-    assert load_checkpoint(tmp_path / "checkpoint.pth")["args"]["warmup_epochs"] == 0.1
+    assert checkpoint_of(tmp_path)["args"]["warmup_epochs"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -658,9 +405,6 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"batch_size_per_gpu": 27}, "26 images"),
-        ({"arch": "vit_giant"}, "unknown arch 'vit_giant'; choose one of .*vit_small"),
         ({"readout": "max"}, r"unknown readout 'max'; choose one of .*'sparo'"),
         ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
         ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
@@ -669,9 +413,7 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
         ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3"),
         ({"teacher_temp": 0}, "teacher_temp=0.0 is not a temperature"),
         ({"global_crops_scale": "0.9,0.4"}, r"global_crops_scale=\(0.9, 0.4\) is not a range"),
-        ({"precision": "fp16"}, "fp16 needs a CUDA device"),
         ({"use_fp16": "true"}, "means fp16, but --precision says fp32"),
-        ({"device": "warp"}, "unknown device 'warp'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -686,13 +428,6 @@ def test_a_probe_needs_labels(tmp_path: Path) -> None:
         run(tmp_path / "run", data_path=images, knn_freq=1)
 
 
-def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(options(tmp_path, arch="vit_giant"))
-    assert stopped.value.code == 1
-    assert "unknown arch" in caplog.text
-
-
 def test_the_defaults_are_options_that_fit() -> None:
     check_options(get_args_parser().parse_args([]))
 
@@ -700,20 +435,13 @@ def test_the_defaults_are_options_that_fit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"grad_checkpointing": None}, {"loss_chunk": 7}],
+    [{"grad_checkpointing": ""}, {"loss_chunk": 7}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_options_that_save_time_or_memory_change_no_result(
-    tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_that_save_time_or_memory_change_no_result(tmp_path: Path, changes: dict[str, object]) -> None:
     run(tmp_path / "plain", drop_path_rate=0.3, epochs=2)
-    words = [
-        word for name, value in changes.items() for word in (f"--{name}", *([] if value is None else [str(value)]))
-    ]
-    with caplog.at_level(logging.INFO):
-        arguments = options(tmp_path / "other", drop_path_rate=0.3, epochs=2)
-        train_dino(get_args_parser().parse_args([*arguments, *words]))
-    plain, other = (load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("plain", "other"))
+    run(tmp_path / "other", drop_path_rate=0.3, epochs=2, **changes)
+    plain, other = (checkpoint_of(tmp_path / name)["teacher"] for name in ("plain", "other"))
     for name, value in plain.items():
         assert torch.allclose(value, other[name], atol=1e-6), name
 
@@ -724,20 +452,6 @@ def test_crops_distorted_on_the_device_are_those_of_the_processes_that_load_them
     run(tmp_path / "device", epochs=1, warmup_epochs=0, distort_on="device", num_workers=1)
     losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("cpu", "device")]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # the device resizes with another rounding
-
-
-@pytest.mark.slow
-def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
-    run(tmp_path / "plain", epochs=1, warmup_epochs=0, local_crops_number=0)
-    # In another process: here all annotations are checked at run time, which does not compile.
-    arguments = options(tmp_path / "compiled", epochs=1, warmup_epochs=0, local_crops_number=0, compile="on")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "main_dino.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "the first step compiles the networks" in done.stderr
-    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 # The checks of types in these tests draw random numbers, which Dynamo does not know.

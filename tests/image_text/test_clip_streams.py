@@ -14,7 +14,8 @@ from torch.utils.data import default_convert
 pytest.importorskip("open_clip")
 pytest.importorskip("webdataset")
 
-from test_clip_train import checkpoint_of, run
+from runs import checkpoint_of
+from test_clip_train import run
 
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.data.loader import create_loader

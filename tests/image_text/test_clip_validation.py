@@ -10,8 +10,8 @@ from PIL import Image
 pytest.importorskip("open_clip")
 
 from clip_fakes import colour_encoder, small_checkpoint
-from runs import assert_same_state, epochs_of
-from test_clip_train import checkpoint_of, run
+from runs import assert_same_state, checkpoint_of, epochs_of
+from test_clip_train import run
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser

@@ -4,8 +4,6 @@ import argparse
 import json
 import logging
 import math
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +18,10 @@ pytest.importorskip("open_clip")
 import clip_fakes
 from clip_fakes import clip_description, to_open_clip
 from oc_clip_fakes import (
-    COMMAND,
     CONTEXT,
     PHRASES,
     PREDICATES,
     SIZES,
-    TINY,
     batch_of,
     bind_all,
     run,
@@ -35,11 +31,9 @@ from oc_clip_fakes import (
     training_of,
     write_graphs,
 )
-from runs import ROOT, assert_same_run, assert_same_state, epochs_of, options
+from runs import assert_same_state, checkpoint_of, epochs_of
 from test_clip_pairs import picture, write_tar
-from test_clip_train import checkpoint_of
 
-from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import create_clip, tokenize
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
@@ -230,87 +224,16 @@ def test_steps_teach_which_graph_belongs_to_which_image_and_which_relations_are_
 # ---- runs
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to its end."""
-    return run(tmp_path_factory.mktemp("whole"), saveckp_freq=2)
-
-
-@pytest.fixture(scope="module")
-def first_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped in the middle of its second epoch: an epoch of three steps, and two; 12 pairs."""
-    return run(tmp_path_factory.mktemp("first_steps"), max_steps=5)
-
-
-def test_a_run_leaves_log_checkpoints_and_a_model_to_load(whole: Path) -> None:
-    epochs = epochs_of(whole)
-    assert [epoch["epoch"] for epoch in epochs] == [0, 1]
-    wanted = {"loss", "lr", "itc_loss", "rel_loss", "batch_accuracy", "logit_scale", "ent_rel_ratio", "grad_norm"}
-    assert {f"train_{name}" for name in wanted} <= epochs[0].keys()
-    assert {"checkpoint.pth", "checkpoint0000.pth", "log.txt"} <= {p.name for p in whole.iterdir()}
-    checkpoint = checkpoint_of(whole)
-    assert {"model", "oc_clip", "optimizer", "epoch", "step", "args", "versions", "ranks"} <= checkpoint.keys()
+def test_a_run_leaves_a_model_to_load(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1)
+    checkpoint = checkpoint_of(tmp_path)
     assert checkpoint["oc_clip"]["graphs"] == {"parser": "templates", "max_nodes": 16, "max_relations": 16}
-    loaded = load_oc_clip(whole / "checkpoint.pth")
+    loaded = load_oc_clip(tmp_path / "checkpoint.pth")
     assert not loaded.model.training
     assert loaded.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
     assert_same_state(dict(loaded.model.state_dict()), dict(checkpoint["model"]), "model")
     expected = {**loaded.model.config.to_dict(), "graphs": loaded.record["trained_on_graphs"]}
     assert {name: checkpoint["oc_clip"][name] for name in expected} == expected
-
-
-def test_an_interrupted_run_ends_in_the_same_bits(whole: Path, stopped: Path) -> None:
-    assert checkpoint_of(stopped)["step"] == 5
-    run(stopped, num_workers=1)
-    assert_same_run(whole, stopped, COMMAND)
-
-
-@pytest.mark.slow
-def test_a_run_interrupted_at_an_epochs_end_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    run(tmp_path, max_steps=3)
-    assert checkpoint_of(tmp_path)["step"] == 3
-    run(tmp_path, num_workers=1)
-    assert_same_run(whole, tmp_path, COMMAND)
-
-
-@pytest.mark.slow
-def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_path: Path) -> None:
-    run(tmp_path / "large", epochs=2)
-    run(tmp_path / "parts", epochs=2, grad_accum_steps=3, max_steps=3)
-    run(tmp_path / "parts", epochs=2, grad_accum_steps=2, grad_checkpointing="", score_chunk_mb=0.01)
-    losses = [[epoch["train_loss"] for epoch in epochs_of(tmp_path / name)] for name in ("large", "parts")]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
-
-
-def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
-    stopped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now 4.* or --allow_rescale"):
-        run(stopped, batch_size=4)
-    run(stopped, batch_size=4, allow_rescale="")
-    assert "step 5 with batches of 6 pairs is step 8 with 4" in caplog.text
-    assert checkpoint_of(stopped)["step"] == 2 * (20 // 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bind_dim": 14}, "binding.dim 12 in the checkpoint, 14 asked for"),
-        ({"num_default": 1}, "binding.num_default 4 in the checkpoint, 1 asked for"),
-        ({"relation": "mlp"}, "binding.relation 'additive' in the checkpoint, 'mlp' asked for"),
-        ({"num_default": 0, "competition": "keys"}, "binding.competition 'queries' in the checkpoint, 'keys' asked"),
-        ({"logit_scale": "none"}, "binding.logit_scale True in the checkpoint, False asked for"),
-        ({"text_layers": 1}, "text.layers 2 in the checkpoint, 1 asked for"),
-        ({"img_size": 24}, "image.img_size 16 in the checkpoint, 24 asked for"),
-        ({"batch_size": 5}, "global_batch was 6 and is now 5"),
-        ({"data_path": "scenes:25:32"}, "num_pairs was 20 and is now 25"),
-    ],
-)
-def test_another_model_and_other_steps_are_not_resumed(stopped: Path, changes: dict[str, object], message: str) -> None:
-    before = (stopped / "checkpoint.pth").read_bytes()
-    with pytest.raises(CheckpointError, match=message):
-        run(stopped, **changes)
-    assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
 def test_a_clip_checkpoint_is_not_resumed_and_other_graphs_are_another_run_not_another_model(
@@ -349,19 +272,6 @@ def test_other_precisions_losses_and_bindings_train_and_validate(tmp_path: Path,
     assert all(math.isfinite(value) for value in epoch.values())
     assert {"val_loss", "val_text_r1", "val_image_r1", "zero_shot"} <= epoch.keys()
     assert ("train_rel_loss" in epoch) == ("rel_loss_weight" not in changes)
-
-
-@pytest.mark.slow
-def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
-    run(tmp_path / "plain", epochs=1)
-    # In another process: here all annotations are checked at run time, which does not compile.
-    words = options(tmp_path / "compiled", COMMAND, **{**TINY, "epochs": 1, "compile": "on"})
-    command = [sys.executable, "-m", "dino_sparo", COMMAND, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "the first step compiles the networks" in done.stderr
-    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def test_each_part_has_its_own_learning_rate_and_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,13 +553,6 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, 
     with pytest.raises((ValueError, CheckpointError), match=message):
         run(tmp_path, **changes)
     assert not (tmp_path / "checkpoint.pth").exists()
-
-
-def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run_command(COMMAND, options(tmp_path, COMMAND, **{**TINY, "competition": "keys"}))
-    assert stopped.value.code == 1
-    assert "num_default=4 with competition='keys'" in caplog.text
 
 
 # ---- options and presets

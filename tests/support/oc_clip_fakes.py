@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from objectives import bare
-from runs import options
+from runs import train_small
 from torch import Tensor, nn
 
 from dino_sparo.image_text.objective import param_groups
@@ -17,12 +17,10 @@ from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
-from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import OPTIMIZERS
-from dino_sparo.training.run import train
 from dino_sparo.training.updater import Updater
 
 COMMAND = "train-oc-clip"
@@ -31,17 +29,11 @@ PHRASES = ("red star", "blue ring", "green cross", "tall box", "dot")
 PREDICATES = ("left of", "above", "on")
 # Entities and relations of twelve graphs; the first six have other sums than the last six, and so have thirds.
 SIZES = ((3, 2), (1, 0), (5, 4), (2, 1), (4, 0), (2, 2), (1, 0), (3, 3), (5, 1), (2, 0), (4, 2), (3, 1))
-# A run of six steps.
-TINY: dict[str, object] = {
-    **{"data_path": "scenes:20:32", "img_size": 16, "text_layers": 2, "bind_dim": 12, "bind_heads": 2, "rel_dim": 7},
-    **{"bind_layers": 1, "batch_size": 6, "epochs": 2, "warmup_steps": 2, "saveckp_minutes": 30.0},
-}
 
 
 def run(output_dir: Path, **changes: object) -> Path:
-    """Train in this process; options without a value are given as ""."""
-    train(get_args_parser().parse_args(options(output_dir, COMMAND, **{**TINY, **changes})), OCCLIPObjective)
-    return output_dir
+    """Train six steps in this process; options without a value are given as ""."""
+    return train_small(COMMAND, output_dir, **{"data_path": "scenes:20:32", "epochs": 2, **changes})
 
 
 def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP:

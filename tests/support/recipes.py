@@ -137,13 +137,7 @@ RECIPES: dict[str, Recipe] = {
             ({"text_layers": 1}, "text.layers 2 in the checkpoint, 1 asked for"),
             ({"img_size": 24}, "image.img_size 16 in the checkpoint, 24 asked for"),
         ),
-        (
-            {"precision": "bf16"},
-            {"rel_loss_weight": 0},
-            {"logit_scale": "none", "rel_negatives": "one"},
-            {"competition": "keys", "num_default": 0, "relation": "mlp"},
-            {"bind_layers": 0, "max_relations": 0},
-        ),
+        (),
         "pair",
     ),
 }

@@ -107,6 +107,18 @@ def assert_same_run(first: Path, second: Path, command: str = "train") -> None:
     assert epochs_of(first) == epochs_of(second)
 
 
+def assert_close_weights(first: Path, second: Path, *networks: str) -> None:
+    """Two runs ended with the same weights, up to the rounding of sums in another order."""
+    checkpoints = [checkpoint_of(folder) for folder in (first, second)]
+    for network in networks:
+        weights, others = (checkpoint[network] for checkpoint in checkpoints)
+        assert weights.keys() == others.keys()
+        for name, value in weights.items():
+            # A key's bias has no gradient but rounding, which Adam turns into noise.
+            shown = torch.arange(len(value)) // (len(value) // 3) != 1 if name.endswith("qkv.bias") else ...
+            assert torch.allclose(value[shown], others[name][shown], atol=1e-4), f"{network}.{name}"
+
+
 def last_saved_step(log: str) -> int:
     """The last step of which a log says that it was saved; 0 if it does not."""
     found = re.findall(r"saved at step (\d+)", log)
@@ -254,6 +266,13 @@ class Ranks:
             f"a checkpoint in {output_dir}",
         )
         assert newest_save(output_dir) > before, self.log()
+
+
+def train_small_on_two_ranks(command: str, output_dir: Path, **changes: object) -> Path:
+    """Train in two processes; returns the folder of the run."""
+    with Ranks(output_dir.parent, small_options(output_dir, command, **changes), command=command) as ranks:
+        assert ranks.wait() == [0, 0], ranks.log()
+    return output_dir
 
 
 def undisturbed(folder: Path, command: str = "train", **changes: object) -> Path:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from host_traffic import DEVICE, HostTraffic
-from oc_clip_fakes import CONTEXT, IMG_SIZE, TINY, batch_of, some_graphs
-from runs import options
+from oc_clip_fakes import CONTEXT, IMG_SIZE, batch_of, some_graphs
+from runs import options, small_options
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.clip import train as clip_train
@@ -70,8 +70,8 @@ def clip(tmp_path: Path, parts: int = 1, texts: int = 1, **changes: object) -> S
 
 
 def oc_clip(tmp_path: Path, parts: int = 1, **changes: object) -> Step:
-    given = {**TINY, "img_size": IMG_SIZE, "context_length": CONTEXT, "grad_accum_steps": parts, **changes}
-    args = oc_options.get_args_parser().parse_args(options(tmp_path, "train-oc-clip", **given))
+    given = {"img_size": IMG_SIZE, "context_length": CONTEXT, "grad_accum_steps": parts, **changes}
+    args = oc_options.get_args_parser().parse_args(small_options(tmp_path, "train-oc-clip", **given))
     oc_options.check_options(args)
     training = oc_train.OCCLIPObjective(args, PROCESS)
     batches = [batch_of(some_graphs(), range(6 * part, 6 * part + 6)).to(DEVICE) for part in range(parts)]

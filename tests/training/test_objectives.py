@@ -15,13 +15,14 @@ from PIL import Image
 from recipes import RECIPES, Recipe
 from runs import (
     ROOT,
-    Ranks,
+    assert_close_weights,
     assert_same_checkpoint,
     assert_same_run,
     checkpoint_of,
     epochs_of,
     small_options,
     train_small,
+    train_small_on_two_ranks,
 )
 
 from dino_sparo.__main__ import run as run_command
@@ -58,18 +59,8 @@ def first_steps(command: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_small(command, tmp_path_factory.mktemp("first_steps"), max_steps=STEPS_PER_EPOCH + 2)
 
 
-def assert_close_runs(first: Path, second: Path, recipe: Recipe) -> None:
-    """Two runs ended with the same weights and losses, up to the rounding of sums in another order."""
-    losses = [[epoch["train_loss"] for epoch in epochs_of(folder)] for folder in (first, second)]
-    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
-    checkpoints = [checkpoint_of(folder) for folder in (first, second)]
-    for network in recipe.networks:
-        weights, others = (checkpoint[network] for checkpoint in checkpoints)
-        assert weights.keys() == others.keys()
-        for name, value in weights.items():
-            # A key's bias has no gradient but rounding, which Adam turns into noise.
-            shown = torch.arange(len(value)) // (len(value) // 3) != 1 if name.endswith("qkv.bias") else ...
-            assert torch.allclose(value[shown], others[name][shown], atol=1e-4), f"{network}.{name}"
+def losses_of(output_dir: Path) -> list[float]:
+    return [epoch["train_loss"] for epoch in epochs_of(output_dir)]
 
 
 # What a run leaves.
@@ -174,7 +165,8 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_resume_in_others(
     train_small(command, tmp_path / "large", **plain)
     train_small(command, tmp_path / "parts", **plain, **recipe.batch(6, parts=3), max_steps=5)
     train_small(command, tmp_path / "parts", **plain, **recipe.batch(6, parts=2), grad_checkpointing="")
-    assert_close_runs(tmp_path / "large", tmp_path / "parts", recipe)
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "large"), abs=2e-4)
+    assert_close_weights(tmp_path / "large", tmp_path / "parts", *recipe.networks)
 
 
 @pytest.mark.slow
@@ -185,14 +177,12 @@ def test_processes_of_any_number_train_as_one_does_and_resume_what_others_began(
     plain = {"drop_path_rate": 0} if "drop_path_rate" in recipe.options else {}
     one, two = train_small(command, tmp_path / "one", **plain), tmp_path / "two"
 
-    def train_on_two_ranks(**changes: object) -> None:
-        with Ranks(tmp_path, small_options(two, command, **plain, **changes), command=command) as ranks:
-            assert ranks.wait() == [0, 0], ranks.log()
-
-    train_on_two_ranks(**recipe.batch(6, ranks=2), max_steps=5)
+    train_small_on_two_ranks(command, two, **plain, **recipe.batch(6, ranks=2), max_steps=5)
     train_small(command, two, **plain, max_steps=7)
-    train_on_two_ranks(**recipe.batch(6, ranks=2, parts=3 if recipe.networks else 1))
-    assert_close_runs(one, two, recipe)
+    parts = 3 if recipe.networks else 1
+    train_small_on_two_ranks(command, two, **plain, **recipe.batch(6, ranks=2, parts=parts))
+    assert losses_of(two) == pytest.approx(losses_of(one), abs=2e-4)
+    assert_close_weights(one, two, *recipe.networks)
 
 
 @pytest.mark.slow
@@ -220,8 +210,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(command: str, tmp_path: 
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "the first step compiles the networks" in done.stderr
-    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses_of(tmp_path / "plain") == pytest.approx(losses_of(tmp_path / "compiled"), abs=1e-4)
 
 
 def test_changed_options_are_named_when_resuming(command: str, stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
