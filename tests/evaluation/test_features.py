@@ -270,7 +270,7 @@ ENCODER = {
 }
 IMAGE_TEXT = {"zero-shot": [], "retrieval": ["--k", "1"]}
 QUICKLY = ["--num_workers", "0", "--device", "cpu"]
-MAPS = {"attention": ["--image_encoder", "true"], "slots score": []}
+MAPS = {"attention": ["--image_encoder", "true", "--num_images", "2"], "slots score": ["--num_images", "9"]}
 SAY_NOTHING = {
     name: ["--data_path", "scenes:45:32", *words] for name, words in {**ENCODER, **IMAGE_TEXT, **MAPS}.items()
 }

@@ -1,8 +1,6 @@
 import json
 import logging
 import math
-import multiprocessing
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,13 +14,13 @@ import torch
 from PIL import Image
 
 import eval_knn
-from dino_sparo.distillation import images
 from dino_sparo.evaluation import features, knn
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult
 from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.collectives import rank
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import init_distributed, shutdown
+from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.export import export
 
@@ -140,12 +138,6 @@ def test_no_intermediate_is_larger_than_a_block(monkeypatch):
     assert 0 < largest <= 3 * (5 + 2)
 
 
-def test_one_image_on_each_side_is_enough():
-    feature = torch.randn(1, WIDTH)
-    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([4]), 1, 0.07) == KNNResult(100, 100)
-    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([0]), 1, 0.07) == KNNResult(0, 0)
-
-
 def test_a_class_without_votes_is_no_hit_among_the_five():
     """The reference fills the first five up with classes that nobody voted for."""
     features = torch.eye(3, WIDTH)
@@ -155,18 +147,11 @@ def test_a_class_without_votes_is_no_hit_among_the_five():
 def test_more_neighbours_than_training_images_means_all_of_them(caplog):
     sets = clusters()
     with caplog.at_level(logging.WARNING):
+        knn_classify(*sets, [TRAIN], 0.07)
+        assert caplog.text == ""
         result = knn_classify(*sets, [200], 0.07)
     assert result[200] == knn_classify(*sets, TRAIN, 0.07)
     assert "k=[200] is more than the 61 training images" in caplog.text
-
-
-def test_as_many_neighbours_as_training_images_need_no_warning(caplog):
-    sets = clusters()
-    with caplog.at_level(logging.WARNING):
-        knn_classify(*sets, [TRAIN], 0.07)
-        assert caplog.text == ""
-        knn_classify(*sets, [3, TRAIN, TRAIN + 1], 0.07)
-    assert f"k=[{TRAIN + 1}] is more than" in caplog.text
 
 
 def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five():
@@ -174,12 +159,8 @@ def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five(
     found = knn_predict(train, torch.tensor([11, 3, 7, 0, 5, 2]), train[:1], 6)
     assert found.tolist() == [[0, 2, 3, 5, 7]]
     assert knn_predict(train[:2], torch.tensor([4, 1]), train[:1], 2).tolist() == [[1, 4, -1, -1, -1]]
-
-
-def test_of_many_equal_votes_the_smallest_labels_come_first():
-    """A sort that is not stable shows above sixteen or so."""
-    train, labels = torch.ones(61, WIDTH), torch.arange(61).roll(17)
-    assert knn_predict(train, labels, train[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
+    many = torch.ones(61, WIDTH)  # a sort that is not stable shows above sixteen or so
+    assert knn_predict(many, torch.arange(61).roll(17), many[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_a_vote_that_underflows_is_still_a_vote():
@@ -212,10 +193,6 @@ def test_neighbours_of_features_with_a_graph_have_none():
     images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
     similarities, _ = nearest(train.requires_grad_(), images, 3)
     assert not similarities.requires_grad
-
-
-def test_twenty_neighbours_vote_at_a_temperature_of_007_during_training():
-    assert (images.PROBE_NEIGHBOURS, images.PROBE_TEMPERATURE) == (20, 0.07)
 
 
 def test_no_temperature_overflows():
@@ -354,35 +331,19 @@ def test_a_similarity_has_the_same_bits_in_a_small_block():
     assert torch.equal(by_place[3:8, 17:30], torch.empty_like(part).scatter_(1, own_order, part))
 
 
-def _peer(rank: int, ranks: int, folder: str, results: "multiprocessing.Queue") -> None:
-    environment = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
-    broken = uneven_share(torch.full((9, 2), torch.nan), torch.zeros(9).long(), rank, ranks)
-    try:
-        knn.classify_shards(broken, broken, [1], 0.07, CPU)
-        error = ""
-    except ValueError as raised:
-        error = str(raised)
-    results.put((rank, classify_share(rank, ranks), error))
-    shutdown()
+def classify_not_finite(ranks: int) -> None:
+    broken = uneven_share(torch.full((9, 2), torch.nan), torch.zeros(9).long(), rank(), ranks)
+    knn.classify_shards(broken, broken, [1], 0.07, CPU)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gloo_ranks_find_what_one_process_finds_and_fail_together(ranks, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    peers = [context.Process(target=_peer, args=(rank, ranks, str(tmp_path), results)) for rank in range(ranks)]
-    for peer in peers:
-        peer.start()
-    found = sorted(results.get(timeout=120) for _ in peers)
-    for peer in peers:
-        peer.join(timeout=60)
+def classify_own_share(ranks: int) -> dict[int, KNNResult]:
+    return classify_share(rank(), ranks)
+
+
+def test_gloo_ranks_find_what_one_process_finds_and_fail_together(two_ranks):
     expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
-    assert [(rank, result) for rank, result, _ in found] == [(rank, expected) for rank in range(ranks)]
-    assert all("not finite" in error for _, _, error in found)
+    assert two_ranks(classify_own_share, 2) == [expected] * 2
+    assert all("not finite" in error for error in two_ranks.errors(classify_not_finite, 2))
 
 
 # --- the script
@@ -587,17 +548,3 @@ def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):
         shutil.copy(folders / "train" / "ape" / "0.png", folders / "flat" / split / "0.png")
     with pytest.raises(ValueError, match="has no labels"):
         evaluate("--pretrained_weights", checkpoint, "--data_path", folders / "flat")
-
-
-def test_a_mistake_ends_the_script_with_one_line(folders, caplog):
-    with pytest.raises(SystemExit, match="1"):
-        eval_knn.main(["--data_path", str(folders), "--device", "cpu"])
-    assert "--pretrained_weights is empty" in caplog.text
-
-
-def test_weights_that_do_not_fit_stop_the_script(folders, checkpoint):
-    saved = torch.load(checkpoint, weights_only=True)
-    del saved["teacher"]["readout.queries"]
-    torch.save(saved, checkpoint)
-    with pytest.raises(ValueError, match=r"1 missing: readout\.queries"):
-        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)

@@ -88,14 +88,6 @@ def test_probes_trained_together_are_those_trained_alone_by_torch():
         torch.testing.assert_close(together.probe.bias[number], alone.bias, rtol=1e-5, atol=1e-6)
 
 
-def test_a_probe_does_not_feel_the_others():
-    together = train(run_probes(RATES))
-    for number, rate in enumerate(RATES):
-        alone = train(run_probes((rate,)))
-        torch.testing.assert_close(together.probe.weight[number], alone.probe.weight[0], rtol=1e-6, atol=1e-7)
-        assert together.table()[number]["top1"] == alone.table()[0]["top1"]
-
-
 def test_probes_start_alike_small_and_without_bias():
     probe = LinearProbe(1000, CLASSES, 3, seed=4)
     assert torch.equal(probe.weight[0], probe.weight[2])
@@ -463,9 +455,3 @@ def test_the_references_head_is_tested_on_our_features(checkpoint, capsys):
     assert "best: top-1" in capsys.readouterr().out.replace("lr nan, ", "")
     with pytest.raises(ValueError, match=r"linear\.pth"):
         probe(checkpoint, "--evaluate", "--n_last_blocks", 1, "--overwrite")
-
-
-def test_a_mistake_ends_the_script_with_one_line(caplog):
-    with pytest.raises(SystemExit, match="1"):
-        eval_linear.main(["--data_path", "scenes", "--device", "cpu"])
-    assert "--pretrained_weights is empty" in caplog.text

@@ -74,39 +74,6 @@ def test_maps_equal_to_the_objects_get_all_points() -> None:
     assert grid_bounds(objects) == pytest.approx(bounds, nan_ok=True)
 
 
-def test_a_share_of_sixty_percent_keeps_three_of_five_patches() -> None:
-    # Five patches with equal mass: the third one reaches 0.6, so that two of the object's five patches are lost.
-    heatmap = patch_map(*((1, column) for column in range(5)))
-    objects = objects_of(box(4, 0, 8, 20))
-    assert map_jaccards(heatmap[None], objects, 0.6)[0, 0] == pytest.approx(3 / 5)
-    assert map_jaccards(heatmap[None], objects, 0.61)[0, 0] == pytest.approx(4 / 5)
-
-
-def test_one_patch_that_holds_half_of_the_object_and_as_much_of_the_rest() -> None:
-    # Object: columns 2 to 5 of the first four rows, 16 pixels; the patch (0, 0) has 8 of them: J = 8 / (16 + 16 - 8).
-    objects = objects_of(box(0, 2, 4, 6))
-    heatmap = patch_map((0, 0))
-    assert map_jaccards(heatmap[None], objects, SHARE)[0, 0] == pytest.approx(8 / 24)
-    scores = score_maps(heatmap[None], objects, SHARE)
-    assert scores["pointing"] == 1.0  # the middle pixel (2, 2) is its
-    # Best: both patches, 16 / 32; one of them gives 8 / 24.
-    assert grid_bounds(objects)["jaccard"] == pytest.approx(1 / 2)
-
-
-def test_pointing_grows_with_the_number_of_random_maps_and_pointing_of_one_map_does_not() -> None:
-    objects = objects_of(box(0, 0, 4, 4), box(8, 12, 12, 20))  # 1 and 2 of 15 patches
-    rng = np.random.default_rng(0)
-
-    def mean_scores(num_maps: int) -> np.ndarray:
-        scores = (score_maps(rng.random((num_maps, ROWS, COLUMNS)), objects, SHARE) for _ in range(400))
-        return np.mean([(s["pointing"], s["pointing_one_map"]) for s in scores], axis=0)
-
-    (few, few_of_one), (many, many_of_one) = mean_scores(2), mean_scores(64)
-    assert few < 0.25
-    assert many > 0.95
-    assert (few_of_one, many_of_one) == pytest.approx((0.1, 0.1), abs=0.02)
-
-
 def test_one_map_points_at_all_objects_that_share_the_middle_of_its_patch() -> None:
     together, elsewhere = box(0, 0, 8, 8), box(8, 12, 12, 16)
     objects = objects_of(together, together, elsewhere)
@@ -166,13 +133,6 @@ def test_an_image_without_objects_has_an_empty_table() -> None:
     none = count_patches(np.zeros((0, ROWS * P, COLUMNS * P), dtype=bool), np.zeros((ROWS * P, COLUMNS * P), bool), P)
     assert map_jaccards(np.ones((7, ROWS, COLUMNS), dtype=np.float32), none, SHARE).shape == (0, 7)
     assert np.isnan(foreground_ari(np.ones((1, ROWS, COLUMNS), dtype=bool), none))
-
-
-def test_the_best_map_counts_for_each_object_by_itself() -> None:
-    objects = objects_of(box(0, 0, 4, 4), box(8, 16, 12, 20))
-    found, lost = patch_map((0, 0)), patch_map((1, 2))
-    scores = score_maps(np.stack([found, lost]), objects, SHARE)
-    assert scores["jaccard"] == scores["pointing"] == 0.5
 
 
 def test_a_map_that_attends_little_to_patches_keeps_its_share_of_them() -> None:
@@ -285,13 +245,6 @@ def test_the_ari_counts_pairs_of_pixels_that_have_exactly_one_object() -> None:
     a, b, c, d = ((x & y).sum() for x in (same, ~same) for y in (together, ~together))
     expected = 2 * (a * d - b * c) / ((a + b) * (b + d) + (a + c) * (c + d))
     assert foreground_ari(segments, objects_of(*masks, void=void)) == pytest.approx(expected)
-
-
-def test_random_partitions_have_an_ari_of_zero_in_the_mean() -> None:
-    rng = np.random.default_rng(0)
-    objects = objects_of(box(0, 0, 8, 8), box(0, 12, 12, 20), patch_size=1)
-    values = [foreground_ari(assign_patches(rng.random((5, 12, 20))), objects) for _ in range(200)]
-    assert abs(np.mean(values)) < 0.003
 
 
 def test_moved_maps_keep_their_form_and_their_likeness_and_lose_their_place() -> None:

@@ -21,8 +21,6 @@ import webdataset
 
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.crops import sample_box
-from dino_sparo.data.loader import create_loader
-from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.scenes.graphs import Ties
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
@@ -41,11 +39,6 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime import launch
 from dino_sparo.runtime.launch import Distributed
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
 
 
 def picture(value: int, kind: str = "PNG") -> bytes:
@@ -183,22 +176,6 @@ def test_shards_without_captions_tell_what_they_hold(tmp_path: Path) -> None:
         open_pairs(str(path))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:540],
-        lambda data: data[:2048] + b"x" * 512 + data[2560:],
-        lambda data: b"\x1f\x8b" + data[2:],
-        lambda data: b"",
-    ],
-)
-def test_damaged_shards_are_errors(tmp_path: Path, damage: object) -> None:
-    path = write_tar(tmp_path / "a.tar", [("1.png", picture(1)), ("1.txt", b"x"), ("2.png", picture(1) * 9)])
-    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"a\.tar' is damaged"):
-        open_pairs(str(path))
-
-
 def test_a_sparse_member_is_an_error(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", pair_members(0, 1))
     content = path.read_bytes()
@@ -216,16 +193,6 @@ def image_files(folder: Path, count: int) -> list[str]:
     for value in range(count):
         (folder / f"{value}.png").write_bytes(picture(value))
     return [f"{value}.png" for value in range(count)]
-
-
-@pytest.mark.parametrize("mark", [",", "\t", ";", "|"])
-def test_a_table_is_read_whatever_its_delimiter(tmp_path: Path, mark: str) -> None:
-    rows = ["id", "Filepath", "TITLE"], ["7", "0.png", "a, b; c|d\te"], ["8", "1.png", 'two\nlines "quoted"']
-    image_files(tmp_path, 2)
-    quoted = [mark.join('"' + cell.replace('"', '""') + '"' for cell in row) for row in rows]
-    (tmp_path / "t.csv").write_text("\n".join([mark.join(rows[0]), *quoted[1:]]))
-    expected = [(0, ["a, b; c|d\te"]), (1, ['two\nlines "quoted"'])]
-    assert contents(open_pairs(str(tmp_path / "t.csv"))) == expected
 
 
 def test_columns_and_image_folder_can_be_named(tmp_path: Path) -> None:
@@ -272,22 +239,6 @@ def test_rows_without_path_or_caption_are_left_out(tmp_path: Path) -> None:
         f"1 without image (the first is {tmp_path / 't.csv'}, line 3), "
         f"1 without caption (the first is {tmp_path / 't.csv'}, line 4)"
     )
-
-
-def test_captions_that_are_not_utf_8_are_read_as_latin_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    image_files(tmp_path, 2)
-    (tmp_path / "t.csv").write_bytes("path,caption\n0.png,a cat\n1.png,un café\n".encode("latin-1"))
-    assert contents(open_pairs(str(tmp_path / "t.csv"))) == [(0, ["a cat"]), (1, ["un café"])]
-
-
-def test_pairs_may_be_json_lines_with_half_characters_in_captions(tmp_path: Path) -> None:
-    image_files(tmp_path, 2)
-    (tmp_path / "t.jsonl").write_text(
-        '{"image": "0.png", "caption": "a \\ud800 cat", "box": [1]}\n{"caption": "b", "image": "1.png"}\n'
-    )
-    source = open_pairs(str(tmp_path / "t.jsonl"))
-    assert contents(source) == [(0, ["a ? cat"]), (1, ["b"])]
-    tokenize(source.captions_of(0), 16)
 
 
 # ---- splits
@@ -547,28 +498,6 @@ def test_crops_by_torch_are_a_level_from_open_clips_in_one_pixel_of_fifty_at_mos
     levels = torch.stack(differences)
     assert levels.max() == 1
     assert (levels > 0).float().mean() < 0.02
-
-
-def loaded(num_workers: int, batch_size: int, world_size: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Image and token ids of every pair of epoch 2, whoever loads it."""
-    found = {}
-    for rank in range(world_size):
-        sampler = EpochSampler(12, batch_size, rank, world_size, seed=5)
-        dataset = PairDataset(numbered(12, captions=3), PairTransform(8), seed=5)
-        collate = partial(collate_pairs, context_length=9)
-        loader = create_loader(dataset, sampler, collate=collate, num_workers=num_workers)
-        sampler.set_epoch(2)
-        for batch in loader:
-            assert batch.images.shape == (batch_size, 3, 8, 8)
-            for i, index in enumerate(batch.indices.tolist()):
-                found[index] = (batch.images[i].flatten().tolist(), batch.token_ids[i].tolist())
-    return found
-
-
-def test_pairs_do_not_depend_on_workers_and_ranks() -> None:
-    alone = loaded(num_workers=0, batch_size=6, world_size=1)
-    assert sorted(alone) == list(range(12))
-    assert loaded(num_workers=1, batch_size=2, world_size=3) == alone
 
 
 def test_captions_longer_than_the_context_are_cut_and_counted() -> None:

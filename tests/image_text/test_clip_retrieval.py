@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dino_sparo.__main__ import run as run_command
-
 pytest.importorskip("open_clip")
 
 from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint
@@ -45,27 +43,6 @@ def recall_of(scores: torch.Tensor, matches: list[list[int]], k: list[int]) -> d
     by_text = recall(colour_encoder(), candidates, queries, turned, k)[1]
     assert by_image == by_text
     return by_image
-
-
-def test_recall_by_hand_with_ties():
-    """Five captions of two images: the first three and the last two."""
-    scores = torch.tensor(
-        [
-            [0.9, 0.1, 0.5, 0.9, 0.2],  # 0 is tied with 3 for the first place, so it is second; 2 is third
-            [0.3, 0.8, 0.1, 0.4, 0.7],  # behind 1: 4, then 3
-        ]
-    )
-    found = recall_of(scores, [[0, 1, 2], [3, 4]], [1, 2, 3, 5])
-    assert found[1] == (0.0, 0.0)
-    assert found[2] == (100.0, pytest.approx(100 * (1 / 2 + 1 / 2) / 2))
-    assert found[3] == (100.0, pytest.approx(100 * (2 / 3 + 2 / 3) / 2))
-    assert found[5] == (100.0, pytest.approx(100 * (3 / 5 + 2 / 5) / 2))
-
-
-def test_a_model_that_cannot_tell_finds_nothing():
-    assert recall_of(torch.zeros(3, 7), [[0], [5], [6]], [1, 5, 7]) == {
-        1: (0, 0), 5: (0, 0), 7: (100, pytest.approx(100 / 7))
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("num_values", [3, 1000])
@@ -328,9 +305,3 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(tmp
     )
     with pytest.raises(ValueError, match="--data_path is empty"):
         run("--pretrained_weights", weights)
-
-
-def test_a_mistake_ends_the_script_with_one_line(caplog):
-    with pytest.raises(SystemExit, match="1"):
-        run_command("retrieval", ["--data_path", "scenes:10:32", "--device", "cpu"])
-    assert "--pretrained_weights is empty" in caplog.text

@@ -67,14 +67,11 @@ class ListedReadout(nn.Module):
         super().__init__()
         self.sparo, self.group_size = sparo, group_size
 
-    def forward(self, tokens: torch.Tensor, last_token: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         batch, number, _ = tokens.shape
         keys = self.sparo.key_proj(tokens).reshape(batch, number, -1, A)
         keys = keys.repeat_interleave(self.group_size, dim=2).movedim(2, 1)
         scores = torch.einsum("la, blna -> bln", self.sparo.queries / math.sqrt(A), keys)
-        if last_token is not None:
-            after = torch.arange(number) > last_token[:, None]
-            scores = scores.masked_fill(after[:, None], -math.inf)
         pooled = torch.einsum("bln, blna -> bla", scores.softmax(dim=-1), keys)
         return self.sparo.value_proj(pooled)
 
@@ -108,25 +105,6 @@ def test_slots_attention_and_every_gradient_equal_a_loop_over_equation_1(group_s
             gradient, loop[name], rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
         )
         assert gradient.abs().max() > 1e-3, name
-
-
-@pytest.mark.parametrize("group_size", [1, 2, 3])
-def test_slots_and_gradients_equal_the_order_of_the_papers_listing(group_size: int) -> None:
-    torch.manual_seed(10 + group_size)
-    sparo = random_sparo(group_size)
-    tokens = torch.randn(B, N, D, dtype=torch.float64, requires_grad=True)
-    last_token = torch.tensor([4, 1])
-    mask = torch.arange(N) <= last_token[:, None]
-
-    for ours, listed in (
-        (sparo(tokens).slots, ListedReadout(sparo, group_size)(tokens)),
-        (sparo(tokens, mask).slots, ListedReadout(sparo, group_size)(tokens, last_token)),
-    ):
-        torch.testing.assert_close(ours, listed, rtol=1e-11, atol=1e-11)
-        weights = torch.randn_like(listed)
-        expected = gradients((listed * weights).sum(), sparo, tokens)
-        for name, gradient in gradients((ours * weights).sum(), sparo, tokens).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10)
 
 
 def test_float32_is_as_accurate_as_the_papers_listing() -> None:
@@ -186,22 +164,6 @@ def test_masked_tokens_get_no_attention_and_no_gradient() -> None:
     assert tokens.grad[mask].ne(0).any()
     moved = torch.where(mask[..., None], tokens.detach(), 1e3)
     torch.testing.assert_close(sparo(moved, mask).slots, output.slots)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_is_a_distribution_over_tokens(masked: bool) -> None:
-    sparo = random_sparo(3)
-    attention = sparo(torch.randn(B, N, D, dtype=torch.float64), random_mask() if masked else None).attention
-    assert attention.shape == (B, L, N)
-    assert attention.min() >= 0
-    torch.testing.assert_close(attention.sum(dim=-1), torch.ones(B, L, dtype=torch.float64))
-
-
-def test_a_mask_that_allows_every_token_changes_nothing() -> None:
-    sparo = random_sparo(2)
-    tokens = torch.randn(B, N, D, dtype=torch.float64)
-    everything = torch.ones(B, N, dtype=torch.bool)
-    torch.testing.assert_close(sparo(tokens, everything).slots, sparo(tokens).slots)
 
 
 class LargestOutput(TorchDispatchMode):
@@ -326,35 +288,9 @@ def test_cls_reads_the_class_token_with_one_hot_attention() -> None:
 
 
 @torch.no_grad()
-def test_gap_averages_all_tokens_with_uniform_attention() -> None:
-    encoder = small_encoder("gap")
-    images = torch.randn(2, 3, 24, 32)
-    output, tokens = encoder.readout_output(images), encoder.backbone(images)
-    torch.testing.assert_close(output.slots[:, 0], tokens.mean(dim=1))
-    torch.testing.assert_close(output.attention, torch.full((2, 1, 13), 1 / 13))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
 def test_attention_is_given_in_training_mode_too_or_left_out_as_none(readout: str) -> None:
     encoder = small_encoder(readout).train()
     output = encoder.readout_output(torch.randn(2, 3, 16, 16))
     assert output.slots.ndim == 3
     assert output.attention is None or output.attention.shape == (2, output.slots.shape[1], 5)
-
-
-@torch.no_grad()
-def test_sparo_reads_every_token_the_class_token_included() -> None:
-    encoder = small_encoder("sparo")
-    images = torch.randn(2, 3, 16, 16)
-    tokens = encoder.backbone(images)
-    output = encoder.readout_output(images)
-    assert output.attention.shape == (2, 64, 1 + 4)
-    torch.testing.assert_close(output.slots, encoder.readout(tokens).slots)
-    assert output.attention[:, :, 0].min() > 0
-
-
-def test_readout_output_cannot_be_changed() -> None:
-    output = Sparo(D, L, V, A)(torch.randn(B, N, D))
-    with pytest.raises(AttributeError):
-        output.slots = output.slots + 1
