@@ -281,30 +281,10 @@ COMMANDS: dict[str, Command] = {
         "A folder of benchmarks of true and false captions -> a table of the models' accuracies.",
         "image_text.evaluation.compositional.command:compare",
         image_text_options.compositional_parser,
-        needs={"open_model": "commands:open_one_of_several"},
+        needs={"open_model": "commands:open_model"},
         examples=(
             "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
             "--pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind",
-        ),
-    ),
-    "sugarcrepe": Command(
-        IMAGE_TEXT,
-        "Images with a true and a false caption -> how often the true caption scores higher.",
-        "commands:sugarcrepe",
-        image_text_options.sugarcrepe_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017",
-            "--pretrained_weights clip.pth --data_root pairs",
-        ),
-    ),
-    "winoground": Command(
-        IMAGE_TEXT,
-        "Two images and two captions of the same words -> how often images and captions are matched correctly.",
-        "commands:winoground",
-        image_text_options.winoground_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_root winoground",
-            "--pretrained_weights oc.pth --data_root winoground --graphs winoground.jsonl",
         ),
     ),
     "clip-probe": Command(
@@ -567,22 +547,3 @@ def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
         f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint of "
         "train-clip or train-oc-clip"
     )
-
-
-def open_one_of_several(args: argparse.Namespace, process: "Distributed") -> "Scorer":
-    """Open a model of an evaluation of several; see `open_model`."""
-    return open_model(args, process, is_one_of_several=True)
-
-
-def sugarcrepe(args: argparse.Namespace) -> Any:
-    """Evaluate a model on SugarCrepe alone."""
-    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
-
-    return evaluate_single(args, open_model, "sugarcrepe")
-
-
-def winoground(args: argparse.Namespace) -> Any:
-    """Evaluate a model on Winoground alone."""
-    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
-
-    return evaluate_single(args, open_model, "winoground")

@@ -1,7 +1,7 @@
 """Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
 
     dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
-    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
+    dino-sparo compositional --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe \
         --slots output/slots_checkpoint_imagenet.json
 
 Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
