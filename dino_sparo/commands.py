@@ -25,9 +25,10 @@ from dino_sparo.simdino import options as simdino_options
 from dino_sparo.weights import options as weights_options
 
 if TYPE_CHECKING:
+    import torch
+
     from dino_sparo.image_text.scorer import Scorer
     from dino_sparo.image_text.towers import LoadedModel
-    from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger("dino_sparo")
 
@@ -486,15 +487,12 @@ def demo(args: argparse.Namespace, run: Callable[..., Any]) -> Any:
     return demo_dino(args, run)
 
 
-def open_model(
-    args: argparse.Namespace, process: "Distributed", border: int = 0, is_one_of_several: bool = False
-) -> "Scorer":
+def open_model(args: argparse.Namespace, device: "torch.device", is_one_of_several: bool = False) -> "Scorer":
     """The image-text model that `--pretrained_weights` names, for an evaluation.
 
     Args:
         args: the options of `MODEL` and `computation` in image_text/evaluation/options.py.
-        process: this process among its peers.
-        border: pixels cut off every side of an image.
+        device: where to compute.
         is_one_of_several: leave out options that this model has no use for; otherwise they are refused.
 
     Raises:
@@ -517,10 +515,10 @@ def open_model(
     if kind == "oc_clip":
         from dino_sparo.oc_clip.load import open_oc_clip_model
 
-        return open_oc_clip_model(args, process, border, checkpoint)
+        return open_oc_clip_model(args, device, checkpoint)
     from dino_sparo.clip.load import clip_scorer
 
-    return clip_scorer(args, process, border, checkpoint)
+    return clip_scorer(args, device, checkpoint)
 
 
 def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":

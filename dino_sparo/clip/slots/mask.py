@@ -30,7 +30,6 @@ from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
-from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import (
     EncodedQuestions,
@@ -40,11 +39,8 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     split_results,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.protocol import (
-    limits_of,
-    open_evaluation_images,
-    require_few_missing,
-)
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, require_few_missing
+from dino_sparo.image_text.evaluation.task import ScorerTask
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -258,25 +254,24 @@ def encode_pairs(
 
 def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     """Learn what the options say, evaluate it, write mask and plot, show the table."""
-    process = start_evaluation(args)
+    task = ScorerTask.start(args, clip_scorer)
     require_matplotlib()
     local = open_pairs(args)
-    scorer = clip_scorer(args, process)
-    file = open_result(args, "mask", scorer.record["model"])
+    scorer = task.scorer
+    file = task.open_result("mask")
     config: CLIPConfig = scorer.model.config
     num_parts = number_of_parts(args.parts, config)
-    pairs = encode_pairs(scorer, local, args.max_missing, limits_of(args))
+    pairs = encode_pairs(scorer, local, args.max_missing, task.limits)
     before = split_results(pairs, scorer.score_pairs)
     settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
     fit_result = fit_mask(pairs, num_parts, *settings)
-    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
+    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, task.weights["sha256"])
     after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
-    elsewhere = [change_elsewhere(scorer, mask, where, args.download, limits_of(args)) for where in args.evaluate]
+    elsewhere = [change_elsewhere(scorer, mask, where, args.download, task.limits) for where in args.evaluate]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
         "fit": describe_fit(fit_result, args),
-        **{name: value for name, value in scorer.record.items() if name != "slots"},
         "pairs": {
             "images": str(local.images),
             "files": {file.removesuffix(".json"): record for file, record in local.file_records().items()},

@@ -17,7 +17,6 @@ from typing import Any
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
@@ -32,26 +31,25 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of
+from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.weights.checkpoint import weights_sha256
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 8  # splits in the table; the result file has all
-RESULT = "compositional"
+RESULT, UNRECORDED = "compositional", ("chunk_images", "failures", "write_captions")
 
 Result = dict[str, Any]
 # The answer to each question of a benchmark, None where an image cannot be read.
 Answers = Sequence[Answer | None]
 
 
-def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
+def compare(args: argparse.Namespace, open_scorer: OpenScorer) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
-    process = start_evaluation(args)
+    task = ScorerTask.start(args, open_scorer)
     if not args.data_root:
         raise UserError("--data_root is empty; give the folder that holds the benchmarks")
     if args.failures:
@@ -65,21 +63,20 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
             raise UserError(f"--pretrained_weights {weights}: there is no such file")
-    every = [argparse.Namespace(**{**vars(args), "pretrained_weights": weights}) for weights in args.pretrained_weights]
-    files = [open_result(one, RESULT, {"sha256": weights_sha256(one.pretrained_weights)}) for one in every]
+    tasks = [task.for_weights(weights) for weights in args.pretrained_weights]
+    files = [each.open_result(RESULT, unrecorded=UNRECORDED) for each in tasks]
     if len({file.path for file in files}) < len(files):
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
-    results, written, is_one_of_several = {}, [], len(files) > 1
-    for label, model_args, file in zip(labels_of(args.pretrained_weights), every, files, strict=True):
-        logger.info("%s: %s", label, model_args.pretrained_weights)
-        scorer = open_model(model_args, process, is_one_of_several=is_one_of_several)
-        limits = limits_of(model_args)
-        result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, limits)
+    results, written, settings = {}, [], (args.chunk_images, args.seed, args.blind, args.failures)
+    for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
+        logger.info("%s: %s", label, task.args.pretrained_weights)
+        result, failures = evaluate(task.scorer, benchmarks, *settings, task.limits)
         results[label] = file.write(result)
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
-            written += write_failures(scorer, label, failures, stem, limits)
+            written += write_failures(task.scorer, label, failures, stem, task.limits)
+        del task.scorer  # the next model needs the memory
     if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
@@ -149,7 +146,6 @@ def evaluate(
         "official: ties as in the benchmark's own code",
         "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
         "seed": seed,
-        **scorer.record,
     }
     return whole, failures
 
