@@ -145,12 +145,12 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     return dict(zip(("top1", "top5", "mean_per_class_recall"), hits.accuracies(), strict=True))
 
 
-def probe_checkpoint(args: argparse.Namespace, open_scorer: OpenScorer) -> dict[str, Any]:
+def probe_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Train and test the probe that the options describe, write the result, print the table.
 
     The model has `image_features`, from a source and a device to `Features` of length one, and a scorer's `record`.
     """
-    task = ScorerTask.start(args, open_scorer)
+    task = ScorerTask.start(args, open_model)
     train, test, record, file = _features(task)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
     settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, task.device)

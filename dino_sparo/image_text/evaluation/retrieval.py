@@ -145,9 +145,9 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
     return list(texts.values()), torch.tensor([number[key] for key in keys], dtype=torch.int64)
 
 
-def evaluate_checkpoint(args: argparse.Namespace, open_scorer: OpenScorer) -> dict[str, Any]:
+def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Evaluate what the options say, write the result, show the table."""
-    task = ScorerTask.start(args, open_scorer)
+    task = ScorerTask.start(args, open_model)
     scorer = task.scorer
     file = task.open_result("retrieval")
     data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, task.limits)

@@ -1,6 +1,6 @@
 """Options -> one evaluation of a model of images and captions: of its scores, or of the model itself.
 
-task = ScorerTask.start(args, open_scorer)
+task = ScorerTask.start(args, open_model)
 scorer = task.scorer
 file = task.open_result("zero_shot")
 file.write({"top1": ...}, "a table")    # and weights, slots, view, versions and options

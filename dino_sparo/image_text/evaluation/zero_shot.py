@@ -110,9 +110,9 @@ def evaluate_zero_shot(
     return ZeroShotResult(*hits.accuracies(), images, num_corrupt, ties, per_class, classes.num_truncated)
 
 
-def evaluate_checkpoint(args: argparse.Namespace, open_scorer: OpenScorer) -> dict[str, Any]:
+def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Evaluate what the options say, write the result, show the table."""
-    task = ScorerTask.start(args, open_scorer)
+    task = ScorerTask.start(args, open_model)
     scorer = task.scorer
     file = task.open_result("zero_shot")
     source = task.open_split(args.split)

@@ -47,9 +47,9 @@ Result = dict[str, Any]
 Answers = Sequence[Answer | None]
 
 
-def compare(args: argparse.Namespace, open_scorer: OpenScorer) -> list[Result]:
+def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
-    task = ScorerTask.start(args, open_scorer)
+    task = ScorerTask.start(args, open_model)
     if not args.data_root:
         raise UserError("--data_root is empty; give the folder that holds the benchmarks")
     if args.failures:
