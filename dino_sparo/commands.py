@@ -25,9 +25,10 @@ from dino_sparo.simdino import options as simdino_options
 from dino_sparo.weights import options as weights_options
 
 if TYPE_CHECKING:
+    import torch
+
     from dino_sparo.image_text.scorer import Scorer
     from dino_sparo.image_text.towers import LoadedModel
-    from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger("dino_sparo")
 
@@ -281,30 +282,10 @@ COMMANDS: dict[str, Command] = {
         "A folder of benchmarks of true and false captions -> a table of the models' accuracies.",
         "image_text.evaluation.compositional.command:compare",
         image_text_options.compositional_parser,
-        needs={"open_model": "commands:open_one_of_several"},
+        needs={"open_model": "commands:open_model"},
         examples=(
             "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
             "--pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind",
-        ),
-    ),
-    "sugarcrepe": Command(
-        IMAGE_TEXT,
-        "Images with a true and a false caption -> how often the true caption scores higher.",
-        "commands:sugarcrepe",
-        image_text_options.sugarcrepe_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_root sugarcrepe/data --images coco/val2017",
-            "--pretrained_weights clip.pth --data_root pairs",
-        ),
-    ),
-    "winoground": Command(
-        IMAGE_TEXT,
-        "Two images and two captions of the same words -> how often images and captions are matched correctly.",
-        "commands:winoground",
-        image_text_options.winoground_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_root winoground",
-            "--pretrained_weights oc.pth --data_root winoground --graphs winoground.jsonl",
         ),
     ),
     "clip-probe": Command(
@@ -506,15 +487,12 @@ def demo(args: argparse.Namespace, run: Callable[..., Any]) -> Any:
     return demo_dino(args, run)
 
 
-def open_model(
-    args: argparse.Namespace, process: "Distributed", border: int = 0, is_one_of_several: bool = False
-) -> "Scorer":
+def open_model(args: argparse.Namespace, device: "torch.device", is_one_of_several: bool = False) -> "Scorer":
     """The image-text model that `--pretrained_weights` names, for an evaluation.
 
     Args:
         args: the options of `MODEL` and `computation` in image_text/evaluation/options.py.
-        process: this process among its peers.
-        border: pixels cut off every side of an image.
+        device: where to compute.
         is_one_of_several: leave out options that this model has no use for; otherwise they are refused.
 
     Raises:
@@ -537,10 +515,10 @@ def open_model(
     if kind == "oc_clip":
         from dino_sparo.oc_clip.load import open_oc_clip_model
 
-        return open_oc_clip_model(args, process, border, checkpoint)
+        return open_oc_clip_model(args, device, checkpoint)
     from dino_sparo.clip.load import clip_scorer
 
-    return clip_scorer(args, process, border, checkpoint)
+    return clip_scorer(args, device, checkpoint)
 
 
 def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
@@ -567,22 +545,3 @@ def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
         f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint of "
         "train-clip or train-oc-clip"
     )
-
-
-def open_one_of_several(args: argparse.Namespace, process: "Distributed") -> "Scorer":
-    """Open a model of an evaluation of several; see `open_model`."""
-    return open_model(args, process, is_one_of_several=True)
-
-
-def sugarcrepe(args: argparse.Namespace) -> Any:
-    """Evaluate a model on SugarCrepe alone."""
-    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
-
-    return evaluate_single(args, open_model, "sugarcrepe")
-
-
-def winoground(args: argparse.Namespace) -> Any:
-    """Evaluate a model on Winoground alone."""
-    from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
-
-    return evaluate_single(args, open_model, "winoground")

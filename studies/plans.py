@@ -51,7 +51,7 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
     `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
     """
-    from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
+    from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.checkpoint import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 

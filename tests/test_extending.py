@@ -16,6 +16,7 @@ from runs import ROOT, assert_same_state, epochs_of
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.__main__ import main
 from dino_sparo.data.sources import OPENERS
+from dino_sparo.evaluation.features import Features
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.models.readouts import READOUTS
 
@@ -83,14 +84,15 @@ def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_loa
 
     monkeypatch.chdir(tmp_path)
     words = {"my_readout": "TopKReadout", "my_backbone": "vit_flat", "my_source": "class Frames"}
-    for name, word in (words | {"my_benchmark": "colours.json", "vicreg": "vicreg_loss"}).items():
+    words |= {"my_benchmark": "colours.json", "nearest_mean": "nearest_mean", "vicreg": "vicreg_loss"}
+    for name, word in words.items():
         Path(f"{name}.py").write_text(block_with(word))
     frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
     np.savez("video.npz", frames=frames, labels=np.arange(50) // 25)
     paint(tmp_path / "data" / "images" / "1.png", "red")
     Path("data/colours.json").write_text('[{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]')
     small_checkpoint(tmp_path / "runs" / "clip" / "checkpoint.pth")
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
     for command in COMMANDS:
         program, *rest = shlex.split(command)
         if program == "python":
@@ -105,6 +107,27 @@ def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_loa
             python(tmp_path / f"{script}.py", "export", f"runs/{run}/checkpoint.pth", run, "--format", "huggingface")
         assert f"{part} is code of your own" in caplog.messages[-1]
         assert not Path(run).exists()
+
+
+def test_the_new_evaluation_has_a_result_with_its_whole_protocol(tmp_path: Path, python: Callable[..., dict]) -> None:
+    script = tmp_path / "nearest_mean.py"
+    script.write_text(block_with("nearest_mean"))
+    options = ["--data_path", "scenes:26:32", "--output_dir", tmp_path, "--device", "cpu", "--num_workers", 0]
+    random = ["--untrained", "--arch", "vit_micro", "--patch_size", 8, "--img_size", 16]
+    evaluation = python(script, *random, *options)
+    (path,) = tmp_path.glob("nearest_mean_*_untrained.json")
+    result = json.loads(path.read_text())
+    names = {"evaluation", "top1", "images", "encoder", "view", "versions", "options", "warnings"}
+    assert result.keys() | {"warnings"} == names
+    assert result["images"]["num_train"] + result["images"]["num_val"] == 2 * 26
+    before = path.read_bytes()
+    python(script, *random, *options)  # the same result again
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match="holds another result: img_size 16 in the file, 24 now"):
+        python(script, *random[:-1], 24, *options)
+    features = Features(torch.eye(3)[[0, 0, 1, 2]], torch.tensor([0, 0, 1, 1]), torch.arange(4))
+    judged = Features(torch.eye(3), torch.tensor([0, 1, 0]), torch.arange(3))
+    assert evaluation["nearest_mean"](features, judged, 2) == pytest.approx(200 / 3)
 
 
 @pytest.mark.slow

@@ -39,12 +39,13 @@ class FakeRun:
                 {"model": {"a": torch.zeros(2, 3), "b": torch.zeros(())}}, options["output_dir"] + "/checkpoint.pth"
             )
             return None
-        assert name == "sugarcrepe"
+        assert (name, options["benchmarks"]) == ("compositional", "sugarcrepe")
         assert Path(options["images"]).is_dir()
         is_shuffled = Path(options["data_root"]).name == "shuffled"
         tests = [path.stem for path in Path(options["data_root"]).glob("*.json")]
         found = {test: 50.0 if is_shuffled else ACCURACIES.get(test, 60.0) for test in tests}
-        return {"splits": {test: {"accuracy": value, "num_ties": 1, "num_pairs": 4} for test, value in found.items()}}
+        splits = {test: {"accuracy": value, "num_ties": 1, "num_questions": 4} for test, value in found.items()}
+        return [{"benchmarks": {"SugarCrepe": {"splits": splits}}}]
 
     def trained(self) -> list[tuple[str, dict[str, str]]]:
         return [command for command in self.commands if command[0].startswith("train")]
@@ -80,7 +81,7 @@ def test_controls_differ_from_oc_clip_in_their_options_alone(tmp_path):
     asked = {
         Path(each["pretrained_weights"]).parent.name: each.get("graphs")
         for name, each in run.commands
-        if name == "sugarcrepe"
+        if name == "compositional"
     }
     assert asked["clip-sparo"] is None
     assert asked["oc-clip-parsed"] == "templates"

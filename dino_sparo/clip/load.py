@@ -39,7 +39,6 @@ from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
@@ -117,9 +116,9 @@ def _top_word(words: Sequence[Word], shares: Float[np.ndarray, " words"]) -> str
 
 
 def clip_scorer(
-    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
+    args: argparse.Namespace, device: torch.device, checkpoint: Mapping[str, Any] | None = None
 ) -> DotProductScorer:
-    """The model of an evaluation; `border` pixels are cut off every side of an image.
+    """The model of an evaluation, by its options.
 
     Raises:
         ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
@@ -130,7 +129,7 @@ def clip_scorer(
         )
     require("open_clip", "captions")
     loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu, checkpoint)
-    config = loaded.model.config
+    config, border = loaded.model.config, getattr(args, "crop_border", 0)
     transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
     model, slots = open_slots(getattr(args, "slots", None), loaded)
     dim = config.embed_dim if isinstance(model, CLIP) else model.encoding_dim
@@ -144,10 +143,10 @@ def clip_scorer(
     is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
     return kind(
-        model.to(process.device),
+        model.to(device),
         partial(tokenize, context_length=config.text.context_length),
         transform,
-        process.device,
+        device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],

@@ -44,7 +44,7 @@ from dino_sparo.evaluation.features import (
     total_images,
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
-from dino_sparo.evaluation.task import EvaluationTask, open_result
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
@@ -237,17 +237,17 @@ def merge_ranks(
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
-    task = EvaluationTask.start(args)
+    task = EncoderTask.start(args)
     cached = load(task) if args.load_features else None
     name = "knn" if args.n_last_blocks == KNN_BLOCKS else f"knn_{args.n_last_blocks}blocks"
-    file = open_result(args, name, cached[2].get("encoder", {}) if cached else task.subject.record)
+    file = task.open_result(name, cached[2] if cached else None, ("dump_features", "load_features"))
     train, val, record = cached or extract(task)
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
     totals = {split: total_images(part, task.device) for split, part in (("train", train), ("val", val))}
     return file.write(describe(results, totals, args.temperature, record), table(results))
 
 
-def load(task: EvaluationTask) -> tuple[Features, Features, dict]:
+def load(task: EncoderTask) -> tuple[Features, Features, dict]:
     """This process' share of the cached features of both splits, and the record of how they were made."""
     args = task.args
     train, val, record = load_features(Path(args.load_features))
@@ -276,13 +276,13 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
         raise UserError(f"--{name} {getattr(args, name)} with --load_features: leave out one of the two")
 
 
-def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
+def extract(task: EncoderTask) -> tuple[Features, Features, dict]:
     """This process' share of the features of both splits, and the record of how they were made."""
     layers = task.args.n_last_blocks
     encoder = task.encoder  # opened before the images: wrong weights are refused first
     encode = None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers)
     record = {
-        "encoder": task.subject.record,
+        **task.protocol(),
         "feature": {
             "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
             "n_last_blocks": layers,

@@ -93,7 +93,8 @@ def scene_scores(
         {"pretrained_weights": folder / "checkpoint.pth", "device": device, "num_workers": 1, "overwrite": "true"}
     )
     classified = run("zero-shot", [*model, "--data_path", data_path, "--templates", templates])
-    compared = run("sugarcrepe", [*model, "--data_root", str(pairs)])["splits"]
+    (result,) = run("compositional", [*model, "--data_root", str(pairs), "--benchmarks", "scene-pairs"])
+    compared = result["benchmarks"]["scene-pairs"]["splits"]
     scores = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))
     return dict(zip(CHANCE, scores, strict=True))
 

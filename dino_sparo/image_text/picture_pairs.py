@@ -5,8 +5,9 @@ The objectives describe the figures: `clip/slots/pictures.py`, `oc_clip/pictures
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,16 +20,14 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model, run_n
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
-from dino_sparo.evaluation.task import ResultFile
-from dino_sparo.image_text.evaluation.protocol import limits_of
+from dino_sparo.evaluation.result import ResultFile
+from dino_sparo.image_text.evaluation.task import ModelTask
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.cli import printable, say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.launch import select_device
-from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 
@@ -43,58 +42,44 @@ class ViewedPair:
     image: Float[Tensor, "C H W"]
 
 
-def begin_pictures(args: argparse.Namespace) -> torch.device:
-    """Set up the log, and refuse what cannot be drawn without a package; returns the device.
+class PicturesTask(ModelTask):
+    """Pictures of what a model attends to, in some pairs; the options are those of `picture_parser`."""
 
-    `args` are the options of `picture_parser`.
-    """
-    setup_logging()
-    require_matplotlib()
-    require("open_clip", "captions")
-    return select_device(args.device)
+    def __init__(self, args: argparse.Namespace, device: torch.device, load: Callable[..., LoadedModel]) -> None:
+        super().__init__(args, device, lambda args: load(args.pretrained_weights))
+        require_matplotlib()
+        require("open_clip", "captions")
+
+    @cached_property
+    def pairs(self) -> PairSource:
+        """The pairs to look at; scenes are held-out ones.
+
+        Images without a caption are left out, however many there are.
+        """
+        args = self.args
+        keys = args.image_key, args.caption_key, args.image_folder
+        return open_pairs(args.data_path, *keys, max_left_out=1.0, default_split="val", limits=self.limits)
+
+    def about(self, model_words: Sequence[str], num_shown: int, num_pairs: int) -> tuple[str, str]:
+        """A line on the model and on the pairs that are shown, of `num_pairs`; and its second half."""
+        (run,) = run_names([self.args.pretrained_weights])
+        pairs = f"{num_shown} of {num_pairs:,} pairs of {printable(self.pairs.name)}"
+        model = describe_model(self.loaded.record, self.loaded.model.config.image, run, *model_words)
+        return f"{model}  ·  {pairs}", pairs
+
+    def write(self, file: ResultFile, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:
+        """Write `file` with `numbers`, and beside it a sheet and a page; returns the content of the file."""
+        paths = [file.path.with_suffix(f".{ending}") for ending in (self.args.figure_format, "html")]
+        save_sheet(figure, paths[0])
+        save_page(figure, paths[1])
+        say("\n".join(map(str, [*paths, file.path])))
+        return file.write({**numbers, "data_path": self.args.data_path})
 
 
 def view_pictures(source: ImageSource, indices: Sequence[int], view: PatchView) -> list[Picture]:
     """The part of each image that the model sees, large enough to look at."""
     images = [source.read(index) for index in indices]
     return [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
-
-
-def about_pairs(
-    args: argparse.Namespace, loaded: LoadedModel, model_words: Sequence[str], num_shown: int, num_pairs: int, name: str
-) -> tuple[str, str]:
-    """A line on the model and on the pairs that are shown, of `num_pairs` in the source `name`; and its second half."""
-    (run,) = run_names([args.pretrained_weights])
-    pairs = f"{num_shown} of {num_pairs:,} pairs of {printable(name)}"
-    return f"{describe_model(loaded.record, loaded.model.config.image, run, *model_words)}  ·  {pairs}", pairs
-
-
-def write_pictures(
-    args: argparse.Namespace, file: ResultFile, figure: Figure, numbers: dict[str, Any]
-) -> dict[str, Any]:
-    """Write `file` with `numbers`, and beside it a sheet and a page; returns the content of the file."""
-    paths = [file.path.with_suffix(f".{ending}") for ending in (args.figure_format, "html")]
-    save_sheet(figure, paths[0])
-    save_page(figure, paths[1])
-    result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}
-    say("\n".join(map(str, [*paths, file.path])))
-    return file.write(result)
-
-
-def open_picture_pairs(args: argparse.Namespace) -> PairSource:
-    """The pairs to look at, by the options of `picture_parser`; scenes are held-out ones.
-
-    Images without a caption are left out, however many there are.
-    """
-    return open_pairs(
-        args.data_path,
-        args.image_key,
-        args.caption_key,
-        args.image_folder,
-        max_left_out=1.0,
-        default_split="val",
-        limits=limits_of(args),
-    )
 
 
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:

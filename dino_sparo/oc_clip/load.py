@@ -34,7 +34,6 @@ from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.weights.file import load_strictly
@@ -271,11 +270,11 @@ def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) 
 
 
 def open_oc_clip_model(
-    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
+    args: argparse.Namespace, device: torch.device, checkpoint: Mapping[str, Any] | None = None
 ) -> GraphScorer:
     """The scorer of a checkpoint by the options of an evaluation."""
     loaded = load_oc_clip(args.pretrained_weights, checkpoint)
-    size = loaded.model.config.image.img_size
+    size, border = loaded.model.config.image.img_size, getattr(args, "crop_border", 0)
     if args.img_size not in (None, size):
         raise UserError(
             f"--img_size {args.img_size}: the binding was trained for images of {size} px, whose patches have a "
@@ -284,7 +283,7 @@ def open_oc_clip_model(
     scorer = scorer_of(
         loaded,
         args.graphs or DEFAULT_GRAPHS,
-        process.device,
+        device,
         border,
         args.max_missing_graphs,
         batch_size=args.batch_size_per_gpu,

@@ -19,22 +19,13 @@ from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.pixels import Picture
-from dino_sparo.evaluation.task import open_figures
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.picture_pairs import (
-    about_pairs,
-    begin_pictures,
-    open_picture_pairs,
-    view_pairs,
-    view_pictures,
-    write_pictures,
-)
+from dino_sparo.image_text.picture_pairs import PicturesTask, view_pairs, view_pictures
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, RELATIONS_LEGEND, SUMMARIES, PairMaps, explain_pair, tiles_of
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +40,28 @@ SCORES_EXPLANATION = (
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Draw what the options ask for; returns the content of oc_pictures.json."""
-    if is_only_a_peer():
+    task = PicturesTask.start_on_first(args, load_oc_clip)
+    if task is None:
         return {}
-    device = begin_pictures(args)
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
-    loaded = load_oc_clip(args.pretrained_weights)
-    file = open_figures(args, "oc_pictures", loaded.record)
+    loaded = task.loaded
+    file = task.open_figures("oc_pictures", ("figure_format",))
     config, scoring = loaded.model.config, loaded.model.scoring
-    source = open_picture_pairs(args)
+    source = task.pairs
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
-    model = loaded.model.to(device)
+    model = loaded.model.to(task.device)
     pairs, changes = [], []
     for pair in view_pairs(source, chosen, view):
         graph, counts = graphs.lookup(pair.caption)
-        pairs.append(explain_pair(model, pair, graph, device))
+        pairs.append(explain_pair(model, pair, graph, task.device))
         changes.append(counts)
     total = LookupCounts.total(changes)
     if total.whole_caption or total.nodes or total.relations:
         logger.warning("%s: %s", source.name, total)
     pictures = view_pictures(source, [maps.pair.index for maps in pairs], view)
     model_words = [f"{config.binding.num_default} default tokens"]
-    about, source_words = about_pairs(args, loaded, model_words, len(pairs), len(source), source.name)
+    about, source_words = task.about(model_words, len(pairs), len(source))
     ent_coef, rel_coef = float(scoring.ent_coef.detach()), float(scoring.rel_coef.detach())
     weights = (
         "The score of a pair is the weighted mean of the cosines of its entities and the scores of its relations; an "
@@ -78,7 +69,6 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     )
     figure = pairs_figure(about, weights, pairs, pictures, args.default_tokens)
     numbers = {
-        "model": loaded.record,
         "graphs": {**graphs.record, "counts": total._asdict()},
         "source": source_words,
         "competition": model.binding.competition,
@@ -86,7 +76,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         "rel_coef": rel_coef,
         "pairs": [maps.to_json() for maps in pairs],
     }
-    return write_pictures(args, file, figure, numbers)
+    return task.write(file, figure, numbers)
 
 
 def pairs_figure(

@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from dino_sparo.evaluation.embed.command import features_of
-from dino_sparo.evaluation.task import OTHER_SEED, trained_encoder, untrained_encoder
+from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
 from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, write_pairs
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.oc_clip.demo import MODELS as PAIR_MODELS

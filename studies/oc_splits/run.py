@@ -5,7 +5,7 @@
     python -m studies oc-splits --curve                                     # and the learning curves
 
 Each cell (a share of seen pairs and a share of hard ones) and seed has one split on disk (`data.py`). Every model is
-trained on it by its own command, and `sugarcrepe` asks all questions, once with their own pictures and once with
+trained on it by its own command, and `compositional` asks all questions, once with their own pictures and once with
 shuffled ones. A model with a result is skipped; an interrupted training resumes. Prints a table and writes
 splits.json; `docs/oc_clip_splits.md` explains them. Source: OC-CLIP, section 4.1, appendix A.5, figures 2 and 7.
 """
@@ -238,8 +238,9 @@ def answers(
     """Accuracy and number of ties of every test in a folder of questions; the answers lie beside the weights."""
     files = {"data_root": data / part, "images": data / "tests" / "images"}
     graphs = _graphs(name, data / "tests" / "graphs.jsonl")
-    words = option_words({"pretrained_weights": weights, **files, **graphs, **devices})
-    tests = run("sugarcrepe", words)["splits"].items()
+    words = option_words({"pretrained_weights": weights, "benchmarks": "sugarcrepe", **files, **graphs, **devices})
+    (result,) = run("compositional", words)
+    tests = result["benchmarks"]["SugarCrepe"]["splits"].items()
     return {test: {"accuracy": each["accuracy"], "num_ties": each["num_ties"]} for test, each in tests}
 
 

@@ -30,7 +30,7 @@ def test_the_short_demo_ends_in_its_table(
     assert json.loads((folder / "demo.json").read_text()) == [run]
     assert all(0 <= run[score] <= 100 for score in CHANCE)
     folder = Path(run["folder"])
-    results = {"zero_shot_checkpoint_scenes-20-48.json", "sugarcrepe_checkpoint_pairs.json"}
+    results = {"zero_shot_checkpoint_scenes-20-48.json", "compositional_checkpoint_pairs.json"}
     assert {"checkpoint.pth", *results} <= {path.name for path in folder.iterdir()}
     assert not (folder / "pictures.png").exists()  # make demo-short runs sparo and draws its slots
     last = capsys.readouterr().out.splitlines()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from clip_fakes import call, parser_of
 from PIL import Image
 
@@ -28,10 +29,17 @@ from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection
+from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.picture_pairs import open_picture_pairs
+from dino_sparo.image_text.picture_pairs import PicturesTask
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def picture_pairs(data_path: str) -> PairSource:
+    """The pairs to look at."""
+    args = parser_of("pictures").parse_args(["--data_path", data_path])
+    return PicturesTask(args, torch.device("cpu"), load_clip).pairs
 
 
 def run(*options: object) -> dict:
@@ -70,7 +78,7 @@ def test_a_folder_of_pairs_may_hold_names_of_splits_and_folders_of_splits(tmp_pa
     for name in ("test", "val/c", "train/d", "train/e"):
         paint(tmp_path / f"{name}.png", "red")
         (tmp_path / f"{name}.txt").write_text(f"caption of {name}")
-    looked_at = open_picture_pairs(parser_of("pictures").parse_args(["--data_path", str(tmp_path)]))
+    looked_at = picture_pairs(str(tmp_path))
     assert [looked_at.captions_of(i) for i in range(len(looked_at))] == [["caption of test"]]
     assert open_pairs(str(tmp_path), split="val").captions_of(0) == ["caption of val/c"]
     assert len(open_pairs(str(tmp_path), split="train")) == 2
@@ -84,7 +92,7 @@ def test_a_folder_without_captions_is_refused(tmp_path):
 
 
 def test_scenes_are_held_out_ones_with_their_captions():
-    source = open_picture_pairs(parser_of("pictures").parse_args(["--data_path", "scenes:3:48"]))
+    source = picture_pairs("scenes:3:48")
     assert "val" in source.name
     assert " on " in source.captions_of(2)[0]
 

@@ -28,7 +28,7 @@ from dino_sparo.evaluation.attention.maps import (
     rank_by_peakedness,
     slots_grid,
 )
-from dino_sparo.evaluation.task import compared_encoder
+from dino_sparo.evaluation.encoders import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.faults import MissingPackageError

@@ -24,6 +24,7 @@ from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
+from dino_sparo.evaluation.encoders import EvaluatedEncoder
 from dino_sparo.evaluation.objects import command, slots, survey
 from dino_sparo.evaluation.objects.layouts import (
     VOC_CLASSES,
@@ -35,7 +36,6 @@ from dino_sparo.evaluation.objects.layouts import (
 )
 from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
-from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD

@@ -32,7 +32,7 @@ from dino_sparo.evaluation.slots.command import (
     spread,
     table,
 )
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description
@@ -315,7 +315,7 @@ def test_the_choosing_images_choose_how_many_slots_are_kept(checkpoint: Path) ->
         for number, choosing, held_out in ((1, 30.0, 50.0), (2, 40.0, 20.0), (3, 40.0, 60.0))
     ]
     ranking = [{"slot": slot} for slot in (2, 0, 1)]
-    result = describe(EvaluationTask(options, torch.device("cpu")), ranking, curve, None)
+    result = describe(EncoderTask(options, torch.device("cpu")), ranking, curve, None)
     assert (result["slots"], result["top1_selected"]) == ([0, 2], 20.0)
 
 

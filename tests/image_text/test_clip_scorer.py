@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +21,8 @@ from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
-from dino_sparo.image_text.evaluation.compositional.command import evaluate_single
+from dino_sparo.image_text.evaluation.compositional.command import evaluate
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.questions import Question, judge
 from dino_sparo.image_text.evaluation.validation import open_zero_shot_probe, validate
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
@@ -209,8 +209,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
         for number, (colour, both) in enumerate(captions.items())
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
-    options = ("--data_root", colours, "--output_dir", colours / "a")
-    result = command("sugarcrepe", partial(evaluate_single, name="sugarcrepe"), scorer, *options)
+    result, _ = evaluate(scorer, find_benchmarks(["sugarcrepe"], ImageRules(colours)), 100, 0, False, 0)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
         for colour, both in captions.items()
@@ -218,8 +217,9 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     right, ties = (sum(test(*pair) for pair in scores.values()) for test in (lambda a, b: a > b, lambda a, b: a == b))
     assert 0 < right < 5
     assert ties >= 1  # letters' case
-    assert result["splits"] == {"swap_att": {"accuracy": 100 * right / 5, "num_pairs": 5, "num_ties": ties}}
-    assert result["rule"].startswith("right if the true caption's binding is strictly greater")
+    found = result["benchmarks"]["SugarCrepe"]["splits"]["swap_att"]
+    assert (found["accuracy"], found["num_questions"], found["num_ties"]) == (100 * right / 5, 5, ties)
+    assert result["rule"].startswith("accuracy: the true caption's binding is strictly greater")
 
 
 def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, colours: Path) -> None:
@@ -228,8 +228,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     keys = ("image_0", "image_1", "caption_0", "caption_1")
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
-    options = ("--data_root", colours, "--output_dir", colours / "a")
-    result: dict[str, Any] = command("winoground", partial(evaluate_single, name="winoground"), scorer, *options)
+    result, _ = evaluate(scorer, find_benchmarks(["winoground"], ImageRules(colours)), 100, 0, False, 0)
     text = image = group = 0
     for a, b, *captions in rows:
         pictures = [tuple(map(float, COLOURS[colour])) for colour in (a, b)]
@@ -237,9 +236,12 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
         texts, images = (s[0][0] > s[0][1] and s[1][1] > s[1][0]), (s[0][0] > s[1][0] and s[1][1] > s[0][1])
         text, image, group = text + texts, image + images, group + (texts and images)
     assert 0 < group < len(rows)
-    assert (result["text"], result["image"], result["group"]) == pytest.approx(
-        tuple(100 * each / len(rows) for each in (text, image, group))
-    )
+    expected = {
+        name: 100 * each / len(rows)
+        for name, each in zip(("text", "image", "group"), (text, image, group), strict=True)
+    }
+    found = result["benchmarks"]["Winoground"]["splits"]
+    assert {name: found[name]["accuracy"] for name in expected} == pytest.approx(expected)
 
 
 def test_validation_asks_the_scorer(scorer: BindingScorer) -> None:

@@ -11,12 +11,13 @@ from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
+from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint
 
+from dino_sparo.clip.slots.mask import encode_pairs
 from dino_sparo.data.scenes.graphs import ATTRIBUTES, Ties
 from dino_sparo.data.scenes.images import Scenes
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.image_text import scorer as scorer_file
-from dino_sparo.image_text.evaluation.compositional.command import encode_folder
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import (
     EncodedQuestions,
@@ -36,7 +37,8 @@ from dino_sparo.image_text.scorer import DotProductScorer
 
 
 def run(*options: object) -> dict:
-    return evaluate("sugarcrepe", *options)
+    (result,) = evaluate("compositional", "--benchmarks", "sugarcrepe", *options)
+    return {**result, **result["benchmarks"]["SugarCrepe"]}
 
 
 def write_split(folder: Path, split: str, rows: list[tuple[str, str, str]]) -> None:
@@ -65,7 +67,7 @@ def local(folder: Path, images: Path, max_missing: float = 0.01) -> LocalBenchma
 
 
 def encode(folder: Path, images: Path, max_missing: float = 0.01) -> EncodedQuestions:
-    return encode_folder(colour_encoder(), local(folder, images, max_missing), max_missing)
+    return encode_pairs(colour_encoder(), local(folder, images, max_missing), max_missing, DEFAULT_LIMITS)
 
 
 # --- scores
@@ -135,7 +137,7 @@ def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(c
     )
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     result = run("--pretrained_weights", weights, "--data_root", crepe, "--max_missing", 0.4)
-    assert (result["pairs"]["num_pairs"], result["pairs"]["num_without_image"]) == (6, 2)
+    assert (result["num_questions"], result["num_without_image"]) == (6, 2)
     for path in images.iterdir():
         path.write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"4 images in a row of the images cannot be read"):
@@ -161,10 +163,15 @@ def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crep
     assert "of SugarCrepe's" not in caplog.text
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     result = run("--pretrained_weights", weights, "--data_root", other, "--images", crepe / "images")
-    assert "macro_groups" not in result
-    assert (result["groups"], result["splits"].keys()) == ({}, {"seen", "unseen"})
-    lines = capsys.readouterr().out.splitlines()[3:7]
+    assert (result["means"].keys(), result["splits"].keys()) == ({"macro", "micro"}, {"seen", "unseen"})
+    assert {name: len(record["sha256"]) for name, record in result["files"].items()} == {
+        "seen.json": 64,
+        "unseen.json": 64,
+    }
+    lines = capsys.readouterr().out.splitlines()[2:6]
     assert [line.split()[0] for line in lines] == ["seen", "unseen", "macro", "micro"]
+    with pytest.raises(ValueError, match="holds no benchmark"):
+        evaluate("compositional", "--pretrained_weights", weights, "--data_root", other)
 
 
 def test_a_folder_without_questions_is_refused(tmp_path):
@@ -223,37 +230,29 @@ def test_more_pairs_than_scenes_with_two_objects_are_refused():
 # --- the command
 
 
-def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(crepe, capsys):
+def test_the_result_file_has_the_whole_protocol_and_is_the_same_every_time(crepe, capsys):
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     options = ("--pretrained_weights", weights, "--data_root", crepe)
     result = run(*options)
-    path = weights.parent / f"sugarcrepe_checkpoint_{crepe.name}.json"
-    assert json.loads(path.read_text()) == result
+    path = weights.parent / f"compositional_checkpoint_{crepe.name}.json"
+    written = json.loads(path.read_text())
+    assert {**written, **written["benchmarks"]["SugarCrepe"]} == result
     assert result["splits"].keys() == {"replace_att", "swap_obj"}
     assert result["splits"]["replace_att"]["num_ties"] == 1  # the same tokens
-    assert result["groups"].keys() == {"replace", "swap"}
-    assert result["macro_groups"] == sum(result["groups"].values()) / 2
-    pairs = result["pairs"]
-    assert (pairs["num_pairs"], pairs["num_images"], pairs["num_without_image"]) == (5, 3, 0)
-    assert all(len(record["sha256"]) == 64 for record in pairs["files"].values())
+    assert result["means"].keys() == {"macro", "replace", "swap", "micro"}
+    assert (result["num_questions"], result["num_without_image"]) == (5, 0)
+    assert all(len(record["sha256"]) == 64 for record in result["files"].values())
     printed = capsys.readouterr().out
     assert "replace_att" in printed
     assert "* SugarCrepe: " in printed  # files that are missing
-    assert "`dino-sparo compositional --benchmarks sugarcrepe --data_root" in printed
 
     run(*options, "--images", crepe / "images", "--output_dir", crepe / "again")
     (again,) = (crepe / "again").iterdir()
     found, first = (json.loads(each.read_text()) for each in (again, path))
     assert found.pop("options") != first.pop("options")  # of --images
     assert found == first
-    with pytest.raises(ValueError, match="--data_root is empty"):
-        run("--pretrained_weights", weights)
 
 
-def test_the_options_are_frozen():
-    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
-    own |= {"data_root", "images", "max_missing", "allow_outside"}
-    own |= {"img_size", "batch_size_per_gpu", "precision", "output_dir", "overwrite"}
-    assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
+def test_the_options_of_scene_pairs_are_frozen():
     pictures = {"output_dir", "num_pairs", "img_size", "split", "seed", "overwrite"}
     assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

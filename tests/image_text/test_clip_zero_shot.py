@@ -506,7 +506,8 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
     torch.set_num_threads(1)
     scenes = ("--data_path", "scenes:23:32")
     trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
-    commands = {"zero-shot": scenes, "retrieval": scenes, "sugarcrepe": ("--data_root", pairs), "clip-probe": trained}
+    asked = ("--data_root", pairs)
+    commands = {"zero-shot": scenes, "retrieval": scenes, "compositional": asked, "clip-probe": trained}
     for name, options in commands.items():
         place = (
             "--dist_url",
@@ -542,7 +543,7 @@ def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
     assert "top-1" not in output  # rank 1 shows no table
-    for name in ("zero-shot", "retrieval", "sugarcrepe"):
+    for name in ("zero-shot", "retrieval", "compositional"):
         one, two = (next((tmp_path / folder / f"{name}.result").iterdir()).read_text() for folder in ("one", "two"))
         assert one == two, name
     one, two = (

@@ -46,7 +46,6 @@ from dino_sparo.image_text.evaluation.protocol import Crop
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import Distributed
 
 
 @pytest.mark.parametrize(("readout", "is_explained"), [("sparo", True), ("attpool", False), ("cls", False)])
@@ -54,7 +53,7 @@ def test_a_score_is_explained_by_slots_only_if_it_is_the_mean_of_their_cosines(r
     """The bug: attpool, whose encoding is normalised as a whole, was explained too."""
     weights = small_checkpoint(tmp_path / "checkpoint.pth", readout)
     args = parser_of("zero-shot").parse_args(["--pretrained_weights", str(weights)])
-    scorer = clip_scorer(args, Distributed(0, 1, torch.device("cpu")))
+    scorer = clip_scorer(args, torch.device("cpu"))
     assert isinstance(scorer, ExplainableScorer) == is_explained
 
 

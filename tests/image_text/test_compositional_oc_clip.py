@@ -127,7 +127,8 @@ def test_missing_graphs_are_named_before_the_first_image_is_encoded(data, tmp_pa
 
 
 def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):
-    run("--pretrained_weights", small_checkpoint(tmp_path / "a.pth"), "--data_root", data, "--graphs", "templates")
+    weights = [small_checkpoint(tmp_path / f"{name}.pth") for name in "ab"]
+    run("--pretrained_weights", *weights, "--data_root", data, "--graphs", "templates")
     assert "--graphs templates: none of the models is an OC-CLIP" in caplog.text
 
 

@@ -68,7 +68,7 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     assert [run["model"] for run in runs] == ["oc_clip", "cls"]
     assert all(0 <= run[score] <= 100 for run in runs for score in CHANCE)
     names = {path.name for path in Path(runs[0]["folder"]).iterdir()}
-    results = {"zero_shot_checkpoint_scenes-20-48.json", "sugarcrepe_checkpoint_pairs.json"}
+    results = {"zero_shot_checkpoint_scenes-20-48.json", "compositional_checkpoint_pairs.json"}
     assert {"checkpoint.pth", *results, "oc_pictures.png", "oc_pictures.html"} <= names
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].split() == ["guessing", "10.0", "%", "50.0", "%", "50.0", "%"]

@@ -27,7 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.evaluation.task import trained_encoder
+from dino_sparo.evaluation.encoders import trained_encoder
 from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.faults import MissingPackageError, UserError
 from dino_sparo.runtime.files import file_sha256

@@ -30,10 +30,17 @@ from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
-from dino_sparo.evaluation.task import open_result, start_evaluation
-from dino_sparo.image_text.evaluation.compositional.command import encode_folder, open_folder, pairs_record
-from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, SplitResult, macro, split_results
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import (
+    EncodedQuestions,
+    SplitResult,
+    encode_questions,
+    macro,
+    split_results,
+)
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, require_few_missing
+from dino_sparo.image_text.evaluation.task import ScorerTask
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -216,28 +223,63 @@ def change_elsewhere(
     }
 
 
+def open_pairs(args: argparse.Namespace) -> LocalBenchmark:
+    """The true and false captions in `--data_root`; their images lie in `--images`, by default in `images` there."""
+    if not args.data_root:
+        raise UserError("--data_root is empty; give the folder with SugarCrepe's JSON files, or those of scene-pairs")
+    folder = Path(args.data_root)
+    rules = ImageRules.of(args, folder, default_images=folder / "images")
+    local = open_benchmark(BENCHMARKS["sugarcrepe"], folder, rules)
+    if not local.questions:
+        raise UserError(f"{local.title}: {local.missing[-1]}")
+    return local
+
+
+def encode_pairs(
+    scorer: DotProductScorer, local: LocalBenchmark, max_missing: float, limits: ImageLimits
+) -> EncodedQuestions:
+    """The questions, encoded once for all epochs.
+
+    Raises:
+        UserError: too many images are missing or cannot be read.
+    """
+    encoded = encode_questions(scorer, local.questions, limits)
+    if encoded is None:
+        raise UserError(f"{local.title}: none of the images in {local.images} can be read")
+    total = len(local.questions) + local.with_missing_image.total()
+    problem = f"questions' images in {local.images} are missing or cannot be read"
+    require_few_missing(total - len(encoded.questions), total, problem, max_missing)
+    return encoded
+
+
 def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     """Learn what the options say, evaluate it, write mask and plot, show the table."""
-    process = start_evaluation(args)
+    task = ScorerTask.start(args, clip_scorer)
     require_matplotlib()
-    local = open_folder(args, "sugarcrepe")
-    scorer = clip_scorer(args, process)
-    file = open_result(args, "mask", scorer.record["model"])
+    local = open_pairs(args)
+    scorer = task.scorer
+    file = task.open_result("mask")
     config: CLIPConfig = scorer.model.config
     num_parts = number_of_parts(args.parts, config)
-    pairs = encode_folder(scorer, local, args.max_missing, limits_of(args))
+    pairs = encode_pairs(scorer, local, args.max_missing, task.limits)
     before = split_results(pairs, scorer.score_pairs)
     settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
     fit_result = fit_mask(pairs, num_parts, *settings)
-    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
+    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, task.weights["sha256"])
     after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
-    elsewhere = [change_elsewhere(scorer, mask, where, args.download, limits_of(args)) for where in args.evaluate]
+    elsewhere = [change_elsewhere(scorer, mask, where, args.download, task.limits) for where in args.evaluate]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
         "fit": describe_fit(fit_result, args),
-        **{name: value for name, value in scorer.record.items() if name != "slots"},
-        "pairs": pairs_record(local, len(pairs.questions), len(pairs.truncated)),
+        "pairs": {
+            "images": str(local.images),
+            "files": {file.removesuffix(".json"): record for file, record in local.file_records().items()},
+            "num_pairs": len(pairs.questions),
+            "num_without_image": local.with_missing_image.total() + len(local.questions) - len(pairs.questions),
+            "num_with_empty_caption": local.with_empty_caption.total(),
+            "num_truncated_captions": len(pairs.truncated),
+        },
     }
     if is_main():
         draw_mask(fit_result, result["accuracy"]["initial"], file.path.with_suffix(".png"))

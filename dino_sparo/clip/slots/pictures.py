@@ -27,17 +27,9 @@ from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, ma
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import parse_selection
-from dino_sparo.evaluation.task import open_figures
-from dino_sparo.image_text.picture_pairs import (
-    about_pairs,
-    begin_pictures,
-    open_picture_pairs,
-    view_pictures,
-    write_pictures,
-)
+from dino_sparo.image_text.picture_pairs import PicturesTask, view_pictures
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +52,21 @@ EXPLANATION = (
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Draw what the options ask for; returns the content of pictures.json."""
-    if is_only_a_peer():
+    task = PicturesTask.start_on_first(args, load_clip)
+    if task is None:
         return {}
-    device = begin_pictures(args)
     criteria = Criteria(args.min_cosine, args.min_sharpness)
-    loaded = load_clip(args.pretrained_weights)
-    file = open_figures(args, "pictures", loaded.record)
+    loaded = task.loaded
+    file = task.open_figures("pictures", ("figure_format",))
     config = loaded.model.config
     if not config.image.kind.has_slots:
         raise UserError(f"readout {config.readout!r} has no slots to show; sparo has")
     slots = slots_of_option(args.slots, loaded)
     image_size = args.img_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
-    source = open_picture_pairs(args)
+    source = task.pairs
     tokens = partial(tokenize, context_length=config.text.context_length)
-    pairs = see_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
+    pairs = see_pairs(loaded.model.to(task.device), source, view, tokens, task.device, args.max_pairs)
     if slots is None:
         choice = choose(pairs, args.max_slots, args.max_columns, criteria)
     else:
@@ -83,13 +75,12 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     shown = [pairs[index] for index in choice.pairs]
     pictures = view_pictures(source, [pair.index for pair in shown], view)
     model_words = (config.readout, f"{config.image.num_slots} slots")
-    about, source_words = about_pairs(args, loaded, model_words, len(shown), len(pairs), source.name)
+    about, source_words = task.about(model_words, len(shown), len(pairs))
     rule = rule_in_words(choice, slots is not None, criteria)
     if slots is None and choice.num_fitting < len(choice.slots):
         logger.warning("%s", rule)
     figure = slots_figure(about, rule, choice.slots, shown, pictures)
     numbers = {
-        "model": loaded.record,
         "source": source_words,
         "image_size": image_size,
         "rule": rule,
@@ -98,7 +89,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         "num_common_pairs": choice.num_common,
         "slots": [{"slot": slot, "pairs": pairs_to_json(slot, shown, criteria)} for slot in choice.slots],
     }
-    return write_pictures(args, file, figure, numbers)
+    return task.write(file, figure, numbers)
 
 
 def slots_figure(

@@ -1,7 +1,7 @@
 """Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
 
     dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
-    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
+    dino-sparo compositional --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe \
         --slots output/slots_checkpoint_imagenet.json
 
 Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
@@ -37,8 +37,7 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import open_result, start_evaluation
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
+from dino_sparo.image_text.evaluation.task import ScorerTask
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
@@ -165,23 +164,23 @@ def _accuracies(
 
 def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     """Select slots of the model that the options name, write selection and curve, print the table."""
-    process = start_evaluation(args)
+    task = ScorerTask.start(args, clip_scorer)
     require_matplotlib()
-    scorer = clip_scorer(args, process)
-    file = open_result(args, "slots", scorer.record["model"])
+    scorer = task.scorer
+    file = task.open_result("slots")
     config: CLIPConfig = scorer.model.config
     check_normalized_per_slot(config)
     num_slots = config.image.num_slots
     if args.keep is not None:
         check_number("keep", args.keep, num_slots)
-    source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
+    source = task.open_split(args.split)
     images, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
     if args.num_images is not None:
         (images,) = disjoint_subsets(images, (args.num_images,))
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
     scores = score_slots(scorer, choosing, held_out, classes.names, templates, num_slots)
-    result = describe(scores, templates, scorer.record, args)
+    result = describe(scores, templates, task.weights["sha256"], args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         draw(scores, len(result["slots"]), file.path.with_suffix(".png"))
@@ -189,11 +188,11 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(
-    scores: SlotScores, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
+    scores: SlotScores, templates: tuple[str, ...], weights_sha256: str, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Selection, accuracies and protocol, as the result holds them."""
     ranking = [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking]
-    selection = describe_selection(ranking, scores.rows(), args.keep, record["model"]["sha256"])
+    selection = describe_selection(ranking, scores.rows(), args.keep, weights_sha256)
     return {
         **selection,
         "evaluation": "slot selection by zero-shot accuracy",
@@ -205,8 +204,6 @@ def describe(
         },
         "ranking": ranking,
         "curve": scores.rows(),
-        # In other results `slots` names the slots that were evaluated: here all, one by one.
-        **{name: value for name, value in record.items() if name != "slots"},
         "images": {
             "data_path": args.data_path,
             "split": args.split,

@@ -32,11 +32,12 @@ from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.maps import maps_and_slots, mass_mask
+from dino_sparo.evaluation.encoders import EvaluatedEncoder, compared_encoder
 from dino_sparo.evaluation.features import check_features, disjoint_subsets
-from dino_sparo.evaluation.task import EvaluatedEncoder, EvaluationTask, compared_encoder, open_figures
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.files import write_json
 from dino_sparo.runtime.lock import create_output_dir
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,19 @@ Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
 
 def visualize(args: argparse.Namespace) -> dict[str, Any]:
     """Draw the figures that the options ask for; returns the content of attention.json."""
-    task = EvaluationTask.start_on_first(args)
+    task = EncoderTask.start_on_first(args)
     if task is None:
         return {}
     require_matplotlib()
     subject = task.subject
-    file = open_figures(args, "attention", subject.record)
+    file = task.open_figures("attention", ("threshold", "save_each", "figure_format"))
     folder = file.path.parent
     limits, channels = task.limits, args.show_channels
     images = read_images(args.data_path or args.atlas, args.num_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
-    record = file.write({"encoder": subject.record, **maps.record(), "exif": args.exif, "versions": versions()})
+    record = file.write({**maps.record(), "exif": args.exif})
     written = [file.path.with_suffix(".npy"), file.path]
     np.save(written[0], maps.maps)
     written += draw(maps, folder, args)
@@ -73,7 +74,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
         written.append(folder / f"compare.{args.figure_format}")
         save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:
-        written += draw_atlas(subject, f"{maps.run}  ·  {maps.model}", limits, folder, args)
+        written += draw_atlas(task, f"{maps.run}  ·  {maps.model}", folder)
     say("\n".join(map(str, written)))
     return record
 
@@ -169,11 +170,10 @@ def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -
     return folder
 
 
-def draw_atlas(
-    subject: EvaluatedEncoder, model: str, limits: ImageLimits, folder: Path, args: argparse.Namespace
-) -> list[Path]:
+def draw_atlas(task: EncoderTask, model: str, folder: Path) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
-    source = open_source(args.atlas, ALL, limits=limits)
+    args, subject = task.args, task.subject
+    source = open_source(args.atlas, ALL, limits=task.limits)
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas, tiles = build_atlas(
         subject.encoder,
@@ -188,5 +188,5 @@ def draw_atlas(
     figure = atlas_figure(atlas, tiles)
     save_sheet(figure, paths[0])
     save_page(figure, paths[1])
-    write_json({"encoder": subject.record, **atlas, "versions": versions()}, paths[2])
+    write_json({**task.protocol(), **atlas}, paths[2])
     return paths

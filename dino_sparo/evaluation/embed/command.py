@@ -20,17 +20,15 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
-from dino_sparo.data.ranks import open_images
-from dino_sparo.data.sources import ImageSource, TableColumns
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash
 from dino_sparo.evaluation.features import encoded_batches
-from dino_sparo.evaluation.task import EvaluationTask, view_record
+from dino_sparo.evaluation.task import EncoderTask, view_record
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.collectives import all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.lock import RunLock
 
@@ -41,10 +39,9 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     """Embed the images that the options name; returns the record that embedding.json holds."""
     if args.captions:
         raise UserError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
-    task = EvaluationTask.start(args)
+    task = EncoderTask.start(args)
     encoder = task.encoder
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    source = open_images(args.data_path, args.split, args.download, columns=columns, limits=task.limits)
+    source = task.open_split(args.split)
     shapes = feature_shapes(encoder, args.what, task.transform.img_size, task.device)
     writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
     record = _record(task, source, shapes)
@@ -123,7 +120,7 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     return {name: features[name] for name in what}
 
 
-def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Record of the embeddings; a resumed run must have the same `settings` as the first one."""
     args = task.args
     settings = {
@@ -142,7 +139,7 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
     }
     return {
         "settings": settings,
-        "encoder": task.subject.record,
+        **task.protocol(),
         "features": {name: list(shape) for name, shape in shapes.items()},
         "images": {
             "data_path": args.data_path,
@@ -151,11 +148,10 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
             "classes": source.classes,
         },
         "view": view_record(task.transform, args.exif),
-        "versions": versions(),
     }
 
 
-def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWriter) -> None:
+def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWriter) -> None:
     """Embed this process' share of the chunks that are not finished."""
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]

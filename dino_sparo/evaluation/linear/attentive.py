@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dino_sparo.evaluation.encoders import EvaluatedEncoder
 from dino_sparo.evaluation.linear.probe import INIT_STD, MOMENTUM, Probes
-from dino_sparo.evaluation.task import EvaluatedEncoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind

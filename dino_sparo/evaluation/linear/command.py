@@ -58,7 +58,7 @@ from dino_sparo.evaluation.linear.probe import (
     reference_heads,
     scaled_learning_rates,
 )
-from dino_sparo.evaluation.task import EvaluationTask, open_result
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -89,13 +89,13 @@ class ProbeAugmentation:
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Train and test, or only test, what the options say, write the result, print the table."""
-    task = EvaluationTask.start(args)
+    task = EncoderTask.start(args)
     defaults = READOUT_TRAINING if args.probe else LINEAR_TRAINING
     args.epochs, args.lr = args.epochs or defaults[0], args.lr or defaults[1]
     probed = ProbeTask(task)
     name = "probes" if args.probe else "linear"
     stem = f"{name}_evaluate" if args.evaluate else name
-    file = open_result(args, stem, task.subject.record, global_batch_size=probed.global_batch_size)
+    file = task.open_result(stem, global_batch_size=probed.global_batch_size)
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
     rows, counts = evaluate_saved(probed, find_probes(saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
@@ -113,7 +113,7 @@ class ProbeTask:
         identity: plain values that tell whether saved probes belong to these features.
     """
 
-    def __init__(self, task: EvaluationTask) -> None:
+    def __init__(self, task: EncoderTask) -> None:
         self.task, args = task, task.args
         record = task.subject.record  # opened before the images: wrong weights are refused first
         if args.num_labels not in (None, task.num_classes):
@@ -292,7 +292,6 @@ def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, in
         "selection": SELECTION if len(rows) > 1 else "one learning rate: nothing was chosen",
         "results": rows,
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
-        "encoder": task.subject.record,
         "feature": {**feature, "precision": args.precision},
         **task.images_record(counts),
     }

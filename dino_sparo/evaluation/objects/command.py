@@ -19,21 +19,14 @@ from dino_sparo.data.sources import require_channels
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.encoders import OTHER_SEED, EvaluatedEncoder, compared_encoder, untrained_encoder
 from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects
 from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
 from dino_sparo.evaluation.objects.slots import describe_maps, match_held_out
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
-from dino_sparo.evaluation.task import (
-    OTHER_SEED,
-    EvaluatedEncoder,
-    EvaluationTask,
-    compared_encoder,
-    open_result,
-    untrained_encoder,
-)
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
@@ -43,15 +36,15 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     """Score the maps of the encoder that the options name, write the result and the plots, print the table.
 
     Returns:
-        The content of slot_score.json without versions; None on processes other than the first.
+        The content of slot_score.json; None on processes other than the first.
     """
-    task = EvaluationTask.start_on_first(args)
+    task = EncoderTask.start_on_first(args)
     if task is None:
         return None
     require_matplotlib()
     if args.match:
         require("scipy", "matched slots")
-    subject, file = task.subject, open_result(args, "slot_score", task.subject.record)
+    subject, file = task.subject, task.open_result("slot_score")
     other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks, task.limits)
@@ -79,9 +72,9 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     }
     if other is not None:
         result["match"] = match_models(survey, other, source, args, task.device)
-    file.write({**result, "versions": versions()}, table(result))
+    written = file.write(result, table(result))
     say("\n".join(map(str, draw(result, task, file.path))))
-    return result
+    return written
 
 
 def check_has_maps(subject: EvaluatedEncoder, other: EvaluatedEncoder | None) -> None:
@@ -112,7 +105,6 @@ def describe_run(
     """Encoder, data and view of a result."""
     config = subject.encoder.config
     return {
-        "encoder": subject.record,
         "kind": config.kind.shows,
         "num_maps": survey.jaccards[MODEL][0].shape[1],
         "maps_per_score": survey.subsets[1],
@@ -175,7 +167,7 @@ def match_models(
     }
 
 
-def draw(result: dict[str, Any], task: EvaluationTask, path: Path) -> list[Path]:
+def draw(result: dict[str, Any], task: EncoderTask, path: Path) -> list[Path]:
     """Write the plots of the measures, of classes and of matched slots, beside the result at `path`; their paths."""
     subject = task.subject
     run = "untrained" if subject.record["untrained"] else run_names([task.args.pretrained_weights])[0]

@@ -49,7 +49,7 @@ from dino_sparo.evaluation.slots.curve import (
     draw_slots,
     number_rule,
 )
-from dino_sparo.evaluation.task import EvaluationTask, open_result
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
@@ -188,12 +188,12 @@ def probe_slots(
 
 def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     """Study the slots of the encoder that the options name, write result and plot, print the table."""
-    task = EvaluationTask.start(args)
+    task = EncoderTask.start(args)
     require_matplotlib()
     config = task.subject.encoder.config
     check_has_slots(config)
     numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
-    file = open_result(args, "slot_study", task.subject.record)
+    file = task.open_result("slot_study")
     images, record = extract(task)
     accuracies = knn_accuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
@@ -217,7 +217,7 @@ def kept_numbers(numbers: list[int] | None, keep: int | None, num_slots: int) ->
     return sorted({*(numbers or powers), num_slots, *extra})
 
 
-def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
+def extract(task: EncoderTask) -> tuple[StudyImages, dict[str, Any]]:
     """This process' share of the encodings, and the record of the images."""
     args, encoder = task.args, task.encoder
     num_train, num_val = map(len, task.splits)
@@ -236,7 +236,7 @@ def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
     return images, task.images_record(dict(zip(names, counts, strict=True)))
 
 
-def describe(task: EvaluationTask, ranking: Rows, curve: Rows, probes: Rows | None) -> dict[str, Any]:
+def describe(task: EncoderTask, ranking: Rows, curve: Rows, probes: Rows | None) -> dict[str, Any]:
     """Selection, accuracies and protocol, as the result holds them."""
     args, subject = task.args, task.subject
     probe = {
@@ -262,7 +262,6 @@ def describe(task: EvaluationTask, ranking: Rows, curve: Rows, probes: Rows | No
         "ranking": ranking,
         "curve": curve,
         "probe": None if probes is None else probe,
-        "encoder": subject.record,
         "feature": {
             "name": "slots of the encoding",
             "slot_dim": subject.encoder.config.slot_dim,

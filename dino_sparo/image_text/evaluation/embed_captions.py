@@ -22,13 +22,12 @@ from dino_sparo.data.sources.image_source import Subset, fingerprint_of
 from dino_sparo.evaluation.embed.command import announce, write_embeddings
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, text_hash
 from dino_sparo.evaluation.features import inference
-from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
+from dino_sparo.image_text.evaluation.task import ModelTask
 from dino_sparo.image_text.towers import LoadedModel, tokenize
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.precision import PRECISIONS
 
 
 def embed_captions(
@@ -45,11 +44,11 @@ def embed_captions(
         raise UserError(
             f"--what {' '.join(args.what)}: captions have rows of their own; embed images and captions into two folders"
         )
-    device = start_evaluation(args).device
-    encoder = open_encoder(args)
+    task = ModelTask.start(args, open_encoder)
+    device, encoder = task.device, task.loaded
     encoder.model.to(device)
     data = open_caption_set(args.data_path, args.captions or "", args.split)
-    encode = partial(_encode, encoder, device, PRECISIONS[args.precision], args.batch_size_per_gpu)
+    encode = partial(_encode, encoder, device, task.dtype, args.batch_size_per_gpu)
     shapes = {"captions": tuple(encode(data.captions[:1]).shape[1:])}
     writer = EmbeddingWriter(
         Path(args.output_dir), shapes, args.dtype, len(data.captions), args.batch_size_per_gpu, unit="captions"

@@ -162,17 +162,6 @@ def retrieval_parser() -> Parser:
     return evaluation_parser({"images and captions": CAPTIONED_IMAGES, "recall": recall})
 
 
-def sugarcrepe_parser() -> Parser:
-    """The options of the command `sugarcrepe`."""
-    return evaluation_parser({"questions": QUESTIONS})
-
-
-def winoground_parser() -> Parser:
-    """The options of the command `winoground`."""
-    folder = Option("", "Folder with Winoground's examples.jsonl.")
-    return evaluation_parser({"questions": QUESTIONS | {"data_root": folder}})
-
-
 BENCHMARKS: Group = {
     "data_root": Option("", "Folder of the benchmarks; every benchmark in it or in its subfolders is evaluated."),
     "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", str, nargs="+"),

@@ -26,7 +26,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from dino_sparo.data.labels import align_classes, require_labels
 from dino_sparo.evaluation.features import Features, check_dump, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.linear.attentive import warmup_cosine
 from dino_sparo.evaluation.linear.probe import (
@@ -37,14 +36,14 @@ from dino_sparo.evaluation.linear.probe import (
     probe_accuracy,
     train_one_epoch,
 )
-from dino_sparo.evaluation.task import ResultFile, open_result, start_evaluation
+from dino_sparo.evaluation.result import ResultFile
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
-from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images
+from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.launch import Distributed, rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -146,21 +145,20 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     return dict(zip(("top1", "top5", "mean_per_class_recall"), hits.accuracies(), strict=True))
 
 
-def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -> dict[str, Any]:
+def probe_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Train and test the probe that the options describe, write the result, print the table.
 
     The model has `image_features`, from a source and a device to `Features` of length one, and a scorer's `record`.
     """
-    process = start_evaluation(args)
-    storage = process.device if args.use_cuda else CPU
-    train, test, record, file = _features(args, process, storage, open_model)
+    task = ScorerTask.start(args, open_model)
+    train, test, record, file = _features(task)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
-    settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, process.device)
+    settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, task.device)
     sweep: dict[str, Any] | None = None
     weight_decay = args.weight_decay
     if weight_decay is None:
         weight_decay, sweep = choose_weight_decay(train, args.val_share, settings)
-    everything = torch.arange(len(train.features), device=storage)
+    everything = torch.arange(len(train.features), device=task.storage)
     accuracies = probe_result(train_probes(train, everything, [weight_decay], settings), test)
     result = {
         "evaluation": "linear probe",
@@ -175,7 +173,6 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -
             "initialisation": "nn.Linear's",
             "seed": args.seed,
         },
-        **record,
         "images": {
             **record.get("images", {}),
             "num_train": len(train.features),
@@ -187,10 +184,9 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., Any]) -
     return file.write(result, table(result))
 
 
-def _features(
-    args: argparse.Namespace, process: Distributed, storage: torch.device, open_model: Callable[..., Any]
-) -> tuple[Features, Features, dict[str, Any], ResultFile]:
+def _features(task: ScorerTask) -> tuple[Features, Features, dict[str, Any], ResultFile]:
     """Features of training and test images, the record of how they were made, and the file of the result."""
+    args, unrecorded = task.args, ("dump_features", "load_features")
     if args.load_features:
         train, test, record = load_features(Path(args.load_features))
         if args.slots:
@@ -199,22 +195,16 @@ def _features(
             raise UserError(f"--exif {args.exif} with --load_features, whose images were turned upright: leave out one")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
         args.data_path = record.get("images", {}).get("data_path") or args.data_path
-        file = open_result(args, "probe", record.get("model", {}))
         if not record:  # features of another program, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
-        return train.to(storage), test.to(storage), record, file
-    model = open_model(args, process)
-    file = open_result(args, "probe", model.record["model"])
-    sources = [
-        open_evaluation_images(args.data_path, split, args.download, limits_of(args)) for split in ("train", "val")
-    ]
-    require_labels(sources[0])
-    sources[1] = align_classes(sources[1], sources[0].classes or [])
-    images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
-    record = {**model.record, "images": images}
+        return train.to(task.storage), test.to(task.storage), record, task.open_result("probe", record, unrecorded)
+    model = task.scorer
+    file = task.open_result("probe", unrecorded=unrecorded)
+    images = {"data_path": args.data_path, "num_classes": task.num_classes}
+    record = {**task.protocol(), "images": images}
     if args.dump_features:
         check_dump(args.dump_features, record, args.overwrite)
-    train, test = (model.image_features(source, storage) for source in sources)
+    train, test = (model.image_features(source, task.storage) for source in task.splits)
     if args.dump_features:
         save_features(Path(args.dump_features), train, test, record)
     return train, test, record, file

@@ -1,12 +1,11 @@
-"""Start of an evaluation of an image-text model: its images.
+"""Images of an evaluation of an image-text model, by data path or named in annotations.
 
 Images come from a data path, or are named in annotations. A benchmark without some of its images is another benchmark,
 so more than a few missing ones are an error.
 """
 
-import argparse
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,10 @@ from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spe
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
-from dino_sparo.image_text.scorer import Scorer
-from dino_sparo.runtime.choices import EXIF, MAX_VALUE
+from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256
-from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of
 
 ROOT = Path("/")  # start of absolute paths
 # If a larger share of images or captions is missing, the folder or the download is wrong.
@@ -128,17 +125,6 @@ def require_few_missing(
 
 
 # By data path.
-
-# The options, the process among its peers, pixels cut off every side of an image -> the model.
-OpenModel = Callable[..., Scorer]
-
-
-def limits_of(args: argparse.Namespace) -> ImageLimits:
-    """The limits of `--max_image_mb`, `--max_image_mpix`, `--exif` and `--max_value`, by default the checkpoint's."""
-    max_value = args.max_value
-    if max_value is None and args.pretrained_weights:
-        max_value = max_value_of(load_checkpoint(args.pretrained_weights, verify=False, mmap=True))
-    return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value or MAX_VALUE, exif=args.exif)
 
 
 def open_evaluation_images(

@@ -29,9 +29,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dino_sparo.evaluation.features import check_features
-from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, require_few_missing
+from dino_sparo.image_text.evaluation.protocol import file_record, require_few_missing
+from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.faults import UserError
@@ -145,12 +145,12 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
     return list(texts.values()), torch.tensor([number[key] for key in keys], dtype=torch.int64)
 
 
-def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
+def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Evaluate what the options say, write the result, show the table."""
-    process = start_evaluation(args)
-    scorer = open_model(args, process)
-    result_file = open_result(args, "retrieval", scorer.record["model"])
-    data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, limits_of(args))
+    task = ScorerTask.start(args, open_model)
+    scorer = task.scorer
+    file = task.open_result("retrieval")
+    data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, task.limits)
     outcome = evaluate_retrieval(scorer, data, args.k)
     result = {
         "evaluation": "retrieval",
@@ -163,7 +163,6 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
             "equal captions": "are one text, which all their images match",
         },
         "similarity": f"{scorer.measure}, fp32",
-        **scorer.record,
         "images": {
             "data_path": args.data_path,
             "captions": file_record(Path(args.captions)) if args.captions else None,
@@ -178,7 +177,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
             "left_out": data.left_out,
         },
     }
-    return result_file.write(result, table(outcome))
+    return file.write(result, table(outcome))
 
 
 def table(outcome: RetrievalResult) -> str:

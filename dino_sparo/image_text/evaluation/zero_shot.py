@@ -23,8 +23,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import check_features
-from dino_sparo.evaluation.task import open_result, start_evaluation
-from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images
+from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.prompts import AUTO, open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
@@ -111,12 +110,12 @@ def evaluate_zero_shot(
     return ZeroShotResult(*hits.accuracies(), images, num_corrupt, ties, per_class, classes.num_truncated)
 
 
-def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
+def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
     """Evaluate what the options say, write the result, show the table."""
-    process = start_evaluation(args)
-    scorer = open_model(args, process, args.crop_border)
-    file = open_result(args, "zero_shot", scorer.record["model"])
-    source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
+    task = ScorerTask.start(args, open_model)
+    scorer = task.scorer
+    file = task.open_result("zero_shot")
+    source = task.open_split(args.split)
     chosen, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
     if args.templates == AUTO:
         templates = scorer.default_templates or templates
@@ -128,7 +127,6 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
         "mean_per_class_recall": outcome.mean_per_class,
         "ties": {"images": outcome.num_ties, "rule": "of equally near classes the first is preferred"},
         "similarity": f"{scorer.measure}, fp32",
-        **scorer.record,
         "images": {
             "data_path": args.data_path,
             "split": args.split,

@@ -79,6 +79,8 @@ class Benchmark:
         blind_group: question -> the group in which the control with shuffled images exchanges images. The group must
             not reveal the answer.
         is_own: whether a folder with such files belongs to this benchmark.
+        other_files: pattern of files of any name that `read` takes, too. If this benchmark alone is named, --data_root
+            may hold such files.
     """
 
     name: str
@@ -97,14 +99,18 @@ class Benchmark:
     part_of: Callable[[Question], str] = lambda question: "the images"
     blind_group: Callable[[Question], str] = lambda question: question.split
     is_own: Callable[[Path], bool] = lambda folder: True
+    other_files: str = ""
 
     def is_in(self, folder: Path) -> bool:
         """Whether a folder holds the benchmark or a part of it."""
-        return bool(self.own_files(folder)) and self.is_own(folder)
+        return any((folder / name).is_file() for name in self.files) and self.is_own(folder)
 
-    def own_files(self, folder: Path) -> list[str]:
-        """Annotation files in a folder."""
-        return [name for name in self.files if (folder / name).is_file()]
+    def annotations(self, folder: Path) -> list[str]:
+        """Names of the annotation files in a folder: those in `files`, else those that match `other_files`."""
+        names = [name for name in self.files if (folder / name).is_file()]
+        if not names and self.other_files:
+            names = sorted(path.name for path in folder.glob(self.other_files))
+        return names
 
 
 def wilson(num_right: int, num_questions: int) -> list[float]:

@@ -17,45 +17,39 @@ from typing import Any
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.task import open_result, start_evaluation
 from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
     LocalBenchmark,
     find_benchmarks,
-    open_folder,
 )
 from dino_sparo.image_text.evaluation.compositional.failures import Failures, clearest_failures, write_failures
 from dino_sparo.image_text.evaluation.compositional.questions import (
     Answer,
-    EncodedQuestions,
     answer_questions,
     captions_of,
-    encode_questions,
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, require_few_missing
+from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.weights.checkpoint import weights_sha256
 
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 8  # splits in the table; the result file has all
-RESULT = "compositional"
+RESULT, UNRECORDED = "compositional", ("chunk_images", "failures", "write_captions")
 
 Result = dict[str, Any]
 # The answer to each question of a benchmark, None where an image cannot be read.
 Answers = Sequence[Answer | None]
 
 
-def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
+def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
-    process = start_evaluation(args)
+    task = ScorerTask.start(args, open_model)
     if not args.data_root:
         raise UserError("--data_root is empty; give the folder that holds the benchmarks")
     if args.failures:
@@ -69,20 +63,20 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
             raise UserError(f"--pretrained_weights {weights}: there is no such file")
-    every = [argparse.Namespace(**{**vars(args), "pretrained_weights": weights}) for weights in args.pretrained_weights]
-    files = [open_result(one, RESULT, {"sha256": weights_sha256(one.pretrained_weights)}) for one in every]
+    tasks = [task.for_weights(weights) for weights in args.pretrained_weights]
+    files = [each.open_result(RESULT, unrecorded=UNRECORDED) for each in tasks]
     if len({file.path for file in files}) < len(files):
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
-    results, written = {}, []
-    for label, model_args, file in zip(labels_of(args.pretrained_weights), every, files, strict=True):
-        logger.info("%s: %s", label, model_args.pretrained_weights)
-        scorer, limits = open_model(model_args, process), limits_of(model_args)
-        result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, limits)
+    results, written, settings = {}, [], (args.chunk_images, args.seed, args.blind, args.failures)
+    for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
+        logger.info("%s: %s", label, task.args.pretrained_weights)
+        result, failures = evaluate(task.scorer, benchmarks, *settings, task.limits)
         results[label] = file.write(result)
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
-            written += write_failures(scorer, label, failures, stem, limits)
+            written += write_failures(task.scorer, label, failures, stem, task.limits)
+        del task.scorer  # the next model needs the memory
     if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
@@ -152,7 +146,6 @@ def evaluate(
         "official: ties as in the benchmark's own code",
         "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
         "seed": seed,
-        **scorer.record,
     }
     return whole, failures
 
@@ -193,7 +186,7 @@ def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> Result:
         "lacks": missing,
         "official_tie": benchmark.tie_credit,
         "images": str(local.images),
-        "files": {name: file_record(local.folder / name) for name in benchmark.own_files(local.folder)},
+        "files": local.file_records(),
     }
 
 
@@ -228,105 +221,3 @@ def table(results: Mapping[str, Result]) -> str:
     missing = [(title, sentence) for title, each in result["benchmarks"].items() for sentence in each["lacks"]]
     lines += [f"* {title}: {sentence}" for title, sentence in (*missing, *result["left_out"].items())]
     return "\n".join(lines)
-
-
-# One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks. Answers and
-# table are those of `compositional`; the result files have their own format.
-
-
-def require_readable(local: LocalBenchmark, num_readable: int, max_missing: float) -> None:
-    """Refuse a benchmark if too many of its questions have a missing or unreadable image; raises ValueError."""
-    if not num_readable:
-        raise UserError(f"{local.title}: none of the images in {local.images} can be read")
-    total = len(local.questions) + local.with_missing_image.total()
-    problem = f"questions' images in {local.images} are missing or cannot be read"
-    require_few_missing(total - num_readable, total, problem, max_missing)
-
-
-def encode_folder(
-    scorer: Scorer, local: LocalBenchmark, max_missing: float, limits: ImageLimits = DEFAULT_LIMITS
-) -> EncodedQuestions:
-    """Its questions, encoded once for several uses; raises ValueError if too many images cannot be read."""
-    encoded = encode_questions(scorer, local.questions, limits)
-    require_readable(local, 0 if encoded is None else len(encoded.questions), max_missing)
-    assert encoded is not None
-    return encoded
-
-
-def evaluate_single(args: argparse.Namespace, open_model: OpenModel, name: str) -> Result:
-    """Evaluate a model on `sugarcrepe` or `winoground`, write the result, show the table."""
-    process = start_evaluation(args)
-    local = open_folder(args, name)
-    if is_main():
-        say(f"This is `dino-sparo compositional --benchmarks {name} --data_root {local.folder}` under its old name.")
-    scorer = open_model(args, process)
-    file = open_result(args, name, scorer.record["model"])
-    answers, truncated = answer_questions(scorer, local.questions, limits=limits_of(args))
-    require_readable(local, len(answers) - answers.count(None), args.max_missing)
-    entry = describe(local, answers, seed=0)
-    result = {**FORMATS[name](entry, local, answers, len(truncated), scorer.measure), **scorer.record}
-    (label,) = labels_of([args.pretrained_weights])
-    return file.write(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}))
-
-
-def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
-    """The content of SugarCrepe's result."""
-    means = {name: mean["accuracy"] for name, mean in entry["means"].items()}
-    groups = {group: means[group] for group in GROUPS if group in means}
-    num_images = len({image for question in compress(local.questions, answers) for image in question.images})
-    return {
-        "evaluation": "SugarCrepe",
-        "splits": {
-            split: {"accuracy": each["accuracy"], "num_pairs": each["num_questions"], "num_ties": each["num_ties"]}
-            for split, each in entry["splits"].items()
-        },
-        "groups": groups,
-        **({"macro_groups": sum(groups.values()) / len(groups)} if groups else {}),
-        "macro_splits": means["macro"],
-        "micro": means["micro"],
-        "rule": f"right if the true caption's {measure} is strictly greater, in fp32; ties count as wrong",
-        "pairs": pairs_record(local, entry["num_questions"], num_truncated, num_images=num_images),
-    }
-
-
-def pairs_record(local: LocalBenchmark, num_pairs: int, num_truncated: int, **counts: int) -> dict[str, Any]:
-    """SugarCrepe's questions in a result file; `counts` are further numbers."""
-    splits = dict.fromkeys(question.split for question in local.questions)
-    return {
-        "images": str(local.images),
-        "files": {split: file_record(local.folder / f"{split}.json") for split in splits},
-        "num_pairs": num_pairs,
-        **counts,
-        "num_without_image": local.with_missing_image.total() + len(local.questions) - num_pairs,
-        "num_with_empty_caption": local.with_empty_caption.total(),
-        "num_truncated_captions": num_truncated,
-    }
-
-
-def _winoground(entry: Result, local: LocalBenchmark, answers: Answers, num_truncated: int, measure: str) -> Result:
-    """The content of Winoground's result."""
-    tags = [question.split for question in compress(local.questions, answers)]
-    outcomes = local.benchmark.outcomes(local.questions, list(filter(None, answers)))
-
-    def scores(chosen: set[str]) -> dict[str, float]:
-        chosen_outcomes = [outcome for outcome in outcomes if tags[outcome.question] in chosen]
-        splits = summarize(local.benchmark, chosen_outcomes, 0)["splits"]
-        accuracies = {score: each["accuracy"] for score, each in splits.items()}
-        return {**accuracies, "num_examples": len(chosen_outcomes) // len(splits)}
-
-    return {
-        "evaluation": "Winoground",
-        **scores({*tags}),
-        "by_tag": {tag: scores({tag}) for tag in sorted({*tags} - {""})},
-        "rule": f"strictly greater {measure}s, in fp32",
-        "examples": {
-            **file_record(local.folder / local.benchmark.files[0]),
-            "images": str(local.images),
-            "num_ties": entry["splits"]["group"]["num_ties"],
-            "num_left_out": entry["num_without_image"] + entry["num_with_empty_caption"],
-            "num_truncated_captions": num_truncated,
-        },
-    }
-
-
-FORMATS = {"sugarcrepe": _sugarcrepe, "winoground": _winoground}

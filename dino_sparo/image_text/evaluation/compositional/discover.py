@@ -14,6 +14,7 @@ from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import (
     MAX_MISSING,
     file_of,
+    file_record,
     find_images,
     image_path,
     require_few_missing,
@@ -53,6 +54,10 @@ class LocalBenchmark:
     with_missing_image: Counter[str]
     with_empty_caption: Counter[str]
     missing: list[str]
+
+    def file_records(self) -> dict[str, dict[str, str]]:
+        """Path and hash of each annotation file, by its name."""
+        return {name: file_record(self.folder / name) for name in self.benchmark.annotations(self.folder)}
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,9 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if not root.is_dir():
         raise UserError(f"--data_root {str(root)!r} is not a folder; give the one that holds the benchmarks")
     candidates = list(folders_of(root, names))
+    named = BENCHMARKS[names[0]]
+    if not candidates and len(names) == 1 and named.other_files and named.annotations(root):
+        candidates = [(named, root)]
     if not candidates:
         wanted = (f"{name} ({BENCHMARKS[name].files[0]}, from {BENCHMARKS[name].source})" for name in names)
         raise UserError(
@@ -114,18 +122,6 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if not usable:
         raise UserError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].missing[-1]}")
     return usable
-
-
-def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
-    """The benchmark of that name in `--data_root`; its images lie in `--images`, by default in `images` there."""
-    benchmark = BENCHMARKS[name]
-    if not args.data_root:
-        raise UserError(f"--data_root is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
-    folder = Path(args.data_root)
-    local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
-    if not local.questions:
-        raise UserError(f"{local.title}: {local.missing[-1]}")
-    return local
 
 
 def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix: str = "") -> LocalBenchmark:

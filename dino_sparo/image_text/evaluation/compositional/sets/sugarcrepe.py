@@ -73,5 +73,6 @@ BENCHMARKS = (
         means=group_means,
         # The repository also has the questions before they were refined, in files of the same names.
         is_own=lambda folder: folder.name != "data_unrefined" and not is_scene_pairs(folder),
+        other_files="*.json",
     ),
 )
