@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip, train_simdino
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
-    from dino_sparo.dino.head import DINOHead
-    from dino_sparo.dino.loss import DINOLoss
+    from dino_sparo.distillation.head import DINOHead
+    from dino_sparo.distillation.loss import DINOLoss
     from dino_sparo.distillation.network import DINONetwork, EncoderWithHead
     from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
@@ -46,8 +46,8 @@ _NAMES = {
     "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
     "data.crops": ("MultiCropAugmentation",),
     "data.views": ("EvalTransform",),
-    "dino.head": ("DINOHead",),
-    "dino.loss": ("DINOLoss",),
+    "distillation.head": ("DINOHead",),
+    "distillation.loss": ("DINOLoss",),
     "distillation.network": ("DINONetwork", "EncoderWithHead"),
     "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
     "models.readout": ("ReadoutOutput", "Sparo"),

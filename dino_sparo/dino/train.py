@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from dino_sparo.dino import options
-from dino_sparo.dino.head import DINOHead
-from dino_sparo.dino.loss import DINOLoss, diagnose_collapse
 from dino_sparo.dino.step import train_step
+from dino_sparo.distillation.head import DINOHead
+from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead
 from dino_sparo.distillation.objective import DistillationObjective, encoder_config
 from dino_sparo.models.encoder import encoder_from_config
