@@ -6,7 +6,7 @@ The folders, in the order of the data flow; `docs/architecture.md` has a sentenc
     crops -> tokens -> slots       models/
     weights <-> files              weights/
     a run, for any objective       training/  runtime/
-    objectives                     dino/  simdino/, on distillation/; clip/  oc_clip/, on image_text/
+    objectives                     dino/  simdino/  ibot/, on distillation/; clip/  oc_clip/, on image_text/
     what an encoder is worth       evaluation/
     pictures                       draw/
     commands                       commands.py  __main__.py  submit.py; as calls from Python: api.py
@@ -28,7 +28,18 @@ from dino_sparo.runtime import lazy_names
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip, train_simdino
+    from dino_sparo.api import (
+        Result,
+        attention,
+        embed,
+        knn,
+        linear,
+        train,
+        train_clip,
+        train_ibot,
+        train_oc_clip,
+        train_simdino,
+    )
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
     from dino_sparo.distillation.head import DINOHead
@@ -41,7 +52,18 @@ if TYPE_CHECKING:
 
 # The modules import torch, which takes seconds.
 _NAMES = {
-    "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip", "train_simdino"),
+    "api": (
+        "Result",
+        "attention",
+        "embed",
+        "knn",
+        "linear",
+        "train",
+        "train_clip",
+        "train_ibot",
+        "train_oc_clip",
+        "train_simdino",
+    ),
     "evaluation.embed.store": ("load_embeddings",),
     "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
     "data.crops": ("MultiCropAugmentation",),

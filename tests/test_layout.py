@@ -27,6 +27,7 @@ TOP = {
     "distillation": set(),
     "dino": {"distillation"},
     "simdino": {"distillation"},
+    "ibot": {"distillation"},
     "image_text": set(),
     "clip": {"image_text"},
     "oc_clip": {"image_text"},
