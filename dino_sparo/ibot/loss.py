@@ -96,9 +96,9 @@ class IBOTLoss(nn.Module):
         self, mean: Float[Tensor, "1 K"], patch_mean: Float[Tensor, "1 _"], keep: Float[Tensor, ""]
     ) -> None:
         """Move the centers towards the means of the teacher's logits over all ranks, unless `keep` is not zero."""
-        for loss, value in ((self.images, mean), (self.patches, patch_mean)):
-            moved = torch.lerp(value.to(loss.center), loss.center, self.images.center_momentum)
-            loss.center.copy_(torch.where(keep > 0, loss.center, moved))
+        for center, value in ((self.images.center, mean), (self.patches.center, patch_mean)):
+            moved = torch.lerp(value.to(center), center, self.images.center_momentum)
+            center.copy_(torch.where(keep > 0, center, moved))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the cross-entropies."""
@@ -146,8 +146,8 @@ def gram_loss(student: Float[Tensor, "B N D"], teacher: Float[Tensor, "B N D"]) 
     facebookresearch/dinov3, `GramLoss` at the level of images, with negative cosines.
     """
     dtype = torch.promote_types(student.dtype, torch.float32)
-    grams = [(x @ x.mT) for x in (F.normalize(tokens.to(dtype), dim=-1) for tokens in (student, teacher.detach()))]
-    return F.mse_loss(*grams)
+    x, y = (F.normalize(tokens.to(dtype), dim=-1) for tokens in (student, teacher.detach()))
+    return F.mse_loss(x @ x.mT, y @ y.mT)
 
 
 @torch.no_grad()

@@ -82,8 +82,8 @@ def pack(masks: Bool[np.ndarray, "TB N"], size: int) -> Mask:
     masked = masks.reshape(-1)
     places = np.argsort(~masked, kind="stable")[:size]
     shares = masks / (len(masks) * np.maximum(masks.sum(axis=1, keepdims=True), 1))
-    weights = shares.reshape(-1)[places].astype(np.float32)
-    return Mask(torch.from_numpy(masks), torch.from_numpy(places), torch.from_numpy(weights))
+    weights = torch.as_tensor(shares.reshape(-1)[places], dtype=torch.get_default_dtype())
+    return Mask(torch.from_numpy(masks), torch.from_numpy(places), weights)
 
 
 def draw_blocks(rng: random.Random, grid: tuple[int, int], number: int) -> Bool[np.ndarray, "rows columns"]:

@@ -31,6 +31,7 @@ from dino_sparo.training.recording import Outputs
 if TYPE_CHECKING:
     from dino_sparo.ibot.train import IBOTObjective
 
+TERMS = ("image_loss", "patch_loss", "koleo", "gram")
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 
 
@@ -164,8 +165,8 @@ def apply(ibot: "IBOTObjective", outputs: Sequence[Outputs], epoch: int, is_diag
     names = [name for name in ("logits_sum", "patch_sum", "num_patches") if name in last]
     sums = {name: torch.stack([output[name] for output in outputs]).sum(dim=0) for name in names}
     exchange(ibot, list(sums.values()))
-    terms = [name for name in ("image_loss", "patch_loss", "koleo", "gram") if name in last]
-    scalars = {name: torch.stack([output[name] for output in outputs]).mean() for name in terms}
+    terms: list[str] = [name for name in TERMS if name in last]
+    scalars: dict[str, Tensor] = {name: torch.stack([output[name] for output in outputs]).mean() for name in terms}
     if is_diagnosed:
         scalars |= criterion.images.diagnose(last["probabilities"], last["image_loss"])._asdict()
         found = diagnose_patches(last["patch_probabilities"], last["weights"], last["patch_loss"])

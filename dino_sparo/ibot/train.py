@@ -55,6 +55,7 @@ class IBOTObjective(DistillationObjective):
         "gram_teacher",
     )
     loss: IBOTLoss
+    network: IBOTNetwork
     koleo_weight: float = 0.0
     gram_teacher: AnyBackbone | None = None
     gram_weight: float = 0.0
