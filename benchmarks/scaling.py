@@ -27,9 +27,9 @@ from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import Spread
 from dino_sparo.data.batch import Batch
-from dino_sparo.dino.head import DINOHead
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.network import EncoderWithHead
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.collectives import barrier

@@ -6,7 +6,7 @@ The folders, in the order of the data flow; `docs/architecture.md` has a sentenc
     crops -> tokens -> slots       models/
     weights <-> files              weights/
     a run, for any objective       training/  runtime/
-    objectives                     dino/  simdino/, on distillation/; clip/  oc_clip/, on image_text/
+    objectives                     dino/  simdino/  ibot/, on distillation/; clip/  oc_clip/, on image_text/
     what an encoder is worth       evaluation/
     pictures                       draw/
     commands                       commands.py  __main__.py  submit.py; as calls from Python: api.py
@@ -28,11 +28,22 @@ from dino_sparo.runtime import lazy_names
 
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip, train_simdino
+    from dino_sparo.api import (
+        Result,
+        attention,
+        embed,
+        knn,
+        linear,
+        train,
+        train_clip,
+        train_ibot,
+        train_oc_clip,
+        train_simdino,
+    )
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
-    from dino_sparo.dino.head import DINOHead
-    from dino_sparo.dino.loss import DINOLoss
+    from dino_sparo.distillation.head import DINOHead
+    from dino_sparo.distillation.loss import DINOLoss
     from dino_sparo.distillation.network import DINONetwork, EncoderWithHead
     from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
@@ -41,13 +52,24 @@ if TYPE_CHECKING:
 
 # The modules import torch, which takes seconds.
 _NAMES = {
-    "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip", "train_simdino"),
+    "api": (
+        "Result",
+        "attention",
+        "embed",
+        "knn",
+        "linear",
+        "train",
+        "train_clip",
+        "train_ibot",
+        "train_oc_clip",
+        "train_simdino",
+    ),
     "evaluation.embed.store": ("load_embeddings",),
     "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
     "data.crops": ("MultiCropAugmentation",),
     "data.views": ("EvalTransform",),
-    "dino.head": ("DINOHead",),
-    "dino.loss": ("DINOLoss",),
+    "distillation.head": ("DINOHead",),
+    "distillation.loss": ("DINOLoss",),
     "distillation.network": ("DINONetwork", "EncoderWithHead"),
     "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
     "models.readout": ("ReadoutOutput", "Sparo"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
 
 
-TRAININGS = ("train", "train-simdino", "train-clip", "train-oc-clip")
+TRAININGS = ("train", "train-simdino", "train-ibot", "train-clip", "train-oc-clip")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,15 @@ def train_simdino(**options: Any) -> Result:
         options: of `dino-sparo train-simdino`.
     """
     return call("train-simdino", **options)
+
+
+def train_ibot(**options: Any) -> Result:
+    """Train an encoder with iBOT on images; see `train`.
+
+    Args:
+        options: of `dino-sparo train-ibot`.
+    """
+    return call("train-ibot", **options)
 
 
 def train_clip(**options: Any) -> Result:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo.clip import options as clip_options
 from dino_sparo.dino import options as dino_options
 from dino_sparo.evaluation import options as evaluation_options
+from dino_sparo.ibot import options as ibot_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
@@ -93,6 +94,18 @@ COMMANDS: dict[str, Command] = {
             "--data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128",
         ),
         check=dino_options.check_options,
+    ),
+    "train-ibot": Command(
+        TRAIN,
+        "Images -> an encoder, trained with iBOT, the objective of DINOv2: DINO, and masked patches.",
+        "training.run:train",
+        ibot_options.get_args_parser,
+        needs={"objective_class": "ibot.train:IBOTObjective"},
+        examples=(
+            "--data_path scenes --output_dir runs/ibot --arch vit_micro --patch_size 8 --epochs 5",
+            "--data_path images --output_dir runs/own --arch timm/vit_small_patch16_dinov3 --pretrained",
+        ),
+        check=ibot_options.check_options,
     ),
     "train-clip": Command(
         TRAIN,

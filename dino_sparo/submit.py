@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
+from dino_sparo.ibot.options import get_args_parser as train_ibot_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, say, values_of
 from dino_sparo.runtime.exits import errors_in_one_line
@@ -50,6 +51,7 @@ DO_NOT_REQUEUE = "do_not_requeue"
 PARSERS = {
     "main_dino": train_parser,
     "dino_sparo.simdino.train": train_simdino_parser,
+    "dino_sparo.ibot.train": train_ibot_parser,
     "dino_sparo.clip.train": train_clip_parser,
     "dino_sparo.oc_clip.train": train_oc_clip_parser,
 }
@@ -59,12 +61,14 @@ def objective_of(module: str) -> "type[Objective[Any]]":
     """The class of the objective that a trainer trains."""
     from dino_sparo.clip.train import CLIPObjective  # not above: these import torch
     from dino_sparo.dino.train import DINOObjective
+    from dino_sparo.ibot.train import IBOTObjective
     from dino_sparo.oc_clip.train import OCCLIPObjective
     from dino_sparo.simdino.train import SimDINOObjective
 
     objectives: dict[str, type[Objective[Any]]] = {
         "main_dino": DINOObjective,
         "dino_sparo.simdino.train": SimDINOObjective,
+        "dino_sparo.ibot.train": IBOTObjective,
         "dino_sparo.clip.train": CLIPObjective,
         "dino_sparo.oc_clip.train": OCCLIPObjective,
     }

@@ -1,8 +1,8 @@
 """Mutation testing: change one thing in a module at a time, and see whether the module's own tests notice.
 
     make mutants                                        a seeded sample of every module's mutants
-    python tests/mutants.py dino/loss models/readout --sample 0  all mutants of two modules
-    python tests/mutants.py dino/loss --again           once more those that survived, after writing tests for them
+    python tests/mutants.py distillation/loss models/readout --sample 0  all mutants of two modules
+    python tests/mutants.py distillation/loss --again   once more those that survived, after writing tests for them
 
 The mutants and the files of results are cosmic-ray's, so `cr-report` and `cr-html` read them. What differs is how a
 mutant is tried: the libraries are imported once, every mutant is a fork of that process, and no file is changed.
@@ -55,8 +55,8 @@ TESTS: dict[str, list[str]] = {
     "models/readout": ["test_readout"],
     "models/encoder": ["test_encoder"],
     "models/backbone": ["test_backbone"],
-    "dino/head": ["test_head"],
-    "dino/loss": ["test_loss", "test_collapse"],
+    "distillation/head": ["test_head"],
+    "distillation/loss": ["test_loss", "test_collapse"],
     "training/optim": ["test_optim"],
     "distillation/initialize": ["test_initialize"],
     "distillation/step": ["test_teacher"],

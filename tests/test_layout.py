@@ -27,6 +27,7 @@ TOP = {
     "distillation": set(),
     "dino": {"distillation"},
     "simdino": {"distillation"},
+    "ibot": {"distillation"},
     "image_text": set(),
     "clip": {"image_text"},
     "oc_clip": {"image_text"},
@@ -107,7 +108,7 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     path = tmp_path / "dino_sparo" / "evaluation" / "knn.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "import torch, dino_sparo.dino.head\n"
+        "import torch, dino_sparo.distillation.head\n"
         "from dino_sparo import clip\n"
         "from dino_sparo.dino.teacher import ema_update_\n"
         "def late():\n    from ..encoder import Encoder\n    from .features import extract\n"
@@ -160,9 +161,9 @@ def imported_files(name: str) -> set[str]:
 # What a step may do, and how far the parsed options go.
 
 STEP_FILES = (
-    *("dino/step.py", "dino/loss.py", "dino/koleo.py", "dino/head.py", "clip/loss.py"),
+    *("dino/step.py", "clip/loss.py"),
     *("simdino/loss.py", "simdino/train.py"),
-    *("distillation/network.py", "distillation/step.py"),
+    *(f"distillation/{name}.py" for name in ("head", "koleo", "loss", "network", "step")),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
@@ -202,9 +203,9 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
-    *("dino/koleo", "simdino/loss"),
-    *("dino/head", "dino/loss", "dino/step", "clip/model", "clip/loss"),
-    *("distillation/network", "distillation/step"),
+    *("simdino/loss",),
+    *("dino/step", "clip/model", "clip/loss"),
+    *(f"distillation/{name}" for name in ("head", "koleo", "loss", "network", "step")),
     *(
         "oc_clip/graphs/g*",
         "oc_clip/graphs/f*",

@@ -30,7 +30,7 @@ STEPS = 4  # of an epoch
 DEVICE = ("--device", "cpu", "--num_workers", "0")
 EVALUATED = "scenes:40:32"
 STEP_PARTS = {  # of each training
-    "train": "dino_sparo.dino.loss.DINOLoss.forward",
+    "train": "dino_sparo.distillation.loss.DINOLoss.forward",
     "train-simdino": "dino_sparo.simdino.loss.SimDINOLoss.forward",
     "train-clip": "dino_sparo.clip.train.clip_loss",
     "train-oc-clip": "dino_sparo.oc_clip.train.contrastive_loss",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_sparo.data.batch import Batch
-from dino_sparo.dino.koleo import koleo_loss
+from dino_sparo.distillation.koleo import koleo_loss
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
 from dino_sparo.distillation.step import clip_student, compute_gradients, exchange, move_teacher
 from dino_sparo.runtime.launch import world_size

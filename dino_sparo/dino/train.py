@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from dino_sparo.dino import options
-from dino_sparo.dino.head import DINOHead
-from dino_sparo.dino.loss import DINOLoss, diagnose_collapse
 from dino_sparo.dino.step import train_step
+from dino_sparo.distillation.head import DINOHead
+from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead
-from dino_sparo.distillation.objective import DistillationObjective, encoder_config
+from dino_sparo.distillation.objective import (
+    DistillationObjective,
+    encoder_config,
+    may_warn_of_collapse,
+    require_neighbours,
+)
 from dino_sparo.models.encoder import encoder_from_config
-from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.launch import world_size
 
 
 class DINOObjective(DistillationObjective):
@@ -65,11 +68,7 @@ class DINOObjective(DistillationObjective):
     @staticmethod
     def build_loss(args: argparse.Namespace) -> DINOLoss:
         """The loss from the options, with a center of zeros; ValueError for KoLeo where an image has no neighbour."""
-        if args.koleo_weight and args.batch_size_per_gpu * world_size() == 1:
-            raise UserError(
-                f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
-                "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
-            )
+        require_neighbours(args)
         return DINOLoss(
             args.out_dim,
             args.local_crops_number + NUM_TEACHER_CROPS,
@@ -89,8 +88,3 @@ class DINOObjective(DistillationObjective):
         information = means["marginal_entropy"] - means["teacher_entropy"]
         values = {"information": information, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
         return values, collapse if may_warn_of_collapse(args, epoch) else None
-
-
-def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
-    """False while flat output is normal: in the warm-up of the teacher's temperature and the first tenth of the run."""
-    return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)

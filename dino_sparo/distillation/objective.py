@@ -45,7 +45,7 @@ from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule, layer_factors, param_groups
 from dino_sparo.training.recording import Recorder, cuda_recording
 from dino_sparo.training.updater import create_updater
-from dino_sparo.weights.checkpoint import check_same_model, encoder_description
+from dino_sparo.weights.checkpoint import NETWORKS, check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ class DistillationObjective(Objective[Batch]):
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
         recorder: calls or replays the first part of a step.
         examples: images to look at after every epoch; rank 0 only.
+        lr_power: the learning rate is proportional to this power of the batch size.
+        crop_scale: side of the loaded global crops, in units of `--global_crops_size`.
     """
 
     loss_key: ClassVar[str]
@@ -75,11 +77,13 @@ class DistillationObjective(Objective[Batch]):
     source: ImageSource
     loss: nn.Module
     recorder = Recorder([])
+    lr_power: ClassVar[float] = 1.0
+    crop_scale: int = 1
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         # Data: images -> S crops.
         self.args = args
-        self.source, self.sampler, self.loader, self.distort, self.examples = open_crops(args, process)
+        self.source, self.sampler, self.loader, self.distort, self.examples = open_crops(args, process, self.crop_scale)
         self.num_left_out = getattr(self.source, "num_left_out", 0)  # in damaged shards
         if args.knn_freq:
             require_labels(self.source)
@@ -97,7 +101,7 @@ class DistillationObjective(Objective[Batch]):
         # Schedules: one value per step of the run.
         steps_per_epoch = self.sampler.steps_per_epoch
         steps, warmup_steps = args.epochs * steps_per_epoch, args.warmup_epochs * steps_per_epoch
-        peak_lr = args.lr * self.sampler.global_batch_size / options.REFERENCE_BATCH
+        peak_lr = args.lr * (self.sampler.global_batch_size / options.REFERENCE_BATCH) ** self.lr_power
         lr = cosine_schedule(peak_lr, args.min_lr, steps, warmup_steps)
         weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, steps)
         self.momentum = cosine_schedule(args.momentum_teacher, 1.0, steps)
@@ -221,7 +225,8 @@ class DistillationObjective(Objective[Batch]):
         if args.init_from:
             optimizer = args.optimizer if args.init_optimizer else None
             new_head = args.init_head == "new"
-            parts = initialize_networks(self.networks, self.updater, args.init_from, new_head, optimizer)
+            networks = {name: self.networks[name] for name in (*NETWORKS, self.loss_key)}
+            parts = initialize_networks(networks, self.updater, args.init_from, new_head, optimizer)
             logger.info("start from %s", parts)
         elif args.pretrained:
             report = initialize_pretrained(self.network.encoder)
@@ -293,9 +298,14 @@ class DistillationObjective(Objective[Batch]):
 
 
 def open_crops(
-    args: argparse.Namespace, process: Distributed
+    args: argparse.Namespace, process: Distributed, crop_scale: int = 1
 ) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
     """Open the images of the options; ValueError if there are none, or too few for one step.
+
+    Args:
+        args: the options.
+        process: this process among its peers.
+        crop_scale: side of the loaded global crops, in units of the option's.
 
     Returns:
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
@@ -318,7 +328,7 @@ def open_crops(
         tuple(args.global_crops_scale),
         tuple(args.local_crops_scale),
         args.local_crops_number,
-        args.global_crops_size,
+        crop_scale * args.global_crops_size,
         args.local_crops_size,
         tuple(args.norm_mean),
         tuple(args.norm_std),
@@ -356,3 +366,17 @@ def encoder_config(args: argparse.Namespace) -> EncoderConfig:
         pre_norm=args.pre_norm,
         quick_gelu=args.quick_gelu,
     )
+
+
+def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
+    """False while flat output is normal: in the warm-up of the teacher's temperature and the first tenth of the run."""
+    return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)
+
+
+def require_neighbours(args: argparse.Namespace) -> None:
+    """Refuse KoLeo on batches of one image."""
+    if args.koleo_weight and args.batch_size_per_gpu * world_size() == 1:
+        raise UserError(
+            f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
+            "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
+        )

@@ -7,11 +7,12 @@ that differ.
 import argparse
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from dino_sparo.data.options import CHANNELS, COLUMNS, IMAGE_LIMITS, NORMALIZATION, TRAINING_DATA
 from dino_sparo.models.options import PRETRAINED, SLOT_SIZES
 from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
-from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share
+from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share, whole_number
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE
 from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 # The reference's defaults, which do not fit every run; see `fill_in_defaults` and `check_options`.
-WARMUP_EPOCHS, DROP_PATH_RATE = 10, 0.1
+WARMUP_EPOCHS, DROP_PATH_RATE, FROZEN_EPOCHS = 10, 0.1, 1
 
 IMAGES: Group = {
     "data_path": Option(
@@ -100,6 +101,28 @@ HEAD: Group = {
         choices=("new",),
     ),
 }
+# Options of objectives whose loss compares distributions over prototypes.
+PROTOTYPES: Group = {
+    "out_dim": Option(
+        65536,
+        "Number of prototypes K: many for large and varied data, a few thousand for tens of thousands of images.",
+    ),
+    "norm_last_layer": Option(
+        True, "Keep the prototypes at unit length. False can be more accurate for a ViT-S, but is less stable."
+    ),
+}
+PROTOTYPE_LOSS: Group = {
+    "koleo_weight": Option(
+        0.0,
+        "Weight of the KoLeo loss, which spreads the student's encodings apart; 0: none. DINOv2 uses 0.1. Try "
+        "this option if encodings collapse.",
+    ),
+    "warmup_teacher_temp": Option(
+        0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."
+    ),
+    "teacher_temp": Option(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
+    "warmup_teacher_temp_epochs": Option(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
+}
 TEACHER: Group = {
     "momentum_teacher": Option(
         0.996,
@@ -131,6 +154,14 @@ OPTIMIZATION: Group = {
     "weight_decay_end": Option(0.4, "Weight decay in the last step."),
     "clip_grad": Option(3.0, "Largest norm of a parameter's gradient; 0: no limit."),
 }
+FREEZE_LAST_LAYER: Group = {
+    "freeze_last_layer": Option(
+        None,
+        "Epochs at the start during which the prototypes are frozen; more if the loss does not fall. (default: "
+        f"{FROZEN_EPOCHS}; 0 in a run of one epoch)",
+        whole_number,
+    ),
+}
 CUDA_GRAPH = Option(
     "off",
     "Record forward and backward pass as one CUDA graph, so that the GPU does not wait for Python. Not run on a GPU "
@@ -141,13 +172,14 @@ USE_FP16 = Option(None, "facebookresearch/dino's option: true is --precision fp1
 KNN_FREQ = Option(0, "Measure the teacher's 20-NN accuracy every N epochs and keep the best checkpoint; 0: never.")
 
 
-def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
+def parser_of(head: Group, loss: Group, optimization: Group, defaults: Mapping[str, Any] | None = None) -> Parser:
     """The options of training, in data-flow order.
 
     Args:
         head: options of the head beside `HEAD`.
         loss: options of the loss.
         optimization: options beside `OPTIMIZATION`.
+        defaults: shared option -> the objective's own default.
     """
     return Parser(
         {
@@ -162,7 +194,8 @@ def parser_of(head: Group, loss: Group, optimization: Group) -> Parser:
             "optimisation": OPTIMIZATION | optimization | COMPUTE | {"cuda_graph": CUDA_GRAPH, "use_fp16": USE_FP16},
             "run": RUN | {"knn_freq": KNN_FREQ},
             "device and processes": DEVICE,
-        }
+        },
+        defaults=defaults,
     )
 
 

@@ -25,28 +25,35 @@ from dino_sparo.training.recording import Outputs
 if TYPE_CHECKING:
     from dino_sparo.distillation.objective import DistillationObjective
 
-# Crops (S tensors), number of micro-batches -> outputs; adds to the student's gradients.
-ComputeCrops = Callable[[Sequence[Tensor], int], Outputs]
+# Crops (S tensors), further tensors of `compute_gradients`, number of micro-batches (by name) -> outputs; adds to the
+# student's gradients.
+ComputeCrops = Callable[..., Outputs]
 
 
 def compute_gradients(
-    objective: "DistillationObjective", compute: ComputeCrops, batches: Sequence[Batch], key: Hashable
+    objective: "DistillationObjective",
+    compute: ComputeCrops,
+    batches: Sequence[Batch],
+    key: Hashable,
+    extras: Sequence[Sequence[Tensor]] = (),
 ) -> list[Outputs]:
     """Call `compute` for each micro-batch; the gradients are then this rank's, or with DDP the mean over the ranks.
 
     Args:
         objective: its student gets the gradients.
-        compute: crops, number of micro-batches -> outputs.
+        compute: crops, extras, parts=number of micro-batches -> outputs.
         batches: micro-batches of this rank.
-        key: changes if `compute` depends on anything that changed, other than crops and weights.
+        key: changes if `compute` depends on anything that changed, other than crops, extras and weights.
+        extras: further tensors for each micro-batch, on the device.
     """
     updater, outputs = objective.updater, []
     for index, batch in enumerate(batches):
         inputs, distort = _inputs_of(batch.to(updater.device), objective.distort)
-        call = partial(_on_crops, compute, distort, len(batches))
+        extra = list(extras[index]) if extras else []
+        call = partial(_on_crops, compute, distort, len(batches), len(inputs))
         with updater.gradient_sync(objective.student, is_last=index == len(batches) - 1):
             whole_key = key, objective.is_backbone_frozen
-            outputs.append(objective.recorder(call, inputs, whole_key, is_only_part=len(batches) == 1))
+            outputs.append(objective.recorder(call, [*inputs, *extra], whole_key, is_only_part=len(batches) == 1))
     return outputs
 
 
@@ -62,8 +69,10 @@ def _inputs_of(batch: Batch, distort: Distortions | None) -> tuple[list[Tensor],
     return [*batch.views, batch.parameters], distort
 
 
-def _on_crops(compute: ComputeCrops, distort: Distortions | None, parts: int, inputs: Sequence[Tensor]) -> Outputs:
-    return compute(crops_of(inputs, distort), parts)
+def _on_crops(
+    compute: ComputeCrops, distort: Distortions | None, parts: int, number: int, inputs: Sequence[Tensor]
+) -> Outputs:
+    return compute(crops_of(inputs[:number], distort), *inputs[number:], parts=parts)
 
 
 @torch.no_grad()

@@ -31,7 +31,13 @@ from dino_sparo.weights.origin import evaluated_data, in_percent, origin_of, sco
 
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
-COMMANDS = {"DINO": "train", "SimDINO": "train-simdino", "CLIP": "train-clip", "OC-CLIP": "train-oc-clip"}
+COMMANDS = {
+    "DINO": "train",
+    "SimDINO": "train-simdino",
+    "iBOT": "train-ibot",
+    "CLIP": "train-clip",
+    "OC-CLIP": "train-oc-clip",
+}
 
 
 def show(args: argparse.Namespace, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from timm.layers import PatchEmbed, QuickGELU, trunc_normal_
 from timm.models import is_model
 from timm.models.vision_transformer import Block
@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.timm_backbone import TimmBackbone, check_images, check_whole_patches, layer_indices, plan_of
+from dino_sparo.models.timm_backbone import (
+    TimmBackbone,
+    check_images,
+    check_whole_patches,
+    layer_indices,
+    plan_of,
+    replace_masked,
+)
 from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
 from dino_sparo.runtime.faults import UserError
 
@@ -123,15 +130,31 @@ class Backbone(nn.Module):
             nn.init.zeros_(block.attn.qkv.bias)
             nn.init.zeros_(block.attn.proj.bias)
 
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D) after the final LayerNorm."""
-        return self.norm(self._run_blocks(self.embed(images), self.depth))
+    def forward(
+        self,
+        images: Float[Tensor, "B C H W"],
+        masked: Bool[Tensor, "B hw"] | None = None,
+        mask_token: Float[Tensor, "1 D"] | None = None,
+    ) -> Float[Tensor, "B N D"]:
+        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D) after the final LayerNorm.
 
-    def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        Args:
+            images: (B, C, H, W).
+            masked: where `mask_token` replaces the projection of a patch; None: nowhere.
+            mask_token: (1, D).
+        """
+        return self.norm(self._run_blocks(self.embed(images, masked, mask_token), self.depth))
+
+    def require_patches(self) -> None:
+        """Nothing to refuse: patches can be masked."""
+
+    def embed(
+        self, images: Float[Tensor, "B C H W"], masked: Tensor | None = None, mask_token: Tensor | None = None
+    ) -> Float[Tensor, "B N D"]:
         """Images -> tokens before the first block: patches and class token plus positions, normalised if `pre_norm`."""
         check_images(images, self.in_chans, self.patch_size)
         height, width = images.shape[2:]
-        patches = self._project_patches(images)
+        patches = replace_masked(self._project_patches(images), masked, mask_token)
         cls_tokens = self.cls_token.expand(images.shape[0], -1, -1)  # len() would fix the batch of an ONNX file
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
 

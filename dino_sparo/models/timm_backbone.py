@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import timm
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from timm.models import adapt_input_conv, get_arch_pretrained_cfgs, group_parameters
 from torch import Tensor, nn
 
@@ -77,6 +77,7 @@ class TimmBackbone(nn.Module):
         self.embed_dim, self.num_prefix_tokens = plan.embed_dim, plan.num_prefix_tokens
         self.has_class_token, self.has_blocks = plan.has_class_token, plan.has_blocks
         self._channels_last = plan.channels_last
+        self._mask: tuple[Tensor | None, Tensor | None] = (None, None)
         self._reads_any_size = "img_size" not in settings or bool(ANY_SIZE.keys() & settings)
         self.arguments = {"in_chans": in_chans, **settings}
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
@@ -93,12 +94,36 @@ class TimmBackbone(nn.Module):
         stems = self.model.pretrained_cfg.get("first_conv") or ()
         return [f"{stem}.weight" for stem in ([stems] if isinstance(stems, str) else stems)]
 
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D)."""
+    def forward(
+        self,
+        images: Float[Tensor, "B C H W"],
+        masked: Bool[Tensor, "B hw"] | None = None,
+        mask_token: Float[Tensor, "1 D"] | None = None,
+    ) -> Float[Tensor, "B N D"]:
+        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D); masks as in `Backbone`."""
+        self._mask = masked, mask_token
         features = self.model.forward_features(self._whole_patches(images))
+        self._mask = None, None
         if features.ndim == 3:
             return features
         return features.flatten(1, 2) if self._channels_last else features.flatten(2).transpose(1, 2)
+
+    def require_patches(self) -> None:
+        """Refuse a model without a patch embedding, whose tokens cannot be masked before its blocks.
+
+        The model calls the patch embedding itself; from now on the mask token enters behind it.
+
+        Raises:
+            UserError: the model has stages, or blocks without a patch embedding.
+        """
+        embedding = getattr(self.model, "patch_embed", None)
+        if not self.has_blocks or not isinstance(embedding, nn.Module):
+            kind = "blocks without a patch embedding" if self.has_blocks else "stages, which mix neighbouring patches"
+            raise UserError(
+                f"timm/{self.name} has {kind}, so patches cannot be masked; choose a vision transformer, such as "
+                "timm/vit_small_patch16_dinov3, or an objective without masks (dino-sparo train)"
+            )
+        embedding.register_forward_hook(lambda module, inputs, patches: replace_masked(patches, *self._mask))
 
     def grid(self, images: Float[Tensor, "B C H W"]) -> tuple[int, int]:
         """Rows and columns of the images' patches; pixels beyond the last whole patch are left out."""
@@ -332,6 +357,15 @@ def check_whole_patches(img_size: int, patch_size: int) -> None:
         nearest = max(img_size // patch_size, 1) * patch_size
         multiple = f"is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
         raise UserError(f"img_size={img_size} px {multiple}")
+
+
+def replace_masked(
+    patches: Float[Tensor, "B *grid D"], masked: Bool[Tensor, "B hw"] | None, mask_token: Float[Tensor, "1 D"] | None
+) -> Float[Tensor, "B *grid D"]:
+    """Projected patches, with the mask token where they are masked."""
+    if masked is None or mask_token is None:
+        return patches
+    return torch.where(masked.view(patches.shape[:-1])[..., None], mask_token.to(patches.dtype), patches)
 
 
 def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: int) -> None:

@@ -13,7 +13,7 @@ from two_ranks import TwoRanks
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.__main__ import run
 from dino_sparo.commands import parse_keywords
-from dino_sparo.dino.koleo import koleo_loss
+from dino_sparo.distillation.koleo import koleo_loss
 from dino_sparo.runtime.launch import rank
 from dino_sparo.simdino.loss import SimDINOLoss
 from dino_sparo.weights.origin import origin_of

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dino_sparo.data.batch import Batch
-from dino_sparo.dino.loss import DINOLoss
+from dino_sparo.distillation.loss import DINOLoss
 from dino_sparo.runtime import collectives, exits, faults, launch
 from dino_sparo.runtime.collectives import (
     all_gather_object,

@@ -47,7 +47,7 @@ from runs import (
 from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.data.sources.decode
-import dino_sparo.dino.loss
+import dino_sparo.distillation.loss
 from dino_sparo.distillation import images
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.launch import CONTROL_FACTOR
@@ -226,7 +226,7 @@ def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
 
 
 def _spoil_losses_of_rank_1(rank: int) -> None:
-    forward = dino_sparo.dino.loss.DINOLoss.forward
+    forward = dino_sparo.distillation.loss.DINOLoss.forward
     number = 0
 
     def spoiled(self: torch.nn.Module, *args: object, **named: object) -> torch.Tensor:
@@ -235,7 +235,7 @@ def _spoil_losses_of_rank_1(rank: int) -> None:
         loss = forward(self, *args, **named)
         return loss * math.nan if rank == 1 and number == 23 else loss
 
-    dino_sparo.dino.loss.DINOLoss.forward = spoiled
+    dino_sparo.distillation.loss.DINOLoss.forward = spoiled
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_the_center_stays_where_the_flag_is_set(keep: float | None, moves: bool)
 
 def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     exchanged: list[torch.Tensor] = []
-    monkeypatch.setattr("dino_sparo.dino.loss.all_reduce_sum", lambda x: exchanged.append(x) or total)
+    monkeypatch.setattr("dino_sparo.distillation.loss.all_reduce_sum", lambda x: exchanged.append(x) or total)
     loss, total = build(2, 3), torch.ones(1, 3, dtype=torch.float64, requires_grad=True)
     loss.update_center(total, 5)
     assert not exchanged[0].requires_grad
@@ -205,8 +205,8 @@ def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: py
 
 
 def test_the_mean_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.dino.loss.world_size", lambda: 3)
-    monkeypatch.setattr("dino_sparo.dino.loss.all_reduce_sum", lambda own: own + 20)
+    monkeypatch.setattr("dino_sparo.distillation.loss.world_size", lambda: 3)
+    monkeypatch.setattr("dino_sparo.distillation.loss.all_reduce_sum", lambda own: own + 20)
     loss = build(2, 3, center_momentum=0.75)
     loss.update_center(torch.tensor([[10.0, 40.0, 70.0]], dtype=torch.float64), 2)
     expected = [[0.25 * (own + 20) / (2 * 3) for own in (10, 40, 70)]]
@@ -230,5 +230,5 @@ def test_the_cross_entropy_is_compiled_for_fixed_shapes(monkeypatch: pytest.Monk
     loss, settings = build(2, 5), []
     monkeypatch.setattr(torch, "compile", lambda function, **given: settings.append(given) or (lambda *_: "compiled"))
     loss.compile(dynamic=False)
-    assert loss._cross_entropy(None, None) == "compiled"
+    assert loss.cross_entropy(None, None) == "compiled"
     assert settings == [{"dynamic": False}]

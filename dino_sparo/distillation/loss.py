@@ -133,7 +133,7 @@ class DINOLoss(nn.Module):
                 f"{batch_size} images and {self.out_dim} prototypes they need "
                 f"{(self.num_crops * batch_size, self.out_dim)}"
             )
-        loss = self._cross_entropy(student_logits, teacher_probs)
+        loss = self.cross_entropy(student_logits, teacher_probs)
         if update_center:
             self.update_center(teacher_logits.detach().float().sum(dim=0, keepdim=True), len(teacher_logits))
         return loss
@@ -144,7 +144,10 @@ class DINOLoss(nn.Module):
         centered = teacher_logits.detach() - self.center
         return (centered / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
 
-    def _cross_entropy(self, student_logits: Tensor, teacher_probs: Tensor) -> Tensor:
+    def cross_entropy(
+        self, student_logits: Float[Tensor, "SB K"], teacher_probs: Float[Tensor, "T B K"]
+    ) -> Float[Tensor, ""]:
+        """The loss of one batch, nats per pair of crops, for the teacher's distributions."""
         student_logits = student_logits.unflatten(0, (self.num_crops, -1))  # (S, B, K)
         if self.chunk_size == 0:
             normalisers, agreement = self._part(student_logits, teacher_probs)
@@ -170,7 +173,7 @@ class DINOLoss(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the cross-entropy alone: the teacher's temperature changes with the epoch."""
-        self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
+        self.cross_entropy = torch.compile(self.cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
         """Sum this rank's teacher logits (1, K) over all ranks, of `count` rows each, and move the center."""

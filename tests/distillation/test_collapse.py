@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dino_sparo import DINOLoss
-from dino_sparo.dino.loss import COLLAPSE_SHARE, diagnose_collapse
 from dino_sparo.dino.options import get_args_parser
-from dino_sparo.dino.train import may_warn_of_collapse
+from dino_sparo.distillation.loss import COLLAPSE_SHARE, diagnose_collapse
+from dino_sparo.distillation.objective import may_warn_of_collapse
 
 HEALTHY: dict[str, Any] = {
     "loss": 5.0,

@@ -25,7 +25,7 @@ def koleo_loss(encodings: Float[Tensor, "B M"]) -> Float[Tensor, ""]:
     Args:
         encodings: (B, M), one crop of each image; at least two images over all ranks.
     """
-    own = F.normalize(encodings.float(), dim=-1, eps=EPSILON)
+    own = F.normalize(encodings.to(torch.promote_types(encodings.dtype, torch.float32)), dim=-1, eps=EPSILON)
     all_rows = gather_with_gradient(own).flatten(0, 1)
     first = len(own) * rank()
     with torch.no_grad():
