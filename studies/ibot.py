@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from dino_sparo.distillation.images import PROBE_NEIGHBOURS, PROBE_TEMPERATURE
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
@@ -29,7 +30,6 @@ from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.dino.demo import TRAINING
-from dino_sparo.distillation.images import PROBE_NEIGHBOURS, PROBE_TEMPERATURE
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.knn import classify_shards
