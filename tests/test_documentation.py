@@ -83,6 +83,7 @@ FOREIGN_FILES = {
         "modeling_sparo.py",
         "vicreg.py",
         "my_readout.py",
+        "nearest_mean.py",
         "my_source.py",
         "my_benchmark.py",
     ),
