@@ -17,7 +17,7 @@ from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.evaluation.features import Features, load_features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, ProbeSGD, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
-from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_selection
+from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, open_selection
 from dino_sparo.evaluation.slots.command import (
     StudyImages,
     accuracy_curve,
@@ -93,10 +93,11 @@ def test_an_encoder_with_chosen_slots_gives_their_values_alone() -> None:
 
 
 def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> None:
-    assert parse_selection("0,3,7") == parse_selection("0, 3, 7") == SlotSelection((0, 3, 7))
+    assert open_selection("0,3,7", None, 8) == open_selection("0, 3, 7", None, 8)
+    assert open_selection("0,3,7", None, 8)[0] == SlotSelection((0, 3, 7))
     path = tmp_path / "slots.json"
     path.write_text(json.dumps(SlotSelection((3, 0), 5, "ab").to_dict()))
-    assert parse_selection(str(path)) == SlotSelection((3, 0), 5, "ab")
+    assert open_selection(str(path), "ab", 5)[0] == SlotSelection((3, 0), 5, "ab")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_what_is_no_selection_is_refused(text: str, content: str | None, message
     if content is not None:
         (tmp_path / text).write_text(content)
     with pytest.raises(ValueError, match=message):
-        parse_selection(text if content is None else str(tmp_path / text))
+        open_selection(text if content is None else str(tmp_path / text), None, 5)
 
 
 def test_slots_that_the_encoder_does_not_have_are_refused(

@@ -21,12 +21,12 @@ import numpy as np
 
 from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.slots.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
-from dino_sparo.clip.slots.subsets import check_fits
+from dino_sparo.clip.slots.subsets import check_normalized_per_slot
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import class_token_share, effective_patches
-from dino_sparo.evaluation.slots.choice import parse_selection
+from dino_sparo.evaluation.slots.choice import open_selection
 from dino_sparo.image_text.picture_pairs import PicturesTask, view_pictures
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
@@ -131,8 +131,9 @@ def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int
     """The slots that `--slots` names; None if they are to be chosen."""
     if slots is None:
         return None
-    selection = parse_selection(",".join(slots))
-    check_fits(selection, loaded.model.config, loaded.record["sha256"])
+    config = loaded.model.config
+    check_normalized_per_slot(config)
+    selection, _ = open_selection(",".join(slots), loaded.record["sha256"], config.image.num_slots)
     return list(selection.indices)
 
 

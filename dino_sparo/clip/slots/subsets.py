@@ -12,7 +12,6 @@ equal partitions. With weights 0 and 1 it orders the captions of an image as the
 Source: SPARO, sections 5.1, 5.2 and 0.C.1.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, LoadedClip, normalize_slots
-from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, check_same_checkpoint, origin_of, parse_slots
+from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, open_choice
 from dino_sparo.runtime.faults import UserError
 
 
@@ -69,14 +68,13 @@ def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " P"]) 
     return F.normalize(features * weights.repeat_interleave(features.shape[1] // len(weights)), dim=1)
 
 
-def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha256: str | None = None) -> None:
-    """Refuse a choice that was made in another model, or that this one does not allow."""
+def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig) -> None:
+    """Refuse a choice that the model does not allow."""
     if isinstance(choice, SlotSelection):
         check_normalized_per_slot(config)
         choice.check_fits(config.image.num_slots)
     else:
         choice.check_fits(config.embed_dim)
-    check_same_checkpoint(choice.weights_sha256, weights_sha256)
 
 
 def check_normalized_per_slot(config: CLIPConfig) -> None:
@@ -92,14 +90,10 @@ def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | Redu
     """A checkpoint's model, reduced if --slots names slots, and the entry of a result file, None if it is whole."""
     if not path:
         return loaded.model, None
-    choice = parse_slots(str(path))
-    check_fits(choice, loaded.model.config, loaded.record["sha256"])
-    record: dict[str, Any] = dict(origin_of(str(path)))
+    choice, record = open_choice(str(path), loaded.record["sha256"])
     if isinstance(choice, SlotSelection):
-        record |= {"kind": "selection", "slots": list(choice.indices), "num_slots": loaded.model.config.image.num_slots}
+        record["num_slots"] = loaded.model.config.image.num_slots
         record["rule"] = "equation 2 over the slots that are kept, images and captions"
     else:
-        mean = math.fsum(choice.values) / len(choice.values)
-        record |= {"kind": "mask", "num_parts": len(choice.values), "mean_weight": mean}
         record["rule"] = "normalised encodings of images times the mask, normalised again; captions as they are"
     return ReducedClip(loaded.model, choice), record

@@ -7,6 +7,7 @@
 the same form of file, which every evaluation takes as --slots. `dino-sparo slots mask` weighs the slots of a CLIP.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ class SlotSelection:
         if unknown:
             raise UserError(f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}")
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The selection in the result of an evaluation."""
+        return {"kind": "selection", "slots": list(self.indices)}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
         return {"slots": list(self.indices), "num_slots": self.num_slots, "weights_sha256": self.weights_sha256}
@@ -98,6 +104,15 @@ class SlotMask:
                 f"give one weight per slot or per dimension"
             )
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The mask in the result of an evaluation."""
+        return {
+            "kind": "mask",
+            "num_parts": len(self.values),
+            "mean_weight": math.fsum(self.values) / len(self.values),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
         return {"mask": list(self.values), "encoding_dim": self.encoding_dim, "weights_sha256": self.weights_sha256}
@@ -127,26 +142,31 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
     raise UserError(f"{text} is not a choice of slots; expected {FORM}")
 
 
-def parse_selection(text: str) -> SlotSelection:
-    """The choice that `--slots` gives where a mask does not apply; ValueError for a mask."""
+def open_choice(text: str, weights_sha256: str | None) -> tuple[SlotSelection | SlotMask, dict[str, Any]]:
+    """The choice that `--slots` gives, and its entry in a result: path and hash of a file, and the choice itself.
+
+    Raises:
+        UserError: the slots were chosen in a checkpoint with another SHA-256; None is not compared.
+    """
     choice = parse_slots(text)
+    if None not in (weights_sha256, choice.weights_sha256) and weights_sha256 != choice.weights_sha256:
+        raise UserError(
+            f"the slots are of a checkpoint with SHA-256 {choice.weights_sha256}: slots of different trainings differ"
+        )
+    file = {} if numbers_in(text) else {"path": text, "sha256": file_sha256(Path(text))}
+    return choice, {**file, **choice.record}
+
+
+def open_selection(text: str, weights_sha256: str | None, num_slots: int) -> tuple[SlotSelection, dict[str, Any]]:
+    """As `open_choice`, of `num_slots` slots, where a mask does not apply."""
+    choice, record = open_choice(text, weights_sha256)
     if isinstance(choice, SlotMask):
         raise UserError(
             f"{text} is a mask; give a file of dino-sparo slots select or slots study, or numbers of slots. Masks are "
             "for evaluations of a CLIP"
         )
-    return choice
-
-
-def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
-    """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared."""
-    if None not in (weights_sha256, chosen_in) and weights_sha256 != chosen_in:
-        raise UserError(f"the slots are of a checkpoint with SHA-256 {chosen_in}: slots of different trainings differ")
-
-
-def origin_of(slots: str) -> dict[str, str]:
-    """Path and hash of the file that `--slots` names, for a result; empty for numbers."""
-    return {} if numbers_in(slots) else {"path": slots, "sha256": file_sha256(Path(slots))}
+    choice.check_fits(num_slots)
+    return choice, record
 
 
 def check_has_slots(config: EncoderConfig) -> None:
@@ -179,10 +199,7 @@ class KeptSlots(nn.Module):
 
 def keep_encoder_slots(encoder: Encoder, slots: str, weights_sha256: str | None) -> tuple[Encoder, dict[str, Any]]:
     """The encoder reduced to the slots that `--slots` names, with shared weights; and the entry of a result file."""
-    selection = parse_selection(slots)
     check_has_slots(encoder.config)
-    selection.check_fits(encoder.config.num_slots)
-    check_same_checkpoint(selection.weights_sha256, weights_sha256)
+    selection, record = open_selection(slots, weights_sha256, encoder.config.num_slots)
     readout = KeptSlots(encoder.readout, selection.indices, encoder.config.slot_dim)
-    record = {**origin_of(slots), "kind": "selection", "slots": list(selection.indices)}
     return Encoder(encoder.backbone, readout, encoder.config).eval(), record
