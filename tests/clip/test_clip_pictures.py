@@ -3,10 +3,6 @@
 import csv
 import json
 import logging
-import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +17,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
+from pages import Page, needs_browser, title_after
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots.concepts import PairAttention, caption_words
@@ -32,8 +29,6 @@ from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.picture_pairs import PicturesTask
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def picture_pairs(data_path: str) -> PairSource:
@@ -63,14 +58,6 @@ def folder(tmp_path: Path) -> Path:
     paint(tmp_path / "pairs" / "e.png", "broken")
     (tmp_path / "pairs" / "e.txt").write_text("a broken file")
     return tmp_path / "pairs"
-
-
-def test_a_folder_of_pairs_is_read_by_name(folder, caplog):
-    source = open_pairs(str(folder), max_left_out=1.0)
-    assert [Path(source.location(i)).name for i in range(len(source))] == ["a.png", "b.png", "c.png", "e.png"]
-    assert source.captions_of(0) == ["blue sky"]
-    assert source.left_out.counts == {"without a .txt": 1}
-    assert "d.png" in caplog.text
 
 
 def test_a_folder_of_pairs_may_hold_names_of_splits_and_folders_of_splits(tmp_path):
@@ -168,41 +155,12 @@ def test_marks_grow_with_the_share():
     assert (levels[0], levels[-1]) == (0.0, 1.0)
 
 
-class Checked(HTMLParser):
-    """Collects what a page refers to, and whether its tags are balanced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.references: list[str] = []
-        self.marks: list[tuple[str, str]] = []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "link", "img", "input"):
-            self.open.append(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag == "mark":
-            self.marks.append((dict(attrs).get("title") or "", ""))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "mark":
-            self.marks[-1] = (self.marks[-1][0], data)
-
-
 def test_the_page_is_whole_and_asks_for_nothing(pairs, tmp_path):
     save_page(figure_of(pairs), tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    page = Checked()
-    page.feed(text)
-    assert page.open == []
+    page = Page(tmp_path / "page.html")
     assert len(page.references) == 1 + 2 + 2 * 2 * 2
-    assert all(reference.startswith("data:") for reference in page.references)
-    assert not re.search(r"https?://|@import|url\(", text)
-    assert "a &lt;model&gt;" in text
-    assert "prefers-color-scheme: dark" in text
+    assert "a &lt;model&gt;" in page.text
+    assert "prefers-color-scheme: dark" in page.text
     words = [word for pair in pairs for word in pair.words]
     marks = [(title, word) for title, word in page.marks if title]
     assert [word for _, word in marks] == 2 * [word.text for word in words]
@@ -210,7 +168,7 @@ def test_the_page_is_whole_and_asks_for_nothing(pairs, tmp_path):
     assert [title for title, _ in marks[: len(words)]] == shares
 
 
-ACTIONS = """<script>
+ACTIONS = """
 const found = [];
 const shots = [...document.querySelectorAll(".shot")];
 const state = () => shots.map((shot) => shot.getAttribute("aria-pressed")[0]).join("");
@@ -220,26 +178,15 @@ found.push(state());
 document.querySelector("#maps").click();
 found.push(state(), getComputedStyle(document.body).backgroundColor);
 document.title = found.join("|");
-</script></body>"""
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
+@needs_browser
 def test_the_page_switches_maps_in_a_browser(pairs, tmp_path):
-    path = tmp_path / "page.html"
-    save_page(figure_of(pairs), path)
-    path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
-    assert BROWSER is not None
-    for scheme, colour in ((1, "rgb(250, 250, 252)"), (0, "rgb(18, 18, 23)")):
-        command = [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--disable-dev-shm-usage", "--virtual-time-budget=1000", f"--user-data-dir={tmp_path / 'profile'}",
-            f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", path.as_uri(),
-        ]  # fmt: skip
-        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-        title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
-        assert title.group(1).split("|") == ["tttt", "tftt", "ffff", colour]
+    save_page(figure_of(pairs), tmp_path / "page.html")
+    for is_dark, colour in ((False, "rgb(250, 250, 252)"), (True, "rgb(18, 18, 23)")):
+        assert title_after(ACTIONS, tmp_path / "page.html", is_dark) == ["tttt", "tftt", "ffff", colour]
 
 
 # --- the command

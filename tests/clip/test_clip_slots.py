@@ -11,13 +11,11 @@ import torch
 pytest.importorskip("open_clip")
 
 from clip_fakes import small_checkpoint
-from torch.nn import functional as F
 
 from dino_sparo.clip import CLIP, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.slots.subsets import (
     ReducedClip,
     check_normalized_per_slot,
-    mask_features,
     open_slots,
 )
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, parse_slots
@@ -48,17 +46,6 @@ def token_ids() -> torch.Tensor:
 
 
 # --- selections
-
-
-@torch.no_grad()
-def test_the_cosine_is_the_mean_over_the_selected_slots_cosines(model, images, token_ids):
-    chosen = ReducedClip(model, SlotSelection((4, 0, 3)))
-    similarity = chosen.encode_image(images) @ chosen.encode_text(token_ids).t()
-    image_slots, text_slots = model.image_output(images).slots, model.text_output(token_ids).slots
-    for i in range(3):
-        for c in range(2):
-            cosines = [F.cosine_similarity(image_slots[i, slot], text_slots[c, slot], dim=0) for slot in (4, 0, 3)]
-            assert float(similarity[i, c]) == pytest.approx(sum(map(float, cosines)) / 3, abs=1e-6)
 
 
 @torch.no_grad()
@@ -114,39 +101,10 @@ def test_masked_similarities_follow_the_equation(readout, per_dimension, images,
 
 
 @torch.no_grad()
-def test_captions_are_not_masked(model, images, token_ids):
-    masked = ReducedClip(model, SlotMask((0.0, 1.0, 0.25, 0.0, 0.5)))
-    assert torch.equal(masked.encode_text(token_ids), model.encode_text(token_ids))
-    whole = model.encode_image(images).unflatten(1, (SLOTS, WIDTH))
-    masked_slots = whole * torch.tensor([0.0, 1.0, 0.25, 0.0, 0.5])[:, None]
-    torch.testing.assert_close(masked.encode_image(images), F.normalize(masked_slots.flatten(1), dim=1))
-    assert masked.encoding_dim == SLOTS * WIDTH
-
-
-@torch.no_grad()
 def test_a_mask_that_is_even_changes_nothing(model, images):
     for value in (0.5, 1.0):
         masked = ReducedClip(model, SlotMask((value,) * SLOTS))
         torch.testing.assert_close(masked.encode_image(images), model.encode_image(images))
-
-
-@torch.no_grad()
-def test_a_mask_of_zeros_and_ones_orders_captions_as_the_selection_does(model, images):
-    captions = tokenize([f"a {word} thing" for word in ("red", "blue", "small", "loud", "new", "far", "old")], 11).ids
-    selected, masked = (
-        ReducedClip(model, SlotSelection((0, 3))),
-        ReducedClip(model, SlotMask((1.0, 0.0, 0.0, 1.0, 0.0))),
-    )
-    ours, theirs = (each.encode_image(images) @ each.encode_text(captions).t() for each in (selected, masked))
-    torch.testing.assert_close(theirs, ours * math.sqrt(2 / SLOTS))
-    assert torch.equal(ours.argsort(dim=1), theirs.argsort(dim=1))
-
-
-def test_masked_features_have_length_one():
-    features = F.normalize(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), dim=1)
-    masked = mask_features(features, torch.tensor([0.1, 0.0, 1.0, 0.7]))
-    torch.testing.assert_close(masked.norm(dim=1), torch.ones(3))
-    assert not masked[:, 1].any()
 
 
 # --- files

@@ -2,16 +2,13 @@
 
 import json
 import math
-import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pages import Page, needs_browser, title_after
 from PIL import Image
 
 import visualize_attention
@@ -35,7 +32,6 @@ from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 Built = tuple[Atlas, list[list[Tile]]]
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATCH = 8
 
 
@@ -184,39 +180,13 @@ def test_more_images_than_there_are_shows_all(photos: Path) -> None:
 # ---- the sheet and the page
 
 
-def test_the_sheet_is_drawn(built: Built, tmp_path: Path) -> None:
-    save_sheet(atlas_figure(*built), tmp_path / "atlas.png")
-    with Image.open(tmp_path / "atlas.png") as sheet:
-        assert min(sheet.size) > 200
-
-
-class _Links(HTMLParser):
-    """Every address in a page, every image's words, and every text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.alts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.links += [values[name] or "" for name in ("src", "href") if name in values]
-        if tag == "img":
-            self.alts.append(values.get("alt") or "")
-
-
 def test_the_page_holds_all_it_shows_and_says_it_in_words(built: Built, atlas: Atlas, tmp_path: Path) -> None:
     save_page(atlas_figure(*built), tmp_path / "atlas.html")
-    text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
-    page = _Links()
-    page.feed(text)
-    assert page.links
-    assert all(link.startswith("data:") for link in page.links)
-    assert not re.search(r"https?://|url\(|@import", text)
+    page = Page(tmp_path / "atlas.html")
     assert len(page.alts) == 2 * sum(len(slot["images"]) for slot in atlas["slots"])
     assert all(page.alts)
     assert any(alt.startswith("Map of slot 3 on ") for alt in page.alts)
-    assert "prefers-color-scheme: dark" in text
+    assert "prefers-color-scheme: dark" in page.text
 
 
 def test_names_in_the_page_are_escaped(built: Built, tmp_path: Path) -> None:
@@ -250,7 +220,7 @@ def test_names_are_the_last_two_parts_of_a_path() -> None:
 
 
 # Acts on the page as a reader would, and writes what it finds into the title.
-ACTIONS = """<script>
+ACTIONS = """
 const order = () => [...document.querySelectorAll("section:not([hidden])")].map((s) => s.dataset.number).join("");
 const press = (query) => document.querySelector(query).click();
 const found = [order()];
@@ -263,36 +233,19 @@ found.push(seen()); shot.click(); found.push(seen());
 found.push([...document.images].every((i) => i.complete && i.naturalWidth > 100));
 found.push(matchMedia("(prefers-color-scheme: dark)").matches + getComputedStyle(document.body).backgroundColor);
 document.title = found.join("|");
-</script></body>"""
+"""
 
 
-def browse(page: Path, profile: Path, *options: str) -> str:
-    """The page's title after its scripts have run, in a browser that may reach nothing."""
-    assert BROWSER is not None
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-        "--virtual-time-budget=2000", f"--user-data-dir={profile}", *options, "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
-    return title.group(1)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
+@needs_browser
 def test_the_page_sorts_filters_and_toggles_in_a_browser(built: Built, atlas: Atlas, tmp_path: Path) -> None:
     path = tmp_path / "atlas.html"
     save_page(atlas_figure(*built), path)
-    path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
     by_rank = "".join(str(slot["number"]) for slot in atlas["slots"])
     by_group = "".join(str(s["number"]) for s in sorted(atlas["slots"], key=lambda s: (s["group"], s["rank"])))
     distinct = by_group.replace("3" if by_rank.index("0") < by_rank.index("3") else "0", "")
     expected = [by_rank, "0123", by_group, distinct, "hv", "vh", "true"]
-    light = browse(path, tmp_path / "light", "--blink-settings=preferredColorScheme=1").split("|")
-    assert light[:-1] == expected
-    assert light[-1] == "falsergb(250, 250, 252)"
-    dark = browse(path, tmp_path / "dark", "--blink-settings=preferredColorScheme=0").split("|")
-    assert dark == [*expected, "truergb(18, 18, 23)"]
+    assert title_after(ACTIONS, path, is_dark=False) == [*expected, "falsergb(250, 250, 252)"]
+    assert title_after(ACTIONS, path, is_dark=True) == [*expected, "truergb(18, 18, 23)"]
 
 
 @pytest.mark.slow

@@ -103,14 +103,12 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "content", "message"),
     [
-        ("1,1", None, "slot 1 twice"),
         (
             "1,x",
             None,
             "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers",
         ),
         ("slots.json", '{"mask": [0.5]}', r"slots\.json is a mask; give .* Masks are for evaluations of a CLIP"),
-        ("slots.json", '{"slots": [0, 9], "num_slots": 4}', r"slots\.json: slots name slot 9"),
     ],
 )
 def test_what_is_no_selection_is_refused(text: str, content: str | None, message: str, tmp_path: Path) -> None:
@@ -223,14 +221,6 @@ def test_the_table_shows_the_curve_on_held_out_images(study: dict[str, Any]) -> 
     curve = [{**row, "top1_held_out": 12.25, "top1_choosing": 87.5} for row in study["curve"]]
     lines = [line.split()[:2] for line in table({**study, "curve": curve}).splitlines()]
     assert ["2", "12.25"] in lines
-
-
-@pytest.mark.slow
-def test_the_same_study_gives_the_same_file(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    command("slots study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
-    for ending in ("json", "png"):
-        (found,), (expected,) = (folder.glob(f"slot_study_*.{ending}") for folder in (tmp_path, checkpoint.parent))
-        assert found.read_bytes() == expected.read_bytes()
 
 
 def test_the_choosing_images_are_the_same_for_any_number_of_processes() -> None:

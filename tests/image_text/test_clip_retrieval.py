@@ -109,9 +109,6 @@ def test_a_k_above_the_number_of_candidates_is_refused():
         recall_of(torch.zeros(3, 7), [[0], [5], [6]], [8])
 
 
-def test_features_that_are_not_finite_are_refused():
-    with pytest.raises(ValueError, match="not finite"):
-        recall_of(torch.full((3, 7), torch.nan), [[0], [5], [6]], [1])
 
 
 def test_recall_of_images_and_captions_by_hand(tmp_path):
