@@ -199,7 +199,7 @@ class PublishedTask(ScorerTask):
         return weights_of(self.args.pretrained_weights)
 
     def open_result(
-        self, name: str, features: None = None, unrecorded: Collection[str] = (), **options: Any
+        self, name: str, features: Mapping[str, Any] | None = None, unrecorded: Collection[str] = (), **options: Any
     ) -> ResultFile:
         """As for other models; the name of the model is in the name of the file."""
         model = self.args.pretrained_weights

@@ -199,7 +199,10 @@ def _mean(
         for key in ("accuracy", "official", "chance")
     )
     own_rights, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
-    interval = bootstrap(own_rights, counts, list(weights.values()), seed)
+    single = len(weights) == 1
+    interval = (
+        wilson(own_rights[0], counts[0]) if single else bootstrap(own_rights, counts, list(weights.values()), seed)
+    )
     return {
         "accuracy": accuracy,
         "interval_95": interval,

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import compress, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -359,6 +359,7 @@ def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits:
     return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated))
 
 
+@runtime_checkable
 class Parts(Protocol):
     """Parts that were answered before, and a record of new ones."""
 

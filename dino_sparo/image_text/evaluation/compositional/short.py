@@ -172,7 +172,7 @@ def draw(lines: Sequence[Line], path: Path) -> None:
             colour = colour_of(number, len(models))
             accuracy = np.array([line.accuracy for line in own])
             reach = np.abs(np.array([(line.low, line.high) for line in own]).T - accuracy)
-            style = {"color": colour, "markersize": 7, "elinewidth": 2, "zorder": 3}
+            style = {"color": colour, "markersize": 7, "elinewidth": 2, "zorder": 3, "clip_on": False}
             axis.errorbar(accuracy, rows, xerr=reach, fmt="osD^v"[number % 5], label=model, **style)
             blind = [(line.blind, row) for line, row in zip(own, rows, strict=True) if line.blind is not None]
             if blind:
@@ -185,7 +185,10 @@ def draw(lines: Sequence[Line], path: Path) -> None:
         axis.set(xlim=(0, 100.5), ylim=(-0.6, len(titles) - 0.4))
         axis.set_xlabel("accuracy, %", fontsize=12)
         axis.grid(axis="x", color=SOFT, alpha=0.25)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=11)
+        handles, labels = axis.get_legend_handles_labels()
+        order = sorted(range(len(labels)), key=lambda index: labels[index] not in models)  # the models first
+        handles, labels = ([each[index] for index in order] for each in (handles, labels))
+        axis.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=11)
 
 
 def write_short(lines: Sequence[Line], formats: Sequence[str], stem: Path) -> list[Path]:
