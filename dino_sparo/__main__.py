@@ -18,7 +18,7 @@ from typing import Any
 
 from dino_sparo._version import __version__
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.commands import COMMANDS, command_for, parser_of
+from dino_sparo.commands import COMMANDS, TRAIN, command_for, parser_of
 from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
 from dino_sparo.runtime.choices import ARCHITECTURES, HEADS, READOUTS, TIMM
 from dino_sparo.runtime.cli import Parser, printable, read_config, say, values_of
@@ -125,7 +125,8 @@ def refuse_early(args: argparse.Namespace, command: str) -> None:
                 if name.partition(HEADS)[0] not in known and not name.startswith(TIMM):
                     raise UserError(f"--{option} {name} is unknown; choose one of {', '.join(sorted(known))}")
         if (check := COMMANDS[command].check) is not None:
-            check_run(args)
+            if COMMANDS[command].section == TRAIN:
+                check_run(args)
             check(argparse.Namespace(**vars(args)))  # a copy, since checks fill in values
     except (UserError, MissingPackageError) as error:
         raise SystemExit(f"{time.strftime('%H:%M:%S')} E {printable(str(error))}") from error

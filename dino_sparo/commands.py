@@ -48,7 +48,7 @@ class Command(NamedTuple):
         parser: makes the options; None: the function takes the words and parses them itself.
         needs: further parameters of the function, such as the class of an objective -> `module:name` of the value.
         examples: options of example calls, for the help.
-        check: of the options, without torch; a training makes it once more.
+        check: of the options, without torch; a training makes its check once more.
         instead_of: name of the command whose place this one takes for checkpoints of `kinds`, with options of its own.
         kinds: entries of a checkpoint that says how its image-text model is built.
     """
@@ -298,8 +298,9 @@ COMMANDS: dict[str, Command] = {
         needs={"open_model": "commands:open_model"},
         examples=(
             "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
-            "--pretrained_weights clip.pth --data_root benchmarks --benchmarks sugarcrepe --blind",
+            "--model clip.pth open_clip:ViT-B-32/openai --data_root benchmarks --blind --short markdown plot",
         ),
+        check=image_text_options.check_models,
     ),
     "clip-probe": Command(
         IMAGE_TEXT,

@@ -3,6 +3,7 @@
 python -m studies scenes
 python -m studies binding --help        # which encoders know which colour belongs to which shape
 python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
+python -m studies drawn-sets --help     # scenes in the layouts of compositional benchmarks
 python -m studies ibot --help          # iBOT beside DINO and SimDINO, and continued trainings
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
@@ -19,7 +20,7 @@ from typing import Any
 from dino_sparo.__main__ import run
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from studies import ibot, probes, sweep
+from studies import drawn_sets, ibot, probes, sweep
 from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 # Experiments with options of their own: parser, and body(options, run of a command).
 EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "binding": (binding.get_args_parser, binding.run_binding),
+    "drawn-sets": (drawn_sets.parser, lambda args, _: drawn_sets.main(args)),
     "ibot": (ibot.get_args_parser, ibot.run_ibot),
     "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
     "probes": (probes.get_args_parser, probes.run_probes),

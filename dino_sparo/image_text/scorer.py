@@ -259,6 +259,7 @@ class DotProductScorer(ImageRows):
         num_workers: processes that load images, per process.
         dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
         record: description of the model in a result file.
+        trim: token ids without the columns that no caption uses. Models without an end token keep all columns.
     """
 
     measure: ClassVar[str] = "cosine"
@@ -273,6 +274,7 @@ class DotProductScorer(ImageRows):
     num_workers: int = 0
     dtype: torch.dtype = torch.float32
     record: dict[str, Any] = field(default_factory=dict)
+    trim: Callable[[Tensor], Tensor] = without_padding
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Features of images, of length one in fp32 whatever the precision they were computed in."""
@@ -313,7 +315,7 @@ class DotProductScorer(ImageRows):
                 "%s: of %d captions %d are longer than the context and cut off, %d are empty",
                 *(desc, len(captions), tokens.num_truncated, tokens.num_empty),
             )
-        different, rows = torch.unique(without_padding(tokens.ids), dim=0, return_inverse=True)
+        different, rows = torch.unique(self.trim(tokens.ids), dim=0, return_inverse=True)
         features = self._shared(different, partial(self.encode_text, desc=desc))
         truncated = torch.zeros(len(captions), dtype=torch.bool)
         truncated[list(tokens.truncated)] = True
@@ -331,7 +333,7 @@ class DotProductScorer(ImageRows):
         template than about the class counts less. With a single template it is equation 2 again.
         """
         tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
-        by_class = without_padding(tokens.ids).unflatten(0, (len(names), len(templates)))
+        by_class = self.trim(tokens.ids).unflatten(0, (len(names), len(templates)))
 
         def encode(own: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
             features = []

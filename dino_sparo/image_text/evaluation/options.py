@@ -1,6 +1,10 @@
 """The options of the commands that evaluate a CLIP or an OC-CLIP; no torch here, so that `--help` is fast."""
 
+import difflib
+import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from dino_sparo.data.options import DOWNLOAD
 from dino_sparo.draw.options import FIGURE_FORMAT
@@ -17,15 +21,20 @@ from dino_sparo.runtime.cli import (
     share,
     share_below_1,
 )
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
 
 BENCHMARK_NAMES = (
-    *("sugarcrepe", "winoground", "aro-relation", "aro-attribution", "coco-order", "flickr-order", "vl-checklist"),
-    *("whatsup-a", "whatsup-b", "coco-spatial", "gqa-spatial", "pug-spar", "scene-pairs", "oc-splits"),
+    *("sugarcrepe", "sugarcrepe++", "winoground", "colorswap", "cola", "mmvp-vlm", "bivlc", "vismin"),
+    *("aro-relation", "aro-attribution", "coco-order", "flickr-order", "hard-positives", "vl-checklist", "valse"),
+    *("whatsup-a", "whatsup-b", "coco-spatial", "gqa-spatial", "spec", "pug-spar", "scene-pairs", "oc-splits"),
 )
+
+# Words before the colon of --model.
+OPEN_CLIP, HUGGING_FACE = "open_clip", "hf"
 
 PRECISION = Option(
     "fp32",
@@ -61,6 +70,10 @@ MODEL: Group = {
 SEVERAL_MODELS: Group = {
     **MODEL,
     "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or OpenCLIP's weights."),
+    "model": Option(
+        [],
+        "Any models, side by side: checkpoints, open_clip:NAME/TAG, hf:NAME, or folders of Hugging Face's files.",
+    ),
 }
 SPLIT = Option(None, "Name of a split of the images, or all. By default val, if there is such a split, else all.", str)
 LABELLED_IMAGES: Group = {
@@ -167,6 +180,7 @@ BENCHMARKS: Group = {
     "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", str, nargs="+"),
     "images": Option(None, "Folder of the images; docs/compositional.md lists the default folders."),
     **IMAGE_RULES,
+    "list": Option(False, "List all benchmarks with what was found in --data_root, and end."),
     "write_captions": Option(
         None, "Write all captions to this .txt file, for dino-sparo parse, and end. The images must exist."
     ),
@@ -183,6 +197,14 @@ COMPARISON: Group = {
         "beside the result. Typical values are 5 to 20.",
         metavar="N",
     ),
+    "short": Option(
+        None,
+        "One line per benchmark and model, with the significance of the difference from the first model: a file beside "
+        "the first result, per format. plot is a figure for a talk.",
+        str,
+        choices=("markdown", "latex", "csv", "plot"),
+        nargs="+",
+    ),
 }
 
 
@@ -190,6 +212,25 @@ def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
     groups = {"models: what is evaluated": SEVERAL_MODELS, "benchmarks": BENCHMARKS, "evaluation": COMPARISON}
     return Parser(groups | COMPUTATION)
+
+
+def check_models(args: Any) -> None:
+    """Refuse unknown models before torch is imported; raises ValueError."""
+    for model in args.model:
+        word, _, name = model.partition(":")
+        package = importlib.util.find_spec(OPEN_CLIP)
+        if word == OPEN_CLIP and ":" not in name and package and package.submodule_search_locations:
+            known = [path.stem for path in Path(package.submodule_search_locations[0]).glob("model_configs/*.json")]
+            if (network := name.partition("/")[0]) not in known:
+                close = difflib.get_close_matches(network, known, 5, 0.3)
+                raise UserError(
+                    f"--model {model}: open_clip has no {network!r}; did you mean one of {', '.join(close)}?"
+                )
+        elif ":" not in model and not Path(model).exists():
+            raise UserError(
+                f"--model {model}: there is no such file or folder; a published model is {OPEN_CLIP}:NAME/TAG or "
+                f"{HUGGING_FACE}:NAME"
+            )
 
 
 def order_captions_parser() -> Parser:

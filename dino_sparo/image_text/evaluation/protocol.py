@@ -16,8 +16,9 @@ from dino_sparo.data.ranks import require_same_source
 from dino_sparo.data.scenes.graphs import INDEPENDENT
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, read_image
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, decode_image, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
+from dino_sparo.image_text.evaluation.embedded import image_bytes
 from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.faults import UserError
@@ -40,28 +41,48 @@ class Crop(NamedTuple):
     box: tuple[float, float, float, float]
 
 
-ImageName = str | Crop
+class Cell(NamedTuple):
+    """An image in a table of Hugging Face.
+
+    Attributes:
+        name: of the table's file, .parquet or .arrow.
+        column: of the images.
+        row: in this file, from 0.
+    """
+
+    name: str
+    column: str
+    row: int
+
+
+ImageName = str | Crop | Cell
 
 
 def file_of(image: ImageName) -> str:
     """The name of the image's file."""
-    return image.name if isinstance(image, Crop) else image
+    return image if isinstance(image, str) else image.name
 
 
-class CroppedSource(FileSource):
-    """Image files, or parts of them.
+class NamedSource(FileSource):
+    """Image files, parts of them, or images in tables.
 
     Attributes:
-        boxes: of each image the part to take; None: all of it.
+        names: of the images.
     """
 
-    boxes: Sequence[tuple[float, float, float, float] | None]
+    names: Sequence[ImageName]
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
-        box = self.boxes[index]
-        if box is None:
+        name = self.names[index]
+        if isinstance(name, Cell):
+            location = f"{self.location(index)}, {name.column} of row {name.row}"
+            return decode_image(
+                image_bytes(self.location(index), name.column, name.row, location), location, self.limits
+            )
+        if isinstance(name, str):
             return super().read(index)
+        box = name.box
         # Boxes count stored pixels, as the benchmarks' own loaders do.
         image = read_image(path := self.location(index), path, limits=replace(self.limits, exif=EXIF[1]))
         left, top, right, bottom = map(round, box)
@@ -102,8 +123,8 @@ def named_source(
 ) -> ImageSource:
     """Images, or parts of them, as a source: names in annotations, and the paths of their files from a folder on."""
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    files = CroppedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
-    files.limits, files.boxes = limits, [name.box if isinstance(name, Crop) else None for name in names]
+    files = NamedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
+    files.limits, files.names = limits, names
     return files
 
 

@@ -33,15 +33,19 @@ class Outcome(NamedTuple):
         question: index of the question.
         right: whether the true caption, or image, scores strictly higher than all false ones.
         tied: whether the best false one scores equally; a tie is not right.
+        official: credit by the benchmark's own code, 0 to 1, where a mean credit of ties does not say it.
     """
 
     split: str
     question: int
     right: bool
     tied: bool
+    official: float | None = None
 
     def worth(self, tie_credit: float) -> float:
         """Credit by a benchmark's own rule, 0 to 1."""
+        if self.official is not None:
+            return self.official
         return 1.0 if self.right else tie_credit * self.tied
 
 
@@ -67,6 +71,9 @@ class Benchmark:
         read: folder -> questions, with names of images relative to one of the folders `images`.
         images: folders of the images, relative to the annotations, the folder above, or --data_root.
         source: where to get the benchmark.
+        licence: of the annotations, and of images that come with them.
+        size: of the download.
+        headline: the split or mean that stands for the benchmark in a short table.
         chance: accuracy of guessing in percent, of all splits or per split.
         counts: questions per split of the complete benchmark, where known.
         total: questions of the complete benchmark, where known.
@@ -89,6 +96,9 @@ class Benchmark:
     read: Callable[[Path], Iterable[Question]]
     images: tuple[str, ...]
     source: str
+    licence: str = "not stated"
+    size: str = "not stated"
+    headline: str = "macro"
     chance: float | Mapping[str, float] = 50.0
     counts: Mapping[str, int] = field(default_factory=dict)
     total: int | None = None
@@ -104,6 +114,17 @@ class Benchmark:
     def is_in(self, folder: Path) -> bool:
         """Whether a folder holds the benchmark or a part of it."""
         return any((folder / name).is_file() for name in self.files) and self.is_own(folder)
+
+    @property
+    def layout(self) -> str:
+        """Files and folders of a complete copy, in words."""
+        others = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        return f"{self.files[0]}{others}; images in {' or '.join(self.images)}"
+
+    @property
+    def origin(self) -> str:
+        """Source, licence, size and layout, for messages."""
+        return f"from {self.source}; licence: {self.licence}; size: {self.size}; layout: {self.layout}"
 
     def annotations(self, folder: Path) -> list[str]:
         """Names of the annotation files in a folder: those in `files`, else those that match `other_files`."""
@@ -178,7 +199,10 @@ def _mean(
         for key in ("accuracy", "official", "chance")
     )
     own_rights, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
-    interval = bootstrap(own_rights, counts, list(weights.values()), seed)
+    single = len(weights) == 1
+    interval = (
+        wilson(own_rights[0], counts[0]) if single else bootstrap(own_rights, counts, list(weights.values()), seed)
+    )
     return {
         "accuracy": accuracy,
         "interval_95": interval,

@@ -11,26 +11,31 @@ import argparse
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress, islice
+from itertools import compress, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
+from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
     LocalBenchmark,
     find_benchmarks,
+    list_benchmarks,
 )
 from dino_sparo.image_text.evaluation.compositional.failures import Failures, clearest_failures, write_failures
+from dino_sparo.image_text.evaluation.compositional.journal import Journal
 from dino_sparo.image_text.evaluation.compositional.questions import (
     Answer,
+    Question,
     answer_questions,
     captions_of,
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.short import short_lines, to_markdown, write_short
+from dino_sparo.image_text.evaluation.published import PublishedTask, is_published
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
@@ -40,49 +45,82 @@ from dino_sparo.runtime.launch import is_main
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 8  # splits in the table; the result file has all
-RESULT, UNRECORDED = "compositional", ("chunk_images", "failures", "write_captions")
+RESULT, UNRECORDED = "compositional", ("chunk_images", "failures", "write_captions", "model", "short", "list")
 
 Result = dict[str, Any]
 # The answer to each question of a benchmark, None where an image cannot be read.
 Answers = Sequence[Answer | None]
 
 
+def tasks_of(task: ScorerTask) -> list[ScorerTask]:
+    """One task per model of the options; raises ValueError if a model is missing."""
+    names = [*task.args.pretrained_weights, *task.args.model]
+    if not names:
+        raise UserError("--model is empty: there is nothing to evaluate; give one model or more")
+    for name in names:
+        if not is_published(name) and not Path(name).is_file():
+            raise UserError(f"--model {name}: there is no such file")
+    task.args.pretrained_weights = names
+    return [PublishedTask.of(task, name) if is_published(name) else task.for_weights(name) for name in names]
+
+
 def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
     task = ScorerTask.start(args, open_model)
+    rules, names = ImageRules.of(args, Path(args.data_root)), args.benchmarks or list(BENCHMARKS)
+    if args.list:
+        say(list_benchmarks(names, rules))
+        return []
     if not args.data_root:
         raise UserError("--data_root is empty; give the folder that holds the benchmarks")
-    if args.failures:
+    if args.failures or "plot" in (args.short or ()):
         require_matplotlib()
-    rules = ImageRules.of(args, Path(args.data_root))
-    benchmarks = find_benchmarks(args.benchmarks or list(BENCHMARKS), rules)
+    benchmarks = find_benchmarks(names, rules)
     if args.write_captions:
         return write_captions(benchmarks, Path(args.write_captions))
-    if not args.pretrained_weights:
-        raise UserError("--pretrained_weights is empty: there is nothing to evaluate; give one checkpoint or more")
-    for weights in args.pretrained_weights:
-        if not Path(weights).is_file():
-            raise UserError(f"--pretrained_weights {weights}: there is no such file")
-    tasks = [task.for_weights(weights) for weights in args.pretrained_weights]
+    tasks = tasks_of(task)
     files = [each.open_result(RESULT, unrecorded=UNRECORDED) for each in tasks]
     if len({file.path for file in files}) < len(files):
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
-    results, written, settings = {}, [], (args.chunk_images, args.seed, args.blind, args.failures)
+    evaluations: dict[str, Evaluation] = {}
+    settings, journals, written = (args.chunk_images, args.seed, args.blind, args.failures), [], []
     for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
         logger.info("%s: %s", label, task.args.pretrained_weights)
-        result, failures = evaluate(task.scorer, benchmarks, *settings, task.limits)
-        results[label] = file.write(result)
+        journals.append(Journal.of(file.path, file.options, all_questions(benchmarks, args.seed, args.blind)))
+        found = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
+        evaluations[label] = found._replace(result=file.write(found.result))
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
-            written += write_failures(task.scorer, label, failures, stem, task.limits)
+            written += write_failures(task.scorer, label, found.failures, stem, task.limits)
         del task.scorer  # the next model needs the memory
+    results = {label: each.result for label, each in evaluations.items()}
     if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
-        say(table(results))
-        say("\n" + "\n".join(map(str, written)))
+        report(args, evaluations, benchmarks, written)
+    for journal in journals:
+        journal.remove()
     return list(results.values())
+
+
+def report(
+    args: argparse.Namespace,
+    evaluations: Mapping[str, "Evaluation"],
+    benchmarks: Sequence[LocalBenchmark],
+    written: list[Path],
+) -> None:
+    """Show the table, or with --short one line per benchmark and model, and the names of all files."""
+    results = {label: each.result for label, each in evaluations.items()}
+    if args.short:
+        outcomes = {label: each.outcomes for label, each in evaluations.items()}
+        by_title = {local.title: local.benchmark for local in benchmarks}
+        lines = short_lines(results, outcomes, by_title, args.seed)
+        written += write_short(lines, args.short, written[0].with_name(f"{written[0].stem}_short"))
+        say(to_markdown(lines))
+    else:
+        say(table(results))
+    say("\n" + "\n".join(map(str, written)))
 
 
 def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Result]:
@@ -98,9 +136,29 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
 
 def labels_of(weights: Sequence[str]) -> list[str]:
     """Names of models in the table: the folder of checkpoint.pth, else the name of the file; numbered if equal."""
-    names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
+    names = [path.partition(":")[2] or _label(Path(path)) for path in weights]
     times = Counter(names)
     return [name if times[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
+
+
+def _label(path: Path) -> str:
+    return path.parent.name if path.stem == "checkpoint" else path.stem if path.is_file() else path.name
+
+
+class Evaluation(NamedTuple):
+    """The result of one model, and by title of the benchmark its errors and outcomes."""
+
+    result: Result
+    failures: dict[str, Failures]
+    outcomes: dict[str, list[Outcome]]
+
+
+def all_questions(benchmarks: Sequence[LocalBenchmark], seed: int, blind: bool) -> list[Question]:
+    """The questions of all benchmarks; with `blind` followed by the same with the images of other questions."""
+    own = [question for local in benchmarks for question in local.questions]
+    for local in benchmarks if blind else ():
+        own += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
+    return own
 
 
 def evaluate(
@@ -111,27 +169,26 @@ def evaluate(
     blind: bool,
     num_failures: int,
     limits: ImageLimits = DEFAULT_LIMITS,
-) -> tuple[Result, dict[str, Failures]]:
-    """Evaluate one model on all benchmarks; returns the result, and its errors of each benchmark.
+    journal: Journal | None = None,
+) -> Evaluation:
+    """Evaluate one model on all benchmarks.
 
-    With `blind` the evaluation is repeated with the images of other questions.
+    With `blind` the evaluation is repeated with the images of other questions. Questions that the journal holds are not
+    asked again.
     """
-    question_lists = [local.questions for local in benchmarks]
-    for local in benchmarks if blind else ():
-        question_lists.append(with_shuffled_images(local.questions, seed, local.benchmark.blind_group))
-    all_answers, _ = answer_questions(scorer, list(chain(*question_lists)), chunk_images, limits)
-    remaining = iter(all_answers)
-    answer_lists = [list(islice(remaining, len(questions))) for questions in question_lists]
-    results, failures, left_out = {}, {}, {}
+    questions = all_questions(benchmarks, seed, blind)
+    remaining = iter(answer_questions(scorer, questions, chunk_images, limits, journal)[0])
+    answer_lists = [list(islice(remaining, len(local.questions))) for local in [*benchmarks] * (1 + blind)]
+    results, failures, outcomes, left_out = {}, {}, {}, {}
     for number, local in enumerate(benchmarks):
         answers = answer_lists[number]
         if not any(answers):
             left_out[local.title] = f"left out: none of the images in {local.images} can be read"
             logger.error("%s: %s", local.title, left_out[local.title])
             continue
-        result = describe(local, answers, seed)
+        result, outcomes[local.title] = describe(local, answers, seed)
         if blind:
-            add_blind(result, describe(local, answer_lists[len(benchmarks) + number], seed))
+            add_blind(result, describe(local, answer_lists[len(benchmarks) + number], seed)[0])
         if num_failures:
             failures[local.title] = clearest_failures(local.questions, answers, num_failures)
             result["failures"] = failures[local.title].to_json()
@@ -147,11 +204,11 @@ def evaluate(
         "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
         "seed": seed,
     }
-    return whole, failures
+    return Evaluation(whole, failures, outcomes)
 
 
-def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> Result:
-    """The result of one benchmark."""
+def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> tuple[Result, list[Outcome]]:
+    """The result of one benchmark, and the comparisons that count in it."""
     benchmark = local.benchmark
     questions, answers = list(compress(local.questions, all_answers)), list(filter(None, all_answers))
     unreadable = Counter(each.split for each in local.questions) - Counter(each.split for each in questions)
@@ -167,17 +224,15 @@ def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> Result:
         entry |= {f"num_{name}": sum(answer_marks[name] for answer_marks in marks) for name in marks[0]}
         entry |= {name: counts[split] if is_one_each else counts.total() for name, counts in left_out.items()}
     if is_one_each:
-        ours, official = (
-            benchmark.more(questions, [outcome.worth(credit) for outcome in outcomes])
-            for credit in (0.0, benchmark.tie_credit)
-        )
+        official = benchmark.more(questions, [outcome.worth(benchmark.tie_credit) for outcome in outcomes])
+        ours = benchmark.more(questions, [float(outcome.right) for outcome in outcomes])
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
     missing = [*local.missing]
     if unreadable:
         missing.append(f"left out {unreadable.total()} questions whose images cannot be read")
     if lost := {split for counts in left_out.values() for split in counts} - {each.split for each in questions}:
         missing.append(f"nothing is left of {', '.join(sorted(lost))}")
-    return {
+    content = {
         "benchmark": benchmark.name,
         **result,
         "num_questions": len(questions),
@@ -188,6 +243,7 @@ def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> Result:
         "images": str(local.images),
         "files": local.file_records(),
     }
+    return content, outcomes
 
 
 def add_blind(result: Result, shuffled: Result) -> None:

@@ -106,11 +106,13 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if not candidates and len(names) == 1 and named.other_files and named.annotations(root):
         candidates = [(named, root)]
     if not candidates:
-        wanted = (f"{name} ({BENCHMARKS[name].files[0]}, from {BENCHMARKS[name].source})" for name in names)
+        wanted = (f"{name} ({BENCHMARKS[name].origin})" for name in names)
         raise UserError(
             f"--data_root {root} holds no benchmark; looked {MAX_DEPTH} folders deep for the annotations of "
             + "; ".join(wanted)
         )
+    for name in set(names) - {benchmark.name for benchmark, _ in candidates} if len(names) < len(BENCHMARKS) else ():
+        logger.warning("--data_root %s does not hold %s: get it %s", root, name, BENCHMARKS[name].origin)
     times = Counter(benchmark.name for benchmark, _ in candidates)
     local = []
     for benchmark, folder in candidates:
@@ -122,6 +124,21 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if not usable:
         raise UserError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].missing[-1]}")
     return usable
+
+
+def list_benchmarks(names: Sequence[str], rules: ImageRules) -> str:
+    """All benchmarks of these names in words: questions and gaps of what lies below the folder, origin of the rest."""
+    folders = list(folders_of(rules.root, names)) if str(rules.root) != "." else []
+    lines = []
+    for name in names:
+        own = [folder for benchmark, folder in folders if benchmark.name == name]
+        for folder in own:
+            local = open_benchmark(BENCHMARKS[name], folder, rules)
+            gaps = "complete" if not local.missing else "incomplete: " + "; ".join(local.missing)
+            lines.append(f"{name:<16} {len(local.questions):>9,} questions in {folder}, {gaps}")
+        if not own:
+            lines.append(f"{name:<16} not found; get it {BENCHMARKS[name].origin}")
+    return "\n".join(lines)
 
 
 def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix: str = "") -> LocalBenchmark:

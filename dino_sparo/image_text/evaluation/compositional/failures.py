@@ -22,7 +22,7 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import resize
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
-from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, Cell, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer, Scorer
 
 TITLE = "The clearest errors"
@@ -43,6 +43,7 @@ class Failure:
 
     Attributes:
         box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
+        cell: column and row of an image in a table.
     """
 
     split: str
@@ -52,10 +53,13 @@ class Failure:
     false_caption: str
     true_score: float
     false_score: float
+    cell: tuple[str, int] | None = None
 
     @property
     def name(self) -> ImageName:
         """The image as questions name it."""
+        if self.cell is not None:
+            return Cell(self.image, *self.cell)
         return self.image if self.box is None else Crop(self.image, self.box)
 
 
@@ -88,9 +92,11 @@ def clearest_failures(questions: Sequence[Question], answers: Sequence[Answer | 
     clearest: dict[ImageName, Failure] = {}
     for question, answer in sorted(wrong, key=lambda pair: -pair[1].margin):
         name = question.images[answer.worst_image]
-        file, box = name if isinstance(name, Crop) else (name, None)
+        box = name.box if isinstance(name, Crop) else None
+        cell = (name.column, name.row) if isinstance(name, Cell) else None
         captions = question.captions[question.matches[answer.worst_image]], question.captions[answer.false_caption]
-        failure = Failure(question.split, file, box, *captions, answer.true_score, answer.false_score)
+        scores = answer.true_score, answer.false_score
+        failure = Failure(question.split, file_of(name), box, *captions, *scores, cell)
         clearest.setdefault(name, failure)
     num_tied = sum(answer.margin == 0 for _, answer in answered)
     return Failures(len(answered), len(wrong) + num_tied, num_tied, list(clearest.values())[:count])

@@ -4,6 +4,8 @@ images  captions  matches
 1       2         (0,)         SugarCrepe, ARO, VL-CheckList: a true and a false caption
 1       4 or 5    (0,)         What'sUp, the order of words in captions of COCO and Flickr
 2       2         (0, 1)       Winoground: each image has its caption
+twice   3         (0, 1)       SugarCrepe++: one image, given twice, with two true captions and a false one
+2 to 9  1         (0, -1)      SPEC: one caption, which is true of one image
 
 The rule: right means strictly greater. Equal scores count as wrong, and ties are counted, so that a model which cannot
 tell captions apart gains nothing.
@@ -18,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
-from dino_sparo.image_text.evaluation.protocol import ROOT, Crop, ImageName, file_of, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
@@ -44,9 +46,10 @@ class Question(NamedTuple):
 
     Attributes:
         split: kind of the question; accuracy is reported per split.
-        images: file names, or parts of such images.
+        images: file names, parts of such images, or images in a table. An image that is given twice has two captions,
+            which do not compete.
         captions: true and false ones.
-        matches: index of each image's true caption in `captions`; images have different ones.
+        matches: index of each image's true caption in `captions`, -1 for none; images have different ones.
     """
 
     split: str
@@ -56,14 +59,14 @@ class Question(NamedTuple):
 
 
 def questions_of(
-    path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[Any], Question], expected: str
+    path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[Any], Question | None], expected: str
 ) -> Iterator[Question]:
     """The checked questions of a file's entries.
 
     Args:
         path: the file, for messages.
         entries: name for messages (`entry 3`), and content of any type.
-        make: content -> question; may raise whatever an unexpected type raises.
+        make: content -> question, None to skip the entry; may raise whatever an unexpected type raises.
         expected: valid content, for messages.
 
     Raises:
@@ -72,7 +75,9 @@ def questions_of(
     for name, entry in entries:
         try:
             question = make(entry)
-            names = [image.name if isinstance(image, Crop) else image for image in question.images]
+            if question is None:
+                continue
+            names = map(file_of, question.images)
             for text in (question.split, *question.captions, *names):
                 if not isinstance(text, str):
                     raise UserError(f"{text!r:.80} is not text")
@@ -84,13 +89,13 @@ def questions_of(
 
 
 def json_reader(
-    files: Mapping[str, str], make: Callable[[str, Any], Question], expected: str, keyed: bool = False
+    files: Mapping[str, str], make: Callable[[str, Any], Question | None], expected: str, keyed: bool = False
 ) -> Callable[[Path], Iterator[Question]]:
     """Folder -> the questions of the JSON lists that the folder holds.
 
     Args:
         files: split -> name of its file.
-        make: split and entry of a list -> question; otherwise as in `questions_of`.
+        make: split and entry of a list -> question, or None; otherwise as in `questions_of`.
         expected: valid entries, for messages.
         keyed: also read the values of an object in place of a list.
     """
@@ -118,6 +123,16 @@ def list_of(value: Any, length: int | None = None) -> list[Any]:
     return value
 
 
+def first_keys(path: Path) -> set[str]:
+    """Keys of the first entry of a JSON list or object; none if there is no such entry."""
+    try:
+        entries = read_json(path)
+        first = next(iter(entries.values() if isinstance(entries, dict) else entries))
+        return set(first) if isinstance(first, dict) else set()
+    except (OSError, ValueError, StopIteration, TypeError):
+        return set()
+
+
 # Answers.
 
 
@@ -135,6 +150,7 @@ class Answer(NamedTuple):
         false_score: score of that image with the false caption.
         marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
             one from another), or a mark of the model's own.
+        scores: of every image of the question with every caption.
     """
 
     text: bool
@@ -146,6 +162,7 @@ class Answer(NamedTuple):
     true_score: float
     false_score: float
     marks: Mapping[str, bool] = MappingProxyType({})
+    scores: Sequence[Sequence[float]] = ()
 
     @property
     def margin(self) -> float:
@@ -162,24 +179,31 @@ class SplitResult(NamedTuple):
 
 
 def judge(
-    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
+    scores: Float[Tensor, "questions images captions"],
+    matches: Int64[Tensor, "questions images"],
+    image_of: Int64[Tensor, "questions images"] | None = None,
 ) -> list[Answer]:
     """Scores -> answers, without marks.
 
-        text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
+        text   S(i, m_i) > S(i, c)   for all images i and captions c that are not true of i
         image  S(i, m_i) > S(j, m_i) for all images i and j other than i
 
     Args:
         scores: S of every image and caption, padded with -inf.
         matches: m, index of the true caption of each image, padded with -1.
+        image_of: row of each image; images of one row are the same image. None: all images differ.
     """
     is_image = matches >= 0
     own_caption = matches.clamp(min=0)[:, :, None]
+    is_same = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device).expand(len(scores), -1, -1)
+    if image_of is not None:
+        is_same = image_of[:, :, None] == image_of[:, None, :]
+    is_own = matches[:, :, None] == torch.arange(scores.shape[2], device=scores.device)
+    is_true = (is_same.float() @ is_own.float()) > 0  # also the captions of the same image
     own = scores.gather(2, own_caption)[:, :, 0]
-    best_caption, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
+    best_caption, caption = scores.masked_fill(is_true, -torch.inf).max(dim=2)
     by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
-    is_own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
-    best_image = by_caption.masked_fill(is_own, -torch.inf).amax(dim=1)
+    best_image = by_caption.masked_fill(is_same, -torch.inf).amax(dim=1)
     right = [((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image)]
     ties = [((own == best) & is_image).any(dim=1) for best in (best_caption, best_image)]
     worst = torch.where(is_image, best_caption - own, -torch.inf).argmax(dim=1, keepdim=True)
@@ -261,21 +285,39 @@ def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
 ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
 
 
+Table = list[list[float]]  # scores of each image of a question with each caption
+
+
+def judge_tables(
+    questions: Sequence[Question], tables: Sequence[Table], marks: Sequence[Mapping[str, bool]]
+) -> list[Answer]:
+    """The answers that follow from the scores of each question."""
+    shape = max(len(question.images) for question in questions), max(len(question.captions) for question in questions)
+    scores = torch.full((len(questions), *shape), -torch.inf)
+    for number, table in enumerate(tables):
+        scores[number, : len(table), : len(table[0])] = torch.tensor(table)
+    image_of = _filled([[question.images.index(name) for name in question.images] for question in questions])
+    answers = judge(scores, _filled([question.matches for question in questions]), image_of)
+    return [answer._replace(marks=own, scores=table) for answer, own, table in zip(answers, marks, tables, strict=True)]
+
+
 @torch.no_grad()
-def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answer]:
-    """The answer to each question; raises ValueError for scores that are not finite."""
+def tables_of(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Table]:
+    """The scores of each question; raises ValueError for scores that are not finite."""
     is_pair = (encoded.image_of >= 0)[:, :, None] & (encoded.text_of >= 0)[:, None, :]
     number, image, text = is_pair.nonzero().unbind(dim=1)
     rows = encoded.image_of[number, image], encoded.text_of[number, text]
     pairs = score_pairs(encoded.images, rows[0], encoded.texts, rows[1])
     if not pairs.isfinite().all():
         raise UserError("the scores are not finite; the model is broken or overflowed")
-    scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
-    scores[is_pair] = pairs
-    answers = judge(scores, _filled([question.matches for question in encoded.questions]).to(pairs.device))
-    if not encoded.marks:
-        return answers
-    return [answer._replace(marks=marks) for answer, marks in zip(answers, encoded.marks, strict=True)]
+    remaining = iter(pairs.tolist())
+    return [[list(islice(remaining, len(q.captions))) for _ in q.images] for q in encoded.questions]
+
+
+def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answer]:
+    """The answer to each question; raises ValueError for scores that are not finite."""
+    marks = encoded.marks or [{}] * len(encoded.questions)
+    return judge_tables(encoded.questions, tables_of(encoded, score_pairs), marks)
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
@@ -289,37 +331,100 @@ def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[st
     }
 
 
+class Part(NamedTuple):
+    """Scores of some questions, in plain values.
+
+    Attributes:
+        asked: indices of the questions.
+        answered: indices of those whose images can be read.
+        tables: scores of each answered question.
+        marks: of each answered question.
+        truncated: captions that were truncated.
+    """
+
+    asked: list[int]
+    answered: list[int]
+    tables: list[Table]
+    marks: list[Mapping[str, bool]]
+    truncated: list[str]
+
+
+def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits: ImageLimits) -> Part:
+    """Ask some of the questions."""
+    encoded = encode_questions(scorer, [questions[index] for index in asked], limits)
+    if encoded is None:
+        return Part(asked, [], [], [], [])
+    answered = [asked[row] for row in encoded.numbers]
+    tables = tables_of(encoded, scorer.score_pairs)
+    return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated))
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """Parts that were answered before, and a record of new ones."""
+
+    def read(self) -> list[Part]:
+        """The parts that are answered."""
+
+    def append(self, part: Part) -> None:
+        """Record a part."""
+
+
 def answer_questions(
     scorer: Scorer,
     questions: Sequence[Question],
     chunk_images: int = CHUNK_IMAGES,
     limits: ImageLimits = DEFAULT_LIMITS,
+    journal: Parts | None = None,
 ) -> tuple[list[Answer | None], set[str]]:
     """Answer all questions; `chunk_images` is the largest number of images encoded at a time.
+
+    Args:
+        scorer: the model.
+        questions: the questions.
+        chunk_images: as above.
+        limits: of the images.
+        journal: questions that it holds are not asked again.
 
     Returns:
         The answer to each question, None where an image cannot be read; and the captions that were truncated.
     """
     answers: list[Answer | None] = [None] * len(questions)
     truncated: set[str] = set()
-    scorer.expect_texts(captions_of(questions))
-    parts = chunks(questions, chunk_images)
-    for number, part in enumerate(parts):
-        logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
-        encoded = encode_questions(scorer, [questions[index] for index in part], limits)
-        if encoded is not None:
-            for row, answer in zip(encoded.numbers, answers_to(encoded, scorer.score_pairs), strict=True):
-                answers[part[row]] = answer
-            truncated.update(encoded.truncated)
+
+    def note(part: Part) -> None:
+        truncated.update(part.truncated)
+        if part.answered:
+            found = judge_tables([questions[index] for index in part.answered], part.tables, part.marks)
+            for index, answer in zip(part.answered, found, strict=True):
+                answers[index] = answer
+
+    open_questions = set(range(len(questions)))
+    for part in journal.read() if journal else ():
+        note(part)
+        open_questions -= set(part.asked)
+    remaining = sorted(open_questions)
+    if remaining:
+        scorer.expect_texts(captions_of([questions[index] for index in remaining]))
+    parts = chunks([questions[index] for index in remaining], chunk_images)
+    for number, rows in enumerate(parts):
+        logger.info("part %d of %d: %d questions", number + 1, len(parts), len(rows))
+        note(part := ask(scorer, questions, [remaining[row] for row in rows], limits))
+        if journal:
+            journal.append(part)
     return answers, truncated
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> list[list[int]]:
-    """Indices of the questions in equal parts of about `chunk_images` images; questions about a file lie together."""
+    """Indices of the questions in equal parts of at most `chunk_images` images; questions about a file lie together."""
+    if not questions:
+        return []
     order = sorted(range(len(questions)), key=lambda index: file_of(questions[index].images[0]))
-    most = max(len(question.images) for question in questions)
-    num_parts = min(len(order), math.ceil(len(order) * most / chunk_images))
-    return [part.tolist() for part in np.array_split(order, num_parts)]
+    counts = np.array([len(questions[index].images) for index in order])
+    room = max(1, chunk_images - int(counts.max()) + 1)
+    starts = counts.cumsum() - counts
+    part_of = starts * math.ceil(counts.sum() / room) // counts.sum()
+    return [part.tolist() for part in np.split(order, np.flatnonzero(np.diff(part_of)) + 1)]
 
 
 def with_shuffled_images(

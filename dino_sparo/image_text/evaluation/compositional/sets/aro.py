@@ -98,16 +98,32 @@ def crops(name: str, file: str, split_of: Callable[[Any], str], split_field: str
     """VG-Relation or VG-Attribution; `split_of` reads the field `split_field`."""
     expected = f"image_path, bbox_x, bbox_y, bbox_w, bbox_h, true_caption, false_caption and {split_field}"
     read = json_reader({"": file}, partial(crop_question, split_of), expected)
-    return Benchmark(f"aro-{name.lower()}", f"ARO VG-{name}", (file,), read, ("images",), REPOSITORY, **more)
+    return Benchmark(
+        f"aro-{name.lower()}",
+        f"ARO VG-{name}",
+        (file,),
+        read,
+        ("images",),
+        REPOSITORY,
+        licence="MIT; images: CC BY 4.0",
+        size="1.2 GB",
+        is_own=lambda folder: not (folder.parent / "swapped_data").is_dir(),  # a file of the hard positives
+        **more,
+    )
 
 
-def order(name: str, folders: tuple[str, ...], total: int) -> Benchmark:
+def order(name: str, folders: tuple[str, ...], total: int, size: str) -> Benchmark:
     """COCO-Order or Flickr-Order."""
     file = f"{name.lower()}_order.json"
     source = f"{REPOSITORY}; dino-sparo order-captions writes it from the captions"
     read = json_reader({"": file}, order_question, f"image and caption_options, {NUM_ORDERS} texts")
     return Benchmark(
-        f"{name.lower()}-order", f"ARO {name}-Order", (file,), read, folders, source, 20.0, total=total, tie_credit=1.0
+        *(f"{name.lower()}-order", f"ARO {name}-Order", (file,), read, folders, source),
+        licence="that of the captions and images",
+        size=size,
+        chance=20.0,
+        total=total,
+        tie_credit=1.0,
     )
 
 
@@ -122,8 +138,8 @@ BENCHMARKS = (
         total=28_748,
         means=attribute_means,
     ),
-    order("COCO", (".", "coco", "coco/images", "images", "val2014"), 25_010),
-    order("Flickr", (".", "flickr30k", "flickr30k-images", "images"), 5_000),
+    order("COCO", (".", "coco", "coco/images", "images", "val2014"), 25_010, "images 6 GB"),
+    order("Flickr", (".", "flickr30k", "flickr30k-images", "images"), 5_000, "images 4 GB"),
 )
 
 

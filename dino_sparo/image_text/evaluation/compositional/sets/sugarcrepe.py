@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
-from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader
+from dino_sparo.image_text.evaluation.compositional.questions import Question, first_keys, json_reader
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +47,13 @@ def _question(split: str, entry: Any) -> Question:
 
 def is_scene_pairs(folder: Path) -> bool:
     """Whether files in SugarCrepe's format are those of scene-pairs, which notes the attribute."""
-    try:
-        return "swapped" in next(iter(read_json(folder / FILES["swap_att"]).values()))
-    except (OSError, ValueError, AttributeError, StopIteration, TypeError):
-        return False
+    return "swapped" in first_keys(folder / FILES["swap_att"])
+
+
+def is_sugarcrepe(folder: Path) -> bool:
+    """Whether the files are neither of scene-pairs nor SugarCrepe++'s, nor the questions before they were refined."""
+    is_pp = any("caption2" in first_keys(folder / file) for file in FILES.values())
+    return folder.name != "data_unrefined" and not is_pp and not is_scene_pairs(folder)
 
 
 def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:
@@ -71,8 +73,9 @@ BENCHMARKS = (
         f"https://github.com/RAIVNLab/sugar-crepe, {COCO_IMAGES}",
         counts=COUNTS,
         means=group_means,
-        # The repository also has the questions before they were refined, in files of the same names.
-        is_own=lambda folder: folder.name != "data_unrefined" and not is_scene_pairs(folder),
+        licence="MIT; images: COCO's terms",
+        size="2 MB, images 0.8 GB",
+        is_own=is_sugarcrepe,
         other_files="*.json",
     ),
 )

@@ -43,9 +43,13 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
     Strictly greater: a model that cannot tell captions apart scores nothing. By chance 25, 25 and 16.7 % are right. A
     score is tied if two that it compares are equal.
     """
+    return [outcome for number, answer in enumerate(answers) for outcome in three_scores("", number, answer)]
+
+
+def three_scores(prefix: str, number: int, answer: Answer) -> list[Outcome]:
+    """The scores of one example; their splits begin with `prefix`."""
     return [
-        Outcome(score, number, right, tied)
-        for number, answer in enumerate(answers)
+        Outcome(prefix + score, number, right, tied)
         for score, right, tied in (
             ("text", answer.text, answer.text_tied),
             ("image", answer.image, answer.image_tied),
@@ -53,6 +57,14 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
         )
     ]
 
+
+CHANCE = {"text": 25.0, "image": 25.0, "group": 100 / 6}  # of two images with two captions, in percent
+PAIR_RULES: dict[str, Any] = {
+    "headline": "group",
+    "chance": CHANCE,
+    "means": lambda counts: {},  # the splits are scores of the same questions
+    "outcomes": outcomes,
+}
 
 BENCHMARKS = (
     Benchmark(
@@ -62,9 +74,9 @@ BENCHMARKS = (
         read,
         ("images",),
         "https://huggingface.co/datasets/facebook/winoground, after its licence is accepted; unpack images.zip",
-        chance={"text": 25.0, "image": 25.0, "group": 100 / 6},
+        licence="Meta's own, for research; accepted on Hugging Face",
+        size="0.4 GB",
         total=400,
-        means=lambda counts: {},  # the splits are scores of the same questions
-        outcomes=outcomes,
+        **PAIR_RULES,
     ),
 )

@@ -1,0 +1,68 @@
+"""Answers of an evaluation in progress, in a file beside its result: a killed command resumes where it stopped.
+
+    compositional_NAME.answers.jsonl   what the answers depend on; then one line per part of the questions
+
+The file is removed when all results of the command are written. An incomplete last line, of a process that was killed
+while it wrote, is ignored. Answers to other questions, or of another model or other options, are dropped.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dino_sparo.image_text.evaluation.compositional.questions import Part, Question
+from dino_sparo.runtime.collectives import broadcast_object
+from dino_sparo.runtime.files import plain
+from dino_sparo.runtime.launch import is_main
+
+logger = logging.getLogger(__name__)
+
+ENDING = ".answers.jsonl"
+
+
+class Journal(NamedTuple):
+    """The file, and what its answers depend on."""
+
+    path: Path
+    key: str
+
+    @classmethod
+    def of(cls, result: Path, options: Mapping[str, Any], questions: Sequence[Question]) -> "Journal":
+        """The journal of a result file with these options and questions."""
+        words = hashlib.sha256(json.dumps(plain(dict(options)), sort_keys=True).encode())
+        for question in questions:
+            words.update(repr(question).encode())
+        return cls(result.with_name(result.stem + ENDING), words.hexdigest())
+
+    def read(self) -> list[Part]:
+        """The parts that are answered, on every process; the file keeps these alone."""
+        parts = broadcast_object(self._valid() if is_main() else [])
+        if is_main():
+            lines = [json.dumps({"key": self.key}), *(json.dumps(part) for part in parts)]
+            self.path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        if parts:
+            logger.info("%s: %d questions are answered; resuming", self.path, sum(len(part.asked) for part in parts))
+        return parts
+
+    def _valid(self) -> list[Part]:
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]
+        if lines[:1] != [json.dumps({"key": self.key})]:
+            logger.warning("%s is of other questions, weights or options, and is overwritten", self.path)
+            return []
+        return [Part(*json.loads(line)) for line in lines[1:]]
+
+    def append(self, part: Part) -> None:
+        """Write the answers to a part, on rank 0."""
+        if is_main():
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(part) + "\n")
+
+    def remove(self) -> None:
+        """Remove the file, on rank 0."""
+        if is_main():
+            self.path.unlink(missing_ok=True)
