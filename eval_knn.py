@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
 Prints a table and writes knn_WEIGHTS_DATA.json, the accuracies with all that they depend on.
-`weights.checkpoint.encoder_of` builds the teacher's encoder as the checkpoint says and loads its weights. It reads the
+`weights.encoder.encoder_of` builds the teacher's encoder as the checkpoint says and loads its weights. It reads the
 reference's checkpoints and raw ViT weights, too. Options as in facebookresearch/dino.
 """
 

@@ -44,7 +44,7 @@ def write_checkpoint(path: Path) -> None:
     import torch
 
     from dino_sparo.models.encoder import create_encoder
-    from dino_sparo.weights.checkpoint import encoder_description
+    from dino_sparo.weights.entries import encoder_description
 
     encoder = create_encoder("vit_small", 16, "cls")
     description = encoder_description(encoder.config, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -71,7 +71,7 @@ def prepare_alone(args: argparse.Namespace, out: Path) -> Callable[[], Any]:
     from dino_sparo.data.sources import open_source
     from dino_sparo.data.views import EvalTransform
     from dino_sparo.evaluation.features import inference, share_loader
-    from dino_sparo.weights.checkpoint import load_encoder
+    from dino_sparo.weights.encoder import load_encoder
 
     def alone() -> None:
         encoder, device = load_encoder(args.checkpoint).to(args.device), torch.device(args.device)

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
     from dino_sparo.models.readout import ReadoutOutput, Sparo
-    from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
+    from dino_sparo.weights.checkpoint import load_checkpoint
+    from dino_sparo.weights.encoder import load_encoder
+    from dino_sparo.weights.file import CheckpointError
 
 # The modules import torch, which takes seconds.
 _NAMES = {
@@ -65,7 +67,9 @@ _NAMES = {
         "train_simdino",
     ),
     "evaluation.embed.store": ("load_embeddings",),
-    "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
+    "weights.checkpoint": ("load_checkpoint",),
+    "weights.encoder": ("load_encoder",),
+    "weights.file": ("CheckpointError",),
     "data.crops": ("MultiCropAugmentation",),
     "data.views": ("EvalTransform",),
     "distillation.head": ("DINOHead",),

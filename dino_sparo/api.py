@@ -48,7 +48,7 @@ class Result:
 
     def encoder(self, which: str = "teacher") -> "Encoder":
         """The encoder of the checkpoint in eval mode, on the CPU; `which` is teacher or student."""
-        from dino_sparo.weights.checkpoint import load_encoder
+        from dino_sparo.weights.encoder import load_encoder
 
         if self.checkpoint is None:
             raise UserError(f"{self.command} was called without a checkpoint, so there is no encoder")

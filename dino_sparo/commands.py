@@ -448,7 +448,8 @@ def command_for(name: str, words: Sequence[str]) -> str:
     weights, files = values_of(words, "--pretrained_weights"), values_of(words, "--config")
     if not weights and not files:
         return name
-    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
+    from dino_sparo.weights.checkpoint import load_checkpoint
+    from dino_sparo.weights.entries import image_text_kind
 
     try:
         file = path(weights[-1] if weights else str(read_config(files[-1]).get("pretrained_weights")))
@@ -541,7 +542,8 @@ def open_caption_encoder(args: argparse.Namespace) -> "LoadedModel":
     Raises:
         ValueError: no checkpoint is named, or it holds an encoder of images alone.
     """
-    from dino_sparo.weights.checkpoint import image_text_kind, load_checkpoint
+    from dino_sparo.weights.checkpoint import load_checkpoint
+    from dino_sparo.weights.entries import image_text_kind
 
     require("open_clip", "captions")
     path = args.pretrained_weights

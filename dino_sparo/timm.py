@@ -17,7 +17,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.weights.checkpoint import network_weights
+from dino_sparo.weights.entries import network_weights
 
 
 class SparoVisionTransformer(Encoder):

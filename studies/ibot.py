@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from dino_sparo.distillation.images import PROBE_NEIGHBOURS, PROBE_TEMPERATURE
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
@@ -33,6 +32,7 @@ from dino_sparo.dino.demo import TRAINING
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.knn import classify_shards
+from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
@@ -134,7 +134,7 @@ def from_scratch(
     encoder = load_encoder(out / "checkpoint.pth").eval()
     if data == "scenes":
         sources = [open_source(paths[0], "train"), open_source(paths[1], "val")]
-        scores = {**accuracies(encoder, *sources), "mIoU of patches": patch_miou(encoder)}
+        scores = {**accuracies(encoder, sources[0], sources[1]), "mIoU of patches": patch_miou(encoder)}
         words = {"pretrained_weights": out / "checkpoint.pth", "data_path": "scenes:200:64", "device": "cpu", "maps": 4}
         found = run("slots score", option_words({**words, "num_workers": 0, "output_dir": out, "num_images": 100}))
         scores["slot score"] = 100 * found["measures"]["model"]["jaccard"]["mean"]
@@ -220,8 +220,8 @@ def accuracies(encoder: Encoder, train: ImageSource, val: ImageSource, with_prob
         probe = LogisticRegression(C=0.01, max_iter=200).fit(features[0], voters.labels)
         scores["linear"] = 100 * float(probe.score(features[1], judged.labels))
     voters, judged = voters.normalize_(), judged.normalize_()
-    found = classify_shards(voters, judged, [PROBE_NEIGHBOURS], PROBE_TEMPERATURE, cpu)
-    return {"20-NN": found[PROBE_NEIGHBOURS].top1, **scores}
+    found = classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, cpu)
+    return {"20-NN": found[NEIGHBOURS].top1, **scores}
 
 
 def patch_miou(encoder: Encoder, numbers: tuple[int, int] = (400, 200), size: int = 64) -> float:

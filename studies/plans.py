@@ -52,7 +52,7 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
     `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
     """
     from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
-    from dino_sparo.weights.checkpoint import encoder_description
+    from dino_sparo.weights.entries import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 
     source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))

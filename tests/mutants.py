@@ -63,6 +63,8 @@ TESTS: dict[str, list[str]] = {
     "data/crops": ["test_crops"],
     "data/augment": ["test_distort"],
     "weights/checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],
+    "weights/encoder": ["test_checkpoint"],
+    "weights/entries": ["test_checkpoint", "test_init_from"],
     "weights/file": ["test_checkpoint", "test_export"],
     "weights/folder": ["test_checkpoint", "test_checkpoint_folder"],
     "weights/initialize": ["test_init_from"],

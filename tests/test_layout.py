@@ -196,6 +196,8 @@ COMPUTING_FILES = (
         "models/pooling",
         "models/encoder",
         "weights/checkpoint",
+        "weights/encoder",
+        "weights/entries",
         "weights/file",
         "weights/folder",
         "data/*",

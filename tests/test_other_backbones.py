@@ -21,10 +21,10 @@ from dino_sparo.dino import options
 from dino_sparo.evaluation.attention.maps import attention_maps, class_token_share
 from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.models.timm_backbone import plan_of
+from dino_sparo.models.foreign_backbone import plan_of
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.precision import use_fused_attention
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.export import export
 
 SLOTS, SLOT_DIM = 5, 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dino_sparo.runtime.faults import MendableError
-from dino_sparo.weights.checkpoint import load_encoder
+from dino_sparo.weights.encoder import load_encoder
 from studies import __main__ as script
 from studies import plans, report, runs
 from studies.plans import CHOICE_SEED, STUDIES, with_random_slots

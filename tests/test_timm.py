@@ -10,7 +10,7 @@ from timm.data import resolve_model_data_config
 
 import dino_sparo.timm
 from dino_sparo.models.encoder import Encoder, create_encoder
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.export import export
 from dino_sparo.weights.folder import save_checkpoint
 

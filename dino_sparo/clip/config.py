@@ -14,7 +14,7 @@ from dino_sparo.image_text.towers import TextConfig
 from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.models.readouts import READOUTS
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.foreign import ENDS, infer_config
 
 HEAD_WIDTH = 64  # of all of open_clip's text encoders

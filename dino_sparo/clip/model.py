@@ -27,14 +27,9 @@ from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.weights.checkpoint import (
-    CheckpointError,
-    activation_of,
-    clip_weights,
-    image_text_entry,
-    load_checkpoint,
-)
-from dino_sparo.weights.file import load_strictly
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.entries import activation_of, clip_weights, image_text_entry
+from dino_sparo.weights.file import CheckpointError, load_strictly
 
 PATCH_SIZE = 32  # pixels, of our own vision transformers in a CLIP
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time

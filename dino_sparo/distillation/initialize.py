@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from dino_sparo.training.optim import is_unregularised
 from dino_sparo.training.updater import Updater
-from dino_sparo.weights.checkpoint import NETWORKS, CheckpointError, load_checkpoint, network_weights
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.entries import NETWORKS, network_weights
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.initialize import initialize_encoder_of
 
 BATCH_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -45,7 +45,7 @@ from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule, layer_factors, param_groups
 from dino_sparo.training.recording import Recorder, cuda_recording
 from dino_sparo.training.updater import create_updater
-from dino_sparo.weights.checkpoint import NETWORKS, check_same_model, encoder_description
+from dino_sparo.weights.entries import NETWORKS, check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,9 @@ from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.weights.checkpoint import (
-    activation_of,
-    encoder_of,
-    load_checkpoint,
-    max_value_of,
-    network_name,
-    normalization_of,
-    weights_sha256,
-)
+from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
+from dino_sparo.weights.encoder import encoder_of
+from dino_sparo.weights.entries import activation_of, max_value_of, network_name, normalization_of
 
 logger = logging.getLogger(__name__)
 

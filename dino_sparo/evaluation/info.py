@@ -18,14 +18,9 @@ from dino_sparo.evaluation.features import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import parse_object, plain
-from dino_sparo.weights.checkpoint import (
-    NETWORKS,
-    encoder_of,
-    image_text_entry,
-    load_checkpoint,
-    network_name,
-    weights_file,
-)
+from dino_sparo.weights.checkpoint import load_checkpoint, weights_file
+from dino_sparo.weights.encoder import encoder_of
+from dino_sparo.weights.entries import NETWORKS, image_text_entry, network_name
 from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import evaluated_data, in_percent, origin_of, scores_of, subject_of
 

@@ -20,7 +20,8 @@ from dino_sparo.runtime.files import INPUTS, differences, file_sha256, plain, re
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.options import DEVICE
-from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, NETWORKS
+from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS
+from dino_sparo.weights.entries import NETWORKS
 from dino_sparo.weights.origin import data_name
 
 # Options of most evaluations that change no number of a result, or that `ResultFile.options` states otherwise.

@@ -39,7 +39,8 @@ from dino_sparo.runtime.precision import choose_precision, prefers_fused_attenti
 from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule, layer_factors
 from dino_sparo.training.updater import Updater, create_updater
-from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
+from dino_sparo.weights.entries import check_same_description
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
 logger = logging.getLogger(__name__)

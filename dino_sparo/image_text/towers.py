@@ -26,14 +26,9 @@ from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.runtime.faults import MissingPackageError, UserError, require
-from dino_sparo.weights.checkpoint import (
-    CheckpointError,
-    clip_weights,
-    image_text_entry,
-    load_checkpoint,
-    normalization_of,
-    weights_sha256,
-)
+from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
+from dino_sparo.weights.entries import clip_weights, image_text_entry, normalization_of
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.initialize import check_same_blocks, initialize_from
 
 logger = logging.getLogger(__name__)

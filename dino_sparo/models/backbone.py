@@ -2,7 +2,7 @@
 
 `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D): the class token, then the
 patches row by row. Weights have the names of facebookresearch/dino's `vision_transformer.py`, so its files load
-unchanged. All other backbones are models of timm (`timm_backbone.py`); docs/extending.md adds one.
+unchanged. All other backbones are models of timm (`foreign_backbone.py`); docs/extending.md adds one.
 """
 
 import math
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.timm_backbone import (
-    TimmBackbone,
+from dino_sparo.models.foreign_backbone import (
+    ForeignBackbone,
     check_images,
     check_whole_patches,
     layer_indices,
@@ -288,7 +288,7 @@ class Backbone(nn.Module):
         return function(*arguments)
 
 
-AnyBackbone = Backbone | TimmBackbone
+AnyBackbone = Backbone | ForeignBackbone
 
 
 def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B 1 D"]:
@@ -338,7 +338,7 @@ def create_backbone(
         settings: in_chans, drop_path_rate, final_norm.
     """
     if arch.startswith(TIMM):
-        return TimmBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
+        return ForeignBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
     size = size_of(arch)
     if size is None:
         hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""

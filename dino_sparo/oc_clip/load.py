@@ -35,8 +35,8 @@ from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.precision import PRECISIONS
-from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
-from dino_sparo.weights.file import load_strictly
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import CheckpointError, load_strictly
 
 logger = logging.getLogger(__name__)
 

@@ -26,22 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
-from dino_sparo.models.timm_backbone import TimmBackbone
+from dino_sparo.models.foreign_backbone import ForeignBackbone
 from dino_sparo.runtime.choices import ViTSize, size_of
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import use_fused_attention
-from dino_sparo.weights.checkpoint import (
-    REPOSITORY,
-    clip_weights,
-    encoder_description,
-    encoder_of,
-    load_checkpoint,
-    network_name,
-    normalization_of,
-    weights_file,
-)
+from dino_sparo.weights.checkpoint import REPOSITORY, load_checkpoint, weights_file
+from dino_sparo.weights.encoder import encoder_of
+from dino_sparo.weights.entries import clip_weights, encoder_description, network_name, normalization_of
 from dino_sparo.weights.file import DOCUMENTS_KEY, Replacing, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import timm_images, write_folder
@@ -149,7 +142,7 @@ def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any], repla
     return write_safetensors(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record}, replacing)
 
 
-def _write_timm(encoder: Encoder, out: str, record: dict[str, Any], replacing: Replacing) -> Path:
+def _write_vision_transformer(encoder: Encoder, out: str, record: dict[str, Any], replacing: Replacing) -> Path:
     """OUT.safetensors with timm's names (ours below `backbone.`), and OUT.json, whose `timm` builds the model."""
     if not encoder.is_vanilla:
         raise UserError(
@@ -157,7 +150,7 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any], replacing: R
             f"for it; this one can be exported as huggingface, safetensors or onnx"
         )
     description = record["encoder"]
-    convert = _timm_model if isinstance(encoder.backbone, TimmBackbone) else _own_model
+    convert = _foreign_model if isinstance(encoder.backbone, ForeignBackbone) else _own_model
     architecture, arguments, weights = convert(encoder)
     model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
     documents = {".json": {**record, "timm": model}}
@@ -181,7 +174,7 @@ def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]
     return TIMM_CLIP_NAME if config.pre_norm else name, arguments, encoder.backbone.state_dict()
 
 
-def _timm_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+def _foreign_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     """Architecture, arguments and weights of a model of timm that is read by its class token."""
     backbone: Any = encoder.backbone
     arguments = {**backbone.arguments, "num_classes": 0, "global_pool": "token"}
@@ -245,7 +238,7 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any], replacing: R
 
 WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any], Replacing], Path]] = {
     "safetensors": _write_safetensors,
-    "timm": _write_timm,
+    "timm": _write_vision_transformer,
     "huggingface": write_folder,
     "onnx": _write_onnx,
 }

@@ -15,7 +15,7 @@ from timm.models import is_model
 from torch import Tensor
 
 from dino_sparo.models.encoder import EncoderConfig
-from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
+from dino_sparo.models.foreign_backbone import ForeignBackbone, plan_of
 from dino_sparo.runtime.choices import ARCHITECTURES, TIMM, size_of
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.file import WHOLE_WEIGHTS, CheckpointError, misfits, require_channels, shortened
@@ -299,7 +299,7 @@ def infer_config(
     )
 
 
-def timm_weights(backbone: TimmBackbone, weights: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+def timm_weights(backbone: ForeignBackbone, weights: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
     """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
 
     Args:

@@ -13,18 +13,11 @@ from torch import Tensor
 
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.models.timm_backbone import TimmBackbone, pretrained_weights
+from dino_sparo.models.foreign_backbone import ForeignBackbone, pretrained_weights
 from dino_sparo.runtime.choices import HEADS, TIMM, size_of
-from dino_sparo.weights.checkpoint import (
-    CheckpointError,
-    activation_of,
-    encoder_entry,
-    image_text_entry,
-    load_checkpoint,
-    network_weights,
-    say_heads,
-)
-from dino_sparo.weights.file import misfits, require_channels
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.entries import activation_of, encoder_entry, image_text_entry, network_weights, say_heads
+from dino_sparo.weights.file import CheckpointError, misfits, require_channels
 from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_remedy, timm_weights, without_layer_scale
 
 
@@ -88,7 +81,7 @@ def initialize_encoder_of(
     encoder: Encoder, checkpoint: Mapping[str, Any], path: str, which: str = "teacher", with_head: bool = True
 ) -> InitReport:
     """`initialize_encoder` for a checkpoint that was read from `path`; `with_head`: report a head as dropped."""
-    if not isinstance(encoder.backbone, TimmBackbone):  # whose name says its activation and its heads
+    if not isinstance(encoder.backbone, ForeignBackbone):  # whose name says its activation and its heads
         check_same_blocks(checkpoint, encoder.config.quick_gelu, encoder.config.arch, path)
     weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if with_head or not name.startswith("head.")}
@@ -105,7 +98,7 @@ def initialize_pretrained(encoder: Encoder) -> InitReport:
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], path: str) -> InitReport:
     """`initialize_encoder` for weights under our names, which were read from `path`."""
     own, grids, before = encoder.state_dict(), (0, 0), weights
-    if isinstance(encoder.backbone, TimmBackbone):
+    if isinstance(encoder.backbone, ForeignBackbone):
         readout = {name: value for name, value in weights.items() if name.startswith("readout.")}
         weights, norm = {**timm_weights(encoder.backbone, weights, path), **readout}, "backbone.model.norm."
     else:

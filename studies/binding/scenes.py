@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dino_sparo.data.scenes.graphs import RELATIONS, SceneGraph, place_pair, turned_object
+from dino_sparo.data.scenes.graphs import RELATIONS, SceneDescription, place_pair, turned_object
 from dino_sparo.data.scenes.images import SPLITS, draw_scene
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 
@@ -24,7 +24,7 @@ PROBED_SHAPES, PROBED_COLOURS = SHAPES[:NUM_SHAPES], COLOURS[:NUM_COLOURS]
 STREAM = 33  # sets these scenes apart from those the models are trained on
 
 
-def binding_graph(rng: np.random.Generator) -> SceneGraph:
+def binding_graph(rng: np.random.Generator) -> SceneDescription:
     """A large and a small object, each with another shape, colour and texture."""
     shapes = rng.permutation(NUM_SHAPES)[:2]
     colours, textures = rng.permutation(NUM_COLOURS)[:2], rng.permutation(len(TEXTURES))[:2]
@@ -33,7 +33,7 @@ def binding_graph(rng: np.random.Generator) -> SceneGraph:
         turned_object(rng, PROBED_SHAPES[shape], PROBED_COLOURS[colour], TEXTURES[texture], circle)
         for shape, colour, texture, circle in zip(shapes, colours, textures, circles, strict=True)
     )
-    return SceneGraph(things, (), BACKGROUNDS[rng.integers(len(BACKGROUNDS))])
+    return SceneDescription(things, (), BACKGROUNDS[rng.integers(len(BACKGROUNDS))])
 
 
 def draw_scenes(

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dino_sparo.clip.model import CLIP, clip_from_config, create_clip, load_clip
-from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
-from dino_sparo.weights.file import load_strictly
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.encoder import load_encoder
+from dino_sparo.weights.file import CheckpointError, load_strictly
 
 open_clip = pytest.importorskip("open_clip")
 

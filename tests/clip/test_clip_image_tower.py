@@ -16,7 +16,8 @@ import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.weights.checkpoint import load_checkpoint, normalization_of
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.entries import normalization_of
 
 SIZES = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 17}
 TEXT = {"text_width": 24, "text_heads": 2, "text_layers": 3, "vocab_size": 53, "context_length": 9}

@@ -21,7 +21,7 @@ from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.towers import TextConfig, end_token_mask, simple_tokenizer
 from dino_sparo.models.readouts import READOUTS, readout_kind
 from dino_sparo.runtime.precision import use_fused_attention
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.folder import save_checkpoint
 
 open_clip = pytest.importorskip("open_clip")

@@ -24,8 +24,8 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.runtime.choices import EXPORT_FORMATS
-from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS, export
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.foreign import to_open_clip_names
 from dino_sparo.weights.initialize import initialize_encoder
 

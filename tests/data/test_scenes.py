@@ -28,14 +28,14 @@ def digest(source: Scenes, indices: range) -> str:
     return hashlib.sha256(b"".join(source.read(i).tobytes() for i in indices)).hexdigest()
 
 
-def drawn(graph: scenes.SceneGraph, size: int = 56) -> np.ndarray:
+def drawn(graph: scenes.SceneDescription, size: int = 56) -> np.ndarray:
     """The picture of a graph, always with the same light and the same jitter, in levels."""
     return np.asarray(scenes.draw_scene(graph, np.random.default_rng(3), size)).astype(float)
 
 
-def lone(shape: str, texture: str = "plain", colour: str = "red", radius: float = 0.3) -> scenes.SceneGraph:
+def lone(shape: str, texture: str = "plain", colour: str = "red", radius: float = 0.3) -> scenes.SceneDescription:
     thing = scenes.SceneObject(shape, colour, texture, (0.55, 0.48), radius, 0.0)
-    return scenes.SceneGraph((thing,), (), "snow")
+    return scenes.SceneDescription((thing,), (), "snow")
 
 
 def test_vocabulary_is_as_large_as_promised_and_names_each_thing_once():
@@ -147,9 +147,9 @@ def test_objects_are_drawn_where_the_graph_says():
     # Oracle: with and without the objects, pixels differ around each center (or its shadow) and nowhere far off.
     for i in range(30):
         graph = Scenes(30, 64).scene_graph(i)
-        bare = drawn(scenes.SceneGraph((), (), graph.background), 64)
+        bare = drawn(scenes.SceneDescription((), (), graph.background), 64)
         for thing in graph.objects:
-            alone = drawn(scenes.SceneGraph((thing,), (), graph.background), 64)
+            alone = drawn(scenes.SceneDescription((thing,), (), graph.background), 64)
             changed = np.abs(alone - bare).max(axis=-1) > 3
             y, x = (np.argwhere(changed) + 0.5).T / 64
             assert changed.sum() > 0.15 * np.pi * (64 * thing.radius) ** 2
@@ -173,7 +173,7 @@ def test_every_texture_is_visible_and_looks_like_no_other(texture, size):
 
 def test_every_colour_and_background_has_its_own_mean():
     objects = [drawn(lone("square", "plain", c))[20:34, 24:38].mean(axis=(0, 1)) for c in COLOURS]
-    floors = [drawn(scenes.SceneGraph((), (), b)).mean(axis=(0, 1)) for b in BACKGROUNDS]
+    floors = [drawn(scenes.SceneDescription((), (), b)).mean(axis=(0, 1)) for b in BACKGROUNDS]
     for means in (np.array(objects), np.array(floors)):
         distance = np.abs(means[:, None] - means[None]).max(axis=-1)
         assert distance[~np.eye(len(means), dtype=bool)].min() > 15

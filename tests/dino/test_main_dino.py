@@ -38,8 +38,8 @@ from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
 from dino_sparo.training.updater import Updater
-from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.export import export
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.folder import CheckpointFolder
 from main_dino import check_options, get_args_parser
 

@@ -17,7 +17,7 @@ from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.options import check_options, fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.models.timm_backbone import TimmBackbone, plan_of
+from dino_sparo.models.foreign_backbone import ForeignBackbone, plan_of
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import Agreement, StopSignals
 from dino_sparo.simdino import options as simdino_options
@@ -373,7 +373,7 @@ def test_layer_decay_scales_the_learning_rate_by_layer(readout: str, depth: int)
 def test_layer_decay_knows_the_layers_of_timms_models(name: str, layers: dict[str, int]) -> None:
     """Of all makes the last norm has the factor 1, as in BEiT's and DINOv2's code."""
     with torch.device("meta"):
-        backbone = TimmBackbone(name, plan_of(name).stride, plan_of(name).img_size)
+        backbone = ForeignBackbone(name, plan_of(name).stride, plan_of(name).img_size)
     factors, weights = layer_factors(backbone, 0.5), dict(backbone.named_parameters())
     depth = 8 if name == "resnet18" else 12
     for part, layer in layers.items():

@@ -28,7 +28,7 @@ from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.files import write_json
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 Built = tuple[Atlas, list[list[Tile]]]

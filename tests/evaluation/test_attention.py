@@ -32,7 +32,7 @@ from dino_sparo.evaluation.encoders import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.faults import MissingPackageError
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 CONFIG = EncoderConfig(arch="vit_micro", patch_size=5, num_slots=7, slot_dim=11, key_dim=13, img_size=25)

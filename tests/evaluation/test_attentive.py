@@ -19,7 +19,8 @@ from dino_sparo.evaluation.linear.probe import ProbeRun, cached_batches, train_o
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.models.pooling import AttentionReadout, EfficientProbing
 from dino_sparo.models.readout import ReadoutOutput
-from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+from dino_sparo.weights.encoder import load_encoder
+from dino_sparo.weights.entries import encoder_description
 from tests.reference import weights as w
 
 B, N, D, CLASSES = 5, 7, 24, 3

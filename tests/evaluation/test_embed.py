@@ -23,7 +23,8 @@ from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.lock import RunLock
-from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+from dino_sparo.weights.encoder import load_encoder
+from dino_sparo.weights.entries import encoder_description
 
 NUM_IMAGES, SIDE = 11, 16
 ALL_KINDS = ("encoding", "slots", "cls", "patches", "mean")
@@ -236,8 +237,6 @@ def test_a_flipped_bit_in_any_file_is_refused_or_harmless(weights: Path, photogr
             else:  # white space of the record
                 assert (path.name, again.record) == ("embedding.json", found.record)
             path.write_bytes(whole)
-
-
 
 
 def test_a_second_run_in_the_folder_is_refused(

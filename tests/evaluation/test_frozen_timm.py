@@ -19,7 +19,7 @@ from torch import Tensor
 import dino_sparo
 from dino_sparo.__main__ import run
 from dino_sparo.evaluation.embed.store import load_embeddings
-from dino_sparo.models import timm_backbone
+from dino_sparo.models import foreign_backbone
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import weights_sha256
 
@@ -43,7 +43,7 @@ def _weights_from_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     def create(name: str, pretrained: bool = False, **settings: Any) -> Any:
         return published(name) if pretrained else CREATE(name, **settings)
 
-    monkeypatch.setattr(timm_backbone.timm, "create_model", create)
+    monkeypatch.setattr(foreign_backbone.timm, "create_model", create)
     monkeypatch.chdir(tmp_path)  # where results lie without --output_dir
     yield
     shutdown()
@@ -150,7 +150,7 @@ def test_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.Monke
             raise ConnectionError("no network")
         return CREATE(name, **settings)
 
-    monkeypatch.setattr(timm_backbone.timm, "create_model", offline)
+    monkeypatch.setattr(foreign_backbone.timm, "create_model", offline)
     remedy = r"no weights of timm/test_vit \(no network\).* give --pretrained_weights FILE --arch timm/test_vit$"
     with pytest.raises(ValueError, match=remedy):
         dino_sparo.load_encoder("timm/test_vit")

@@ -21,7 +21,7 @@ from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.collectives import rank
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.export import export
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 
 CPU = torch.device("cpu")
 IMAGES, WIDTH, CLASSES = 23, 5, 7

@@ -18,7 +18,7 @@ from PIL import Image
 from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
-from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneGraph, SceneObject
+from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription, SceneObject
 from dino_sparo.data.scenes.images import Scenes, draw_scene, object_masks
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits
@@ -39,15 +39,15 @@ from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 # Scenes.
 
 
 def test_an_objects_mask_holds_exactly_the_pixels_that_change_with_its_colour() -> None:
-    def scene(colour: str, shape: str) -> SceneGraph:
-        return SceneGraph((SceneObject(shape, colour, "plain", (0.5, 0.55), 0.3, 0.2),), (), "snow")
+    def scene(colour: str, shape: str) -> SceneDescription:
+        return SceneDescription((SceneObject(shape, colour, "plain", (0.5, 0.55), 0.3, 0.2),), (), "snow")
 
     for shape in SHAPES:
         red, blue = (
@@ -65,9 +65,9 @@ def test_an_objects_mask_holds_exactly_the_pixels_that_change_with_its_colour() 
 
 def test_of_two_objects_the_later_hides_the_earlier() -> None:
     things = [SceneObject("circle", "red", "plain", (x, 0.5), 0.3, 0.0) for x in (0.4, 0.6)]
-    first, second = object_masks(SceneGraph(tuple(things), (), "snow"), 60)
+    first, second = object_masks(SceneDescription(tuple(things), (), "snow"), 60)
     assert not (first & second).any()
-    [alone] = object_masks(SceneGraph((things[1],), (), "snow"), 60)
+    [alone] = object_masks(SceneDescription((things[1],), (), "snow"), 60)
     np.testing.assert_array_equal(second, alone)
     assert first.sum() < alone.sum()
 
@@ -652,8 +652,6 @@ def test_the_untrained_control_of_a_matching_is_not_the_start_of_a_run() -> None
     source, model = open_objects("scenes:40:32"), small_encoder(0)
     own = survey.slot_values(model.encoder, source, range(32), model.patch_view(None))
     assert matched(own, model, source)["untrained"]["mean"] < 0.95
-
-
 
 
 @pytest.mark.parametrize("what", [("maps", "values"), ("maps",)])

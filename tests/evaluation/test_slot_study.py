@@ -35,7 +35,7 @@ from dino_sparo.evaluation.slots.command import (
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 
 SLOTS, SLOT_DIM = 5, 3
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--batch_size_per_gpu", 16)

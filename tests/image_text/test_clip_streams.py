@@ -25,7 +25,7 @@ from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.runtime.launch import Distributed
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
 

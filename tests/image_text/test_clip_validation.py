@@ -26,7 +26,7 @@ from dino_sparo.image_text.evaluation.validation import (
 )
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 
 CPU = torch.device("cpu")
 

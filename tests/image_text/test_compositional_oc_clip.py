@@ -12,7 +12,7 @@ from oc_clip_fakes import oc_clip_description
 
 from dino_sparo.commands import UNUSED_OPTIONS
 from dino_sparo.image_text.evaluation.compositional.questions import Question, answer_questions
-from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
+from dino_sparo.weights.entries import IMAGE_TEXT_KEYS
 
 pytest.importorskip("open_clip")
 

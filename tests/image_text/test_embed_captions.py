@@ -21,7 +21,8 @@ from dino_sparo.image_text.towers import tokenize
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+from dino_sparo.weights.encoder import load_encoder
+from dino_sparo.weights.entries import encoder_description
 
 CAPTIONS = ("a red square", "a blue square", "a red square", "a green disc", "two discs", "a dog on a lawn", "nothing")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.models import timm_backbone
+from dino_sparo.models import foreign_backbone
 from dino_sparo.simdino import options as simdino_options
 from dino_sparo.simdino.train import SimDINOObjective
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
 NAMES = ("test_vit", "test_vit2", "test_vit3", "test_convnext", "test_resnet")
@@ -175,7 +175,7 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
             raise OSError("no network")
         return create(name, **settings)
 
-    monkeypatch.setattr(timm_backbone.timm, "create_model", offline)
+    monkeypatch.setattr(foreign_backbone.timm, "create_model", offline)
     with pytest.raises(
         ValueError, match=r"no weights of timm/test_vit \(no network\); with HF_HUB_OFFLINE=1 .*--init_from FILE"
     ):

@@ -31,7 +31,7 @@ from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 
 SPLITS = [split for group in GROUPS.values() for split in group]
 GRAPHS = {f"caption {number}": graph for number, graph in enumerate(some_graphs())}

@@ -48,7 +48,7 @@ from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 
 # ---- the model
 

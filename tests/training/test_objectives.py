@@ -29,7 +29,7 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.updater import Updater
-from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.file import CheckpointError
 
 pytest.importorskip("open_clip")
 

@@ -36,15 +36,10 @@ from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.resume import random_state, restore_random_state
-from dino_sparo.weights import checkpoint as checkpoint_module
+from dino_sparo.weights import entries
 from dino_sparo.weights import file as checkpoint_file
-from dino_sparo.weights.checkpoint import (
-    check_same_model,
-    describe_encoder,
-    encoder_description,
-    encoder_of,
-    normalization_of,
-)
+from dino_sparo.weights.encoder import encoder_of
+from dino_sparo.weights.entries import check_same_model, describe_encoder, encoder_description, normalization_of
 from dino_sparo.weights.export import export
 from dino_sparo.weights.file import load_strictly, weights_checksum
 from dino_sparo.weights.folder import save_checkpoint
@@ -913,11 +908,11 @@ def test_resuming_foreign_weights_is_refused() -> None:
         check_same_model({"student": {}}, EncoderConfig(), "vit.pth")
 
 
-# The keys that checkpoint.py lists.
+# The keys that entries.py lists.
 
 
 def keys_in_the_list() -> set[str]:
-    lines = re.findall(r"^    (\w+(?:, \w+)*)  +\S", str(checkpoint_module.__doc__), flags=re.MULTILINE)
+    lines = re.findall(r"^    (\w+(?:, \w+)*)  +\S", str(entries.__doc__), flags=re.MULTILINE)
     return {key for line in lines for key in line.split(", ")}
 
 

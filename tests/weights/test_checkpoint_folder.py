@@ -19,8 +19,8 @@ import torch
 from dino_sparo.runtime import faults
 from dino_sparo.runtime.faults import FaultError
 from dino_sparo.training import resume
-from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
-from dino_sparo.weights.file import contents_checksum, verify_checkpoint
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import CheckpointError, contents_checksum, verify_checkpoint
 from dino_sparo.weights.folder import CheckpointFolder
 
 KEEP = 3

@@ -10,8 +10,9 @@ from PIL import Image
 import dino_sparo
 from dino_sparo.__main__ import run
 from dino_sparo.runtime.files import file_sha256
-from dino_sparo.weights.checkpoint import DEMO, CheckpointError, weights_sha256
+from dino_sparo.weights.checkpoint import DEMO, weights_sha256
 from dino_sparo.weights.export import export
+from dino_sparo.weights.file import CheckpointError
 
 
 def test_the_demo_encoder_is_small_and_encodes_images() -> None:

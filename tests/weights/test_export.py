@@ -31,7 +31,7 @@ from dino_sparo.evaluation.encoders import trained_encoder
 from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.faults import MissingPackageError, UserError
 from dino_sparo.runtime.files import file_sha256
-from dino_sparo.weights.checkpoint import encoder_description, normalization_of
+from dino_sparo.weights.entries import encoder_description, normalization_of
 from dino_sparo.weights.export import export
 from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.huggingface import modeling_code

@@ -17,7 +17,7 @@ from hub import Hub
 
 from dino_sparo.__main__ import main
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 import main_dino
 from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
-from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+from dino_sparo.weights.encoder import load_encoder
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.initialize import initialize_encoder
 

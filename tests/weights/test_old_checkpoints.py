@@ -14,7 +14,8 @@ import torch
 from small_models import CLIP_RUN, DINO_RUN, SMALL_ARCH, SMALL_SIZE, command, record_of, unpack, words_of
 
 from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
-from dino_sparo.weights.checkpoint import load_checkpoint, load_encoder
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.encoder import load_encoder
 
 # Another processor and another torch lead to losses that differ by 2e-5; a learning rate of 1 % more, by 2e-4.
 TOLERANCE = 5e-5

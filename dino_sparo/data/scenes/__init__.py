@@ -1,1 +1,1 @@
-"""Built-in scenes: a seed becomes a scene graph (`graphs.py`), and a scene graph becomes an image (`images.py`)."""
+"""Built-in scenes: a seed becomes the description of a scene (`graphs.py`), which becomes an image (`images.py`)."""

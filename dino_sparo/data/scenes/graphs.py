@@ -1,4 +1,4 @@
-"""Random numbers -> scene graph -> caption: what a built-in scene shows, and its words.
+"""Random numbers -> description of a scene -> caption: what a built-in scene shows, and its words.
 
     caption  = object [relation object] "on" background      a red striped star left of a blue dotted ring on sand
     object   = ("a" | "an") colour texture shape             an orange plain heart
@@ -115,7 +115,7 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class SceneGraph:
+class SceneDescription:
     """Content of a scene.
 
     Attributes:
@@ -173,12 +173,12 @@ def turned_object(rng: np.random.Generator, shape: str, colour: str, texture: st
     return SceneObject(shape, colour, texture, *circle, between(rng, -MAX_ROTATION, MAX_ROTATION))
 
 
-def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGraph:
+def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneDescription:
     """Draw what a scene of class `label` shows."""
     shape = SHAPES[label]
     background = _choose(rng, BACKGROUNDS, BACKGROUNDS[label % len(BACKGROUNDS)], ties.background)
     if rng.random() >= SECOND_OBJECT_PROBABILITY:
-        return SceneGraph((_choose_object(rng, shape, COLOURS, ties, place_one(rng)),), (), background)
+        return SceneDescription((_choose_object(rng, shape, COLOURS, ties, place_one(rng)),), (), background)
     predicate = _choose(rng, RELATIONS)
     large_circle, small_circle = place_pair(rng, predicate)
     large = _choose_object(rng, shape, COLOURS, ties, large_circle)
@@ -189,7 +189,7 @@ def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGraph
         relation = Relation(0, predicate, 1)
     else:
         relation = Relation(1, OPPOSITES[predicate], 0)
-    return SceneGraph((large, small), (relation,), background)
+    return SceneDescription((large, small), (relation,), background)
 
 
 def place_one(rng: np.random.Generator) -> Circle:

@@ -1,7 +1,7 @@
 """(seed, split, index) -> image, class label and caption: the built-in procedural pictures, no download.
 
 `--data_path scenes` opens them. A scene shows one large textured object, whose shape is the class label, sometimes with
-a smaller second object. Its scene graph (`graphs.py`) is drawn from a random stream that depends on (seed, split,
+a smaller second object. Its description (`graphs.py`) is drawn from a random stream that depends on (seed, split,
 index) alone; caption and picture are functions of the graph and of that stream.
 
 Other experiments make their own scenes with `place_one`, `place_pair`, `turned_object` and `draw_scene`.
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
-from dino_sparo.data.scenes.graphs import SceneGraph, SceneObject, Ties, between, sample_graph
+from dino_sparo.data.scenes.graphs import SceneDescription, SceneObject, Ties, between, sample_graph
 from dino_sparo.data.scenes.patterns import (
     BACKGROUND_TABLE,
     COLOUR_TABLE,
@@ -101,7 +101,7 @@ class Scenes:
         """Origin of the image, for logs and errors."""
         return f"scenes[{index}]" if self.split == "train" else f"scenes-{self.split}[{index}]"
 
-    def scene_graph(self, index: int) -> SceneGraph:
+    def scene_graph(self, index: int) -> SceneDescription:
         """Objects, relation and background of scene `index`."""
         return sample_graph(self._rng(index), index % len(SHAPES), self.ties)
 
@@ -167,7 +167,7 @@ def _noise_tile(size: int) -> Float[np.ndarray, "tile tile"]:
     return (soft / soft.std()).astype(np.float32)
 
 
-def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.Image:
+def draw_scene(graph: SceneDescription, rng: np.random.Generator, size: int) -> Image.Image:
     """Paint background, then objects with their shadows, then the light.
 
     Args:
@@ -192,7 +192,7 @@ def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.
     return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
 
 
-def object_masks(graph: SceneGraph, size: int) -> Bool[np.ndarray, "objects H W"]:
+def object_masks(graph: SceneDescription, size: int) -> Bool[np.ndarray, "objects H W"]:
     """The pixels of `draw_scene` that show each object: those whose center lies within its outline.
 
     An object hides those before it. Shadows belong to the background.

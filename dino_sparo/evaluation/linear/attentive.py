@@ -27,7 +27,7 @@ from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
 TRUST_COEFFICIENT = 0.001

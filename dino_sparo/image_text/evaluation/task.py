@@ -20,7 +20,8 @@ from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.files import versions
-from dino_sparo.weights.checkpoint import load_checkpoint, max_value_of, weights_sha256
+from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
+from dino_sparo.weights.entries import max_value_of
 
 # The options, the device and maybe `is_one_of_several` -> the model that `--pretrained_weights` names.
 OpenScorer = Callable[..., Scorer]

@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneGraph
+from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription
 from dino_sparo.data.scenes.images import DEFAULT_IMAGE_SIZE, Scenes
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
@@ -36,13 +36,13 @@ SCENES_PER_PAIR = 4
 Entry = dict[str, str]
 
 
-def swapped_objects(graph: SceneGraph) -> SceneGraph:
+def swapped_objects(graph: SceneDescription) -> SceneDescription:
     """The graph with its two objects exchanged: each stands where the other stood in the sentence."""
     relation = graph.relations[0]
     return replace(graph, relations=(replace(relation, subject=relation.object, object=relation.subject),))
 
 
-def swapped_attribute(graph: SceneGraph, attribute: str) -> SceneGraph:
+def swapped_attribute(graph: SceneDescription, attribute: str) -> SceneDescription:
     """The graph with an attribute, `colour` or `texture`, exchanged between its two objects."""
     first, second = graph.objects
     pairs = ((first, second), (second, first))

@@ -28,7 +28,7 @@ LAST_NORMS = ("model.norm.", "model.fc_norm.", "model.head.norm.")
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 
 
-class TimmBackbone(nn.Module):
+class ForeignBackbone(nn.Module):
     """A timm model without its classifier: images (B, C, H, W) -> tokens (B, N, D).
 
         tokens = backbone(images)                                    # equal to `model.forward_features(images)`
@@ -227,14 +227,14 @@ class TimmBackbone(nn.Module):
 
 
 @dataclass(frozen=True)
-class TimmPlan:
+class ForeignPlan:
     """Properties of a timm model of its own sizes.
 
     Attributes:
         embed_dim: D.
         stride: side of a patch, or stride of the last map, in pixels.
         img_size: height in pixels of the images that the published weights were trained with, cut to whole patches.
-        num_prefix_tokens, has_class_token, has_blocks: as in `TimmBackbone`.
+        num_prefix_tokens, has_class_token, has_blocks: as in `ForeignBackbone`.
         channels_last: maps are (B, rows, columns, D).
         mean, std: of the images that the published weights were trained with, per channel.
         parameters: arguments of the model's constructor.
@@ -293,7 +293,7 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
 
 
 @lru_cache
-def plan_of(name: str) -> TimmPlan:
+def plan_of(name: str) -> ForeignPlan:
     """Build a timm model without memory and see what it gives.
 
     Raises:
@@ -329,7 +329,7 @@ def plan_of(name: str) -> TimmPlan:
             "nor a map; choose a vision transformer or a network of stages, such as timm/resnet50"
         )
     constructors = [inspect.signature(kind).parameters for kind in type(model).__mro__[:-1]]
-    return TimmPlan(
+    return ForeignPlan(
         embed_dim=shape[1] if len(shape) == 4 and not channels_last else shape[-1],
         stride=stride,
         img_size=rows * stride,
