@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.scenes.graphs import INDEPENDENT, OPPOSITES, RELATIONS, Relation, SceneGraph, place_pair
+from dino_sparo.data.scenes.graphs import INDEPENDENT, OPPOSITES, RELATIONS, Relation, SceneDescription, place_pair
 from dino_sparo.data.scenes.images import Scenes, draw_scene
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
@@ -28,14 +28,14 @@ from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.lock import create_output_dir
 
 
-def reworded(graph: SceneGraph) -> SceneGraph:
+def reworded(graph: SceneDescription) -> SceneDescription:
     """The same scene, told from the other object: a ring right of a star -> a star left of a ring."""
     (relation,) = graph.relations
     told = Relation(relation.object, OPPOSITES[relation.predicate], relation.subject)
     return replace(graph, relations=(told,))
 
 
-def moved(graph: SceneGraph) -> SceneGraph:
+def moved(graph: SceneDescription) -> SceneDescription:
     """The scene with its objects on the other sides: the picture is mirrored along the relation."""
     (relation,) = graph.relations
     axis = RELATIONS.index(relation.predicate) // 2
@@ -45,7 +45,7 @@ def moved(graph: SceneGraph) -> SceneGraph:
     return replace(graph, objects=objects, relations=(opposite,))
 
 
-def other_shape(graph: SceneGraph) -> SceneGraph:
+def other_shape(graph: SceneDescription) -> SceneDescription:
     """The scene with another shape in place of the large object's."""
     first, *others = graph.objects
     unused = [shape for shape in SHAPES if shape not in {thing.shape for thing in graph.objects}]
@@ -64,22 +64,22 @@ class Sample:
     """
 
     number: int
-    graph: SceneGraph
+    graph: SceneDescription
     seed: tuple[int, ...]
     size: int
 
-    def picture(self, graph: SceneGraph) -> Image.Image:
+    def picture(self, graph: SceneDescription) -> Image.Image:
         """The picture of this scene, or of a variant of it."""
         return draw_scene(graph, np.random.default_rng(self.seed), self.size)
 
-    def save(self, path: Path, graph: SceneGraph | None = None) -> str:
+    def save(self, path: Path, graph: SceneDescription | None = None) -> str:
         """Save a picture; returns the file's name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.picture(graph or self.graph).save(path)
         return path.name
 
     @property
-    def recoloured(self) -> SceneGraph:
+    def recoloured(self) -> SceneDescription:
         """The scene with exchanged colours."""
         return swapped_attribute(self.graph, "colour")
 
@@ -159,7 +159,7 @@ def write_tables(root: Path, drawn: list[Sample]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    def cell(sample: Sample, graph: SceneGraph) -> Any:
+    def cell(sample: Sample, graph: SceneDescription) -> Any:
         sample.picture(graph).save(file := io.BytesIO(), format="PNG")
         return {"bytes": file.getvalue(), "path": None}
 
@@ -194,7 +194,7 @@ def write_spec(root: Path, drawn: list[Sample]) -> None:
                 replace(thing, center=circle.center, radius=circle.radius)
                 for thing, circle in zip(sample.graph.objects, circles, strict=True)
             )
-            graph = SceneGraph(objects, (Relation(0, predicate, 1),), sample.graph.background)
+            graph = SceneDescription(objects, (Relation(0, predicate, 1),), sample.graph.background)
             path = folder / "images" / f"{sample.number}_{predicate.replace(' ', '_')}.png"
             keys.append(f"images/{sample.save(path, graph)}")
             captions.append(graph.caption)
