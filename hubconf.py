@@ -2,10 +2,13 @@
 
     torch.hub.load("path/to/clone", "dino_sparo_encoder", "runs/vits16/checkpoint.pth", source="local")
     torch.hub.load("path/to/clone", "encoder", arch="vit_small", readout="sparo", source="local")    # random weights
-    torch.hub.load("path/to/clone", "dino_sparo_encoder", "demo", source="local")    # the small encoder in the package
+    torch.hub.load("path/to/clone", "dino_vits16", source="local")    # the names of facebookresearch/dino
 
-Nothing is downloaded: there are no other published weights.
+The last name, and its siblings, download the weights that DINO's authors released.
 """
+
+from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -37,3 +40,21 @@ def encoder(arch: str = "vit_small", readout: str = "sparo", **sizes: int | floa
     from dino_sparo import create_encoder
 
     return create_encoder(arch=arch, readout=readout, **sizes)  # type: ignore[arg-type]
+
+
+def _released(name: str, pretrained: bool = True, **settings: Any) -> nn.Module:
+    """A model of facebookresearch/dino; see `dino_sparo.weights.hub.released_model`."""
+    from dino_sparo.weights.hub import released_model
+
+    return released_model(name, pretrained, **settings)
+
+
+dino_vits16 = partial(_released, "dino_vits16")
+dino_vits8 = partial(_released, "dino_vits8")
+dino_vitb16 = partial(_released, "dino_vitb16")
+dino_vitb8 = partial(_released, "dino_vitb8")
+dino_resnet50 = partial(_released, "dino_resnet50")
+dino_xcit_small_12_p16 = partial(_released, "dino_xcit_small_12_p16")
+dino_xcit_small_12_p8 = partial(_released, "dino_xcit_small_12_p8")
+dino_xcit_medium_24_p16 = partial(_released, "dino_xcit_medium_24_p16")
+dino_xcit_medium_24_p8 = partial(_released, "dino_xcit_medium_24_p8")

@@ -324,6 +324,7 @@ def create_backbone(
     remove_blocks: int = 0,
     pre_norm: bool = False,
     quick_gelu: bool = False,
+    class_token: bool = False,
     **settings: Any,
 ) -> AnyBackbone:
     """Build a backbone by the name of its architecture.
@@ -335,10 +336,12 @@ def create_backbone(
         remove_blocks: number of blocks to leave out at the end.
         pre_norm: see `Backbone`; a timm model has its own form, which its name says.
         quick_gelu: as `pre_norm`.
+        class_token: the read-out reads the class token.
         settings: in_chans, drop_path_rate, final_norm.
     """
     if arch.startswith(TIMM):
-        return ForeignBackbone(arch.removeprefix(TIMM), patch_size, img_size, remove_blocks, **settings)
+        name = arch.removeprefix(TIMM)
+        return ForeignBackbone(name, patch_size, img_size, remove_blocks, class_token=class_token, **settings)
     size = size_of(arch)
     if size is None:
         hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""

@@ -278,6 +278,7 @@ def encoder_from_config(
         drop_path_rate=drop_path_rate,
         pre_norm=config.pre_norm,
         quick_gelu=config.quick_gelu,
+        class_token=kind.reads_class_token_only,
         final_norm=not kind.takes_raw_tokens,
     )
     sizes = ReadoutSizes(

@@ -58,6 +58,8 @@ class ForeignBackbone(nn.Module):
         in_chans: number of image channels.
         drop_path_rate: stochastic depth rate of the last block of the architecture.
         final_norm: end with the model's norm; False for a read-out that takes raw tokens.
+        class_token: keep what gives a class token after the blocks (class attention of XCiT and CaiT); only the last
+            layer then has tokens to read.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ForeignBackbone(nn.Module):
         in_chans: int = 3,
         drop_path_rate: float = 0.0,
         final_norm: bool = True,
+        class_token: bool = False,
     ) -> None:
         super().__init__()
         plan = plan_of(name)
@@ -78,15 +81,20 @@ class ForeignBackbone(nn.Module):
         self.has_class_token, self.has_blocks = plan.has_class_token, plan.has_blocks
         self._channels_last = plan.channels_last
         self._mask: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._reads_any_size = "img_size" not in settings or bool(ANY_SIZE.keys() & settings)
+        self._attends_late = class_token and plan.has_late_class_token
+        if self._attends_late:
+            self.num_prefix_tokens, self.has_class_token = 1, True
+        self._reads_any_size = plan.reads_any_size or bool(ANY_SIZE.keys() & settings)
         self.arguments = {"in_chans": in_chans, **settings}
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
         self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)
         if self.depth < 1:
             raise UserError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
         self.norm_eps = getattr(getattr(self.model, "norm", None), "eps", DEFAULT_EPS)
-        # Also leaves out what a classifier alone needs: pooling, and the norm after it.
-        self.model.prune_intermediate_layers([self.depth - 1], prune_norm=not final_norm)
+        # Also leaves out what a classifier alone needs: pooling, the norm after it, class attention.
+        self.model.prune_intermediate_layers(
+            [self.depth - 1], prune_norm=not final_norm, prune_head=not self._attends_late
+        )
 
     @property
     def stems(self) -> list[str]:
@@ -144,6 +152,12 @@ class ForeignBackbone(nn.Module):
             norm: apply the last norm, as timm does: to all blocks, but only to the last stage.
         """
         indices = layer_indices(n, self.depth)
+        if self._attends_late:
+            if indices != [self.depth - 1]:
+                raise UserError(
+                    f"timm/{self.name} has a class token after its last layer alone; give --n_last_blocks 1"
+                )
+            return [self(images)]
         options: dict[str, Any] = {"indices": indices, "norm": norm, "intermediates_only": True, "stop_early": True}
         images = self._whole_patches(images)
         options |= {"output_fmt": "NLC"} if self.has_blocks else {}
@@ -236,6 +250,8 @@ class ForeignPlan:
         img_size: height in pixels of the images that the published weights were trained with, cut to whole patches.
         num_prefix_tokens, has_class_token, has_blocks: as in `ForeignBackbone`.
         channels_last: maps are (B, rows, columns, D).
+        reads_any_size: without `ANY_SIZE`, as XCiT does, whose positions are computed.
+        has_late_class_token: layers after the blocks compute a class token, which other read-outs leave out.
         mean, std: of the images that the published weights were trained with, per channel.
         parameters: arguments of the model's constructor.
     """
@@ -247,6 +263,8 @@ class ForeignPlan:
     has_class_token: bool
     has_blocks: bool
     channels_last: bool
+    reads_any_size: bool
+    has_late_class_token: bool
     mean: tuple[float, ...]
     std: tuple[float, ...]
     parameters: frozenset[str]
@@ -308,9 +326,15 @@ def plan_of(name: str) -> ForeignPlan:
         raise UserError(f"timm has no weights 'timm/{name}'; choose one of {', '.join(tagged)}")
     with torch.device("meta"):
         model: Any = timm.create_model(name, num_classes=0).eval()
+        had_class_token = getattr(model, "cls_token", None) is not None
         model.prune_intermediate_layers()
         channels, height, width = model.pretrained_cfg["input_size"]
         features = model.forward_features(torch.empty(1, channels, height, width))
+        try:
+            model.forward_features(torch.empty(1, channels, height, 2 * width))
+            reads_any_size = True
+        except (AssertionError, RuntimeError):  # of the patch embedding, or where positions are added
+            reads_any_size = False
     strides = {info["reduction"] for info in model.feature_info}
     stride, has_class_token = max(strides), getattr(model, "cls_token", None) is not None
     rows, columns = height // stride, width // stride
@@ -337,6 +361,8 @@ def plan_of(name: str) -> ForeignPlan:
         has_class_token=has_class_token and prefix > 0,
         has_blocks=len(shape) == 3 and len(strides) == 1 and hasattr(model, "blocks"),
         channels_last=channels_last,
+        reads_any_size=reads_any_size,
+        has_late_class_token=had_class_token and not has_class_token,
         mean=model.pretrained_cfg["mean"],
         std=model.pretrained_cfg["std"],
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),

@@ -29,6 +29,7 @@ from dino_sparo.weights.entries import (
 )
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign import infer_config, is_open_clip
+from dino_sparo.weights.released import release_of, released_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     Args:
         path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights
             are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...). timm/NAME: timm's own
-            weights of that model, with an entry `encoder`.
+            weights of that model, with an entry `encoder`. A name in `released.RELEASES`: weights of DINO's authors.
         verify: False if `verify_checkpoint` has just read the file.
         mmap: leave tensors in the file until they are used.
 
@@ -56,6 +57,11 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     if is_timm_model(path):
         plan, weights = plan_of(str(path).removeprefix(TIMM)), timm_model_weights(path)
         return {**weights, "encoder": encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
+    if release := release_of(path):
+        weights = read_torch_file(released_file(str(path)), verify, mmap)
+        # A network of timm is not recognised by its weights, but by this entry.
+        entry = {"encoder": encoder_description(infer_config({}, release.arch))} if release.is_timm else {}
+        return {**weights, **entry}
     path = weights_file(path)
     if not path.is_file():
         inside = path / "checkpoint.pth"
@@ -102,6 +108,8 @@ def weights_file(path: str | Path) -> Path:
             ) from error
     if (folder / EXPORTED_WEIGHTS).is_file():
         return folder / EXPORTED_WEIGHTS
+    if release_of(path):
+        return released_file(str(path))
     return DEMO if str(path) == "demo" and not folder.is_file() else folder
 
 

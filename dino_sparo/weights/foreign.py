@@ -263,7 +263,7 @@ def infer_config(
     """
     if arch is not None and arch.startswith(TIMM):
         plan = plan_of(arch.removeprefix(TIMM))
-        readout = "cls" if plan.has_class_token else "gap"
+        readout = "cls" if plan.has_class_token or plan.has_late_class_token else "gap"
         return EncoderConfig(arch, patch_size or plan.stride, readout, img_size=plan.img_size)
     embed_dim, in_chans, kernel, grid_size = patch_sizes(weights, path)
     depth, queries = num_blocks(weights), weights.get("readout.queries")
@@ -315,10 +315,11 @@ def timm_weights(backbone: ForeignBackbone, weights: Mapping[str, Tensor], path:
         convolution = plain.get(stem, plain.get(f"model.{stem}"))
         if convolution is None or convolution.ndim != 4:
             continue
-        if backbone.has_blocks and len(convolution) != backbone.embed_dim:
+        width = len(backbone.model.get_parameter(stem.removeprefix("model.")))
+        if backbone.has_blocks and len(convolution) != width:
             raise CheckpointError(
-                f"{path} has width {len(convolution)}, timm/{backbone.name} has {backbone.embed_dim}; choose other "
-                "weights, or the --arch that they were trained with"
+                f"{path} has width {len(convolution)}, timm/{backbone.name} has {width}; choose other weights, or the "
+                "--arch that they were trained with"
             )
         require_channels(convolution.shape[1], backbone.in_chans, path)
     try:

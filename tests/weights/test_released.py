@@ -1,0 +1,167 @@
+"""Weights that DINO's authors released: files of the same form, served on 127.0.0.1."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+
+import hubconf
+from dino_sparo import load_encoder
+from dino_sparo.models.backbone import Backbone
+from dino_sparo.runtime.choices import ViTSize
+from dino_sparo.weights import released
+from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.hub import released_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Files of a folder; `asked` holds the paths that were asked for, `cut` ends answers early."""
+
+    asked: list[str]
+    cut = False
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        super().do_GET()
+
+    def copyfile(self, source, outputfile) -> None:
+        outputfile.write(source.read()[: 100 if self.server.cut else None])
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of the reference's files, and an empty hub folder."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = Server(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(released, "ADDRESS", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def serve(tmp_path: Path, name: str, weights: object) -> None:
+    stem = f"dino_{released.RELEASES[name].stem}"
+    folder = tmp_path / "served" / f"{stem}_pretrain"
+    folder.mkdir()
+    torch.save(weights, folder / f"{stem}_pretrain.pth")
+
+
+def small_vit(monkeypatch: pytest.MonkeyPatch, depth: int = 2) -> dict[str, torch.Tensor]:
+    """Weights of a vit_micro, released as those of dino_vits16."""
+    monkeypatch.setitem(released.RELEASES, "dino_vits16", released.Release("vit_micro", 16, "deitsmall16"))
+    torch.manual_seed(0)
+    return Backbone(ViTSize(128, 4, 4), 16, 32).state_dict()
+
+
+def test_a_name_is_downloaded_once_and_read_wherever_weights_are(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = small_vit(monkeypatch)
+    serve(tmp_path, "dino_vits16", weights)
+    encoder = load_encoder("dino_vits16")
+    assert server.asked == ["/dino_deitsmall16_pretrain/dino_deitsmall16_pretrain.pth"]
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(load_encoder("dino_vits16")(images), encoder(images))
+    assert len(server.asked) == 1
+    assert [*(tmp_path / "home" / "hub" / "checkpoints").iterdir()] == [released.released_file("dino_vits16")]
+    model = released_model("dino_vits16", img_size=[32]).eval()
+    torch.testing.assert_close(model(images), encoder(images))
+    assert [tokens.shape for tokens in model.get_intermediate_layers(images, 2)] == [(2, 5, 128)] * 2
+    assert model.get_last_selfattention(images).shape == (2, 4, 5, 5)
+    assert model.state_dict().keys() == weights.keys()
+
+
+def test_what_does_not_arrive_whole_is_not_kept_and_one_line_says_where_to_put_the_file(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"dino_vitbase8_pretrain\.pth could not be .*404.*put it"):
+        load_encoder("dino_vitb8")
+    serve(tmp_path, "dino_vits16", small_vit(monkeypatch))
+    server.cut = True
+    with pytest.raises(ValueError, match=r"100 of \d+ bytes arrived"):
+        load_encoder("dino_vits16")
+    assert [*(tmp_path / "home" / "hub" / "checkpoints").iterdir()] == []
+    server.cut = False
+    load_encoder("dino_vits16")
+
+
+def test_a_file_with_other_weights_is_refused(tmp_path: Path, server: Server) -> None:
+    serve(tmp_path, "dino_resnet50", {"conv1.weight": torch.zeros(64, 3, 7, 7)})
+    with pytest.raises(CheckpointError, match="does not hold the weights of timm/resnet50"):
+        load_encoder("dino_resnet50")
+
+
+def test_resnet50_gives_torchvisions_features(tmp_path: Path, server: Server) -> None:
+    torch.manual_seed(0)
+    reference = torchvision.models.resnet50().eval()
+    reference.fc = torch.nn.Identity()
+    serve(tmp_path, "dino_resnet50", reference.state_dict())
+    images = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        wanted = reference(images)
+        for model in (load_encoder("dino_resnet50"), released_model("dino_resnet50").eval()):
+            torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_xcit_gives_the_class_token_of_the_official_code(tmp_path: Path, server: Server) -> None:
+    """facebookresearch/xcit is timm's model under other names of weights; its class attention stays."""
+    torch.manual_seed(0)
+    reference = timm.create_model("xcit_small_12_p16_224", num_classes=0).eval()
+    serve(tmp_path, "dino_xcit_small_12_p16", reference.state_dict())
+    images = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        encoder = load_encoder("dino_xcit_small_12_p16")
+        torch.testing.assert_close(encoder(images), reference(images), rtol=1e-4, atol=1e-5)
+        assert encoder.config.readout == "cls"
+        with pytest.raises(ValueError, match="give --n_last_blocks 1"):
+            encoder.probe_features(images)
+
+
+@pytest.mark.parametrize(
+    ("arch", "patch_size", "preferred", "name"),
+    [
+        (None, None, "", "dino_vits16"),
+        ("vit_small", 8, "", "dino_vits8"),
+        ("vit_small", 8, released.LONGER, "dino_vits8_300ep"),
+        ("vit_small", 16, released.LONGER, "dino_vits16"),
+        ("vit_base", 16, released.LANDMARKS, "dino_vitb16"),
+        (None, None, released.LANDMARKS, "dino_vits16_landmarks"),
+        ("timm/resnet50", None, "", "dino_resnet50"),
+        ("timm/xcit_medium_24_p8_224", None, "", "dino_xcit_medium_24_p8"),
+    ],
+)
+def test_without_weights_the_references_are_taken(
+    arch: str | None, patch_size: int | None, preferred: str, name: str
+) -> None:
+    assert released.default_weights(arch, patch_size, preferred) == name
+
+
+def test_where_nothing_was_released_the_message_says_for_what_there_are_weights() -> None:
+    with pytest.raises(ValueError, match=r"no weights of vit_large/16, only of .*vit_small/8.*give the path"):
+        released.default_weights("vit_large", None)
+
+
+def test_torch_hub_lists_the_references_names() -> None:
+    names = {name for name in released.RELEASES if not name.endswith((released.LANDMARKS, released.LONGER))}
+    assert names < {name for name, value in vars(hubconf).items() if callable(value)}
+    model = torch.hub.load(str(ROOT), "dino_vits16", source="local", pretrained=False, img_size=[32], verbose=False)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 384)
