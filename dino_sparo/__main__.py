@@ -29,9 +29,9 @@ from dino_sparo.training.options import check_run
 
 logger = logging.getLogger("dino_sparo")
 
-# Option -> valid names, as far as they are known without torch; the reference calls some architectures deit.
+# Option -> valid names, as far as they are known without torch.
 KNOWN_NAMES: dict[str, Collection[str]] = {
-    "arch": {*ARCHITECTURES, *(name.replace("vit", "deit") for name in ARCHITECTURES)},
+    "arch": ARCHITECTURES,
     "readout": {*READOUTS, *TOWERS},
     "benchmarks": BENCHMARK_NAMES,
 }

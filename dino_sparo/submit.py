@@ -47,6 +47,9 @@ FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 1
 DO_NOT_REQUEUE = "do_not_requeue"
 
 
+VOLTA32 = "volta32gb"  # the constraint that the reference's --use_volta32 means
+SCRIPT, SCRIPT_NODES = "run_with_submitit.py", 2  # the reference's script, and its default of --nodes
+
 # `--module` -> the options of that trainer.
 PARSERS = {
     "main_dino": train_parser,
@@ -152,12 +155,14 @@ JOB: Group = {
         metavar="gpu[:TYPE]",
     ),
     "timeout_min": Option(2800, "Time limit of the job in minutes.", positive_int),
+    "timeout": Option(None, "The reference's name of --timeout_min.", positive_int),
     "partition": Option(None, "Partition; the cluster's default if not given.", str),
     "mem_gb_per_gpu": Option(None, "Main memory per GPU in GB.", positive_int),
     "cpus_per_task": Option(10, "CPU cores per GPU; match --num_workers.", positive_int),
     "account": Option(None, "Account to charge.", str),
     "qos": Option(None, "Quality of service.", str),
     "constraint": Option(None, "Features the nodes must have.", str),
+    "use_volta32": Option(False, "The reference's short form of --constraint volta32gb."),
     "comment": Option(None, "Message to the scheduler.", str),
     "name": Option("dino_sparo", "Name of the job.", str),
     "slurm_additional": Option([], "Other options of sbatch, such as exclude=node17.", str, metavar="KEY=VALUE"),
@@ -202,11 +207,14 @@ def additional_parameters(pairs: list[str]) -> dict[str, str]:
 
 
 def check_submission(args: argparse.Namespace) -> None:
-    """Refuse a job whose options are out of range or do not fit each other.
+    """Fill in the reference's short forms; refuse a job whose options are out of range or do not fit each other.
 
     Raises:
         ValueError: names the option and what would do.
     """
+    args.timeout_min = args.timeout or args.timeout_min
+    if args.use_volta32:
+        args.constraint = "&".join(filter(None, (args.constraint, VOLTA32)))
     for name, value in vars(args).items():
         texts = value if isinstance(value, list) else [value]
         if any(isinstance(text, str) and not text.isprintable() for text in texts):
@@ -328,9 +336,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         argv: options; None: the command line's. Those of the trainer depend on `--module` among them.
         prog: what `--help` calls the command.
     """
-    module = (values_of(sys.argv[1:] if argv is None else argv, "--module") or ["main_dino"])[-1]
+    words = sys.argv[1:] if argv is None else argv
+    module = (values_of(words, "--module") or ["main_dino"])[-1]
     parser = get_submission_parser(module if module in PARSERS else "main_dino", prog)
-    args = parser.parse_args(argv)
+    if prog == SCRIPT and "--local" not in words:
+        parser.set_defaults(nodes=SCRIPT_NODES)
+    args = parser.parse_args(words)
     from submitit.core.utils import FailedJobError
 
     try:

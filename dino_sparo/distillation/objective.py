@@ -5,7 +5,6 @@ An objective adds its head, its loss and its step; see `training/objective.py` f
 
 import argparse
 import logging
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -354,7 +353,7 @@ def crop_sides(args: argparse.Namespace) -> list[int]:
 def encoder_config(args: argparse.Namespace) -> EncoderConfig:
     """How the encoder is built."""
     return EncoderConfig(
-        arch=re.sub("^deit", "vit", args.arch),  # the reference's older names of the same models
+        arch=args.arch,
         patch_size=own_patch_size(args.arch) if args.patch_size is None else args.patch_size,
         readout=args.readout,
         num_slots=args.sparo_slots,

@@ -11,7 +11,7 @@ from typing import Any
 
 from dino_sparo.data.options import CHANNELS, COLUMNS, IMAGE_LIMITS, NORMALIZATION, TRAINING_DATA
 from dino_sparo.models.options import PRETRAINED, SLOT_SIZES
-from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM
+from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share, whole_number
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE
@@ -55,8 +55,9 @@ ENCODER: Group = {
     "arch": Option(
         "vit_small",
         f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm, "
-        "such as timm/resnet50. vit_micro is for laptops; vit_small_heads12 has 12 attention heads.",
-        str,
+        "such as timm/resnet50. vit_micro is for laptops; vit_small_heads12 has 12 attention heads. The reference's "
+        "names resnet50, xcit_small_12_p16 and deit_small are understood, too.",
+        arch_name,
     ),
     "patch_size": Option(
         None,

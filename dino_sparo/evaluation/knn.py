@@ -50,6 +50,7 @@ from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.released import take_released_weights
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ def merge_ranks(
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
+    take_released_weights(args)
     task = EncoderTask.start(args)
     cached = load(task) if args.load_features else None
     name = "knn" if args.n_last_blocks == KNN_BLOCKS else f"knn_{args.n_last_blocks}blocks"

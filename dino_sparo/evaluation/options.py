@@ -118,7 +118,10 @@ PROBE_FEATURES: Group = {
     "image_encoder": IMAGE_ENCODER,
     "slots": SLOTS,
     "n_last_blocks": Option(
-        4, "Number of last layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B.", positive_int
+        None,
+        "Number of last layers whose class tokens are concatenated. 4 suits a ViT-S, 1 a ViT-B. (default: 4 for vision "
+        "transformers, 1 for networks of stages and for XCiT)",
+        positive_int,
     ),
     "avgpool_patchtokens": Option(
         False, "Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B."

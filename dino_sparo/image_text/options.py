@@ -12,7 +12,7 @@ from typing import Any
 
 from dino_sparo.data.options import IMAGE_LIMITS, NORMALIZATION, SPLIT_COLUMN, TRAINING_DATA
 from dino_sparo.models.options import PRETRAINED
-from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, share_below_1
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE
@@ -90,7 +90,7 @@ IMAGE_ENCODER: Group = {
     "arch": Option(
         "vit_base",
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}, or timm/NAME for a model of timm.",
-        str,
+        arch_name,
     ),
     "patch_size": Option(
         None,

@@ -68,7 +68,7 @@ class Backbone(nn.Module):
     """
 
     num_prefix_tokens = 1
-    has_class_token = has_blocks = True
+    has_class_token = has_blocks = has_layers = True
 
     def __init__(
         self,

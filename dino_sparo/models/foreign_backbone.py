@@ -47,6 +47,7 @@ class ForeignBackbone(nn.Module):
         num_prefix_tokens: tokens before the first patch; 0 for maps.
         has_class_token: the first token is a class token.
         has_blocks: equal blocks, of which a read-out can replace the last; False for stages, which all stay.
+        has_layers: a class token, or a mean, of equal width after every block.
         depth: number of blocks or stages whose tokens `intermediate_tokens` gives.
         norm_eps: eps of the last LayerNorm.
 
@@ -85,6 +86,7 @@ class ForeignBackbone(nn.Module):
         if self._attends_late:
             self.num_prefix_tokens, self.has_class_token = 1, True
         self._reads_any_size = plan.reads_any_size or bool(ANY_SIZE.keys() & settings)
+        self.has_layers = self.has_blocks and not self._attends_late
         self.arguments = {"in_chans": in_chans, **settings}
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
         self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)

@@ -5,6 +5,7 @@ to what it builds stay with the parts (`readouts.READOUTS`, `optim.OPTIMIZERS`, 
 `trackers.TRACKERS`); tests compare their names with those here.
 """
 
+import re
 from typing import NamedTuple
 
 
@@ -41,6 +42,22 @@ def size_of(arch: str) -> ViTSize | None:
 
 
 TIMM = "timm/"  # prefix of architectures that timm builds
+# Networks of torchvision that are the same in timm: computation, names of weights, name of the architecture.
+TORCHVISION_NETWORKS = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "wide_resnet50_2", "wide_resnet101_2"),
+    *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
+)
+
+
+def arch_name(text: str) -> str:
+    """The name of an architecture, of one that facebookresearch/dino calls otherwise ours: the type of `--arch`."""
+    if text in TORCHVISION_NETWORKS:
+        return TIMM + text
+    if re.fullmatch(r"xcit_\w+_p(8|16)", text):
+        return f"{TIMM}{text}_224"
+    return text.replace("deit_", "vit_", 1) if text.startswith("deit_") else text
+
+
 PATCH_SIZE = 16  # pixels, of our own vision transformers
 
 

@@ -28,7 +28,7 @@ class DINOVisionTransformer(Backbone):
         """Width D of the class token."""
         return self.embed_dim
 
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:  # type: ignore[override]
         """Normalised images (B, C, H, W) -> class tokens (B, D) after the last LayerNorm."""
         return self.class_tokens(images)
 

@@ -1,13 +1,14 @@
 """The options of checkpoints, and of the commands that export and publish them; no torch here."""
 
-from dino_sparo.runtime.choices import ARCHITECTURES, EXPORT_FORMATS
+from dino_sparo.runtime.choices import ARCHITECTURES, EXPORT_FORMATS, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
 
 CHECKPOINT: Group = {
     "pretrained_weights": Option(
         "",
-        "A checkpoint, an export or released weights; timm/NAME: a model of timm with timm's weights, which are "
-        "downloaded once; demo: the small encoder of this package.",
+        "A checkpoint, an export or released weights; dino_vits16, dino_resnet50, ...: weights of DINO's authors; "
+        "timm/NAME: a model of timm with timm's weights; both are downloaded once. demo: the small encoder of this "
+        "package. Without weights, the reference's scripts take those of its authors.",
     ),
     "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student.", str),
     "untrained": Option(
@@ -21,7 +22,7 @@ FOREIGN_WEIGHTS: Group = {
         None,
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
         "it. vit_small_heads12 has 12 attention heads, as MoCo v3's, a number that no file of weights says.",
-        str,
+        arch_name,
     ),
     "patch_size": Option(
         None,

@@ -7,6 +7,8 @@ The reference publishes no hashes, so a download is checked by its size, and on 
 weights. Addresses: the reference's hubconf.py, utils.py and eval_image_retrieval.py, commit 7c446df.
 """
 
+import argparse
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from tqdm import tqdm
 
 from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.faults import UserError
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = "https://dl.fbaipublicfiles.com/dino/"
 TIMEOUT_S = 30  # without an answer, or without a further byte
@@ -92,6 +96,23 @@ def default_weights(arch: str | None, patch_size: int | None, preferred: str = "
         f"--pretrained_weights is empty, and DINO's authors released no weights of {arch}/{patch_size}, only of "
         f"{released}; give the path of a checkpoint, or --untrained"
     )
+
+
+def take_released_weights(args: argparse.Namespace, preferred: str = "", patch_size: int | None = None) -> None:
+    """Without --pretrained_weights and --untrained, put in the weights that the reference's script takes.
+
+    Args:
+        args: parsed options.
+        preferred: as in `default_weights`.
+        patch_size: the script's default patch size for a vision transformer.
+    """
+    if args.pretrained_weights or args.untrained or vars(args).get("load_features"):
+        return
+    is_timm = (args.arch or "").startswith(TIMM)
+    args.pretrained_weights = default_weights(
+        args.arch, args.patch_size or (None if is_timm else patch_size), preferred
+    )
+    logger.info("no --pretrained_weights: %s, released by DINO's authors", args.pretrained_weights)
 
 
 def released_file(name: str, part: str = "pretrain") -> Path:

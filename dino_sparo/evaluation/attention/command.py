@@ -39,6 +39,7 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import write_json
 from dino_sparo.runtime.lock import create_output_dir
+from dino_sparo.weights.released import LONGER, take_released_weights
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
 
 def visualize(args: argparse.Namespace) -> dict[str, Any]:
     """Draw the figures that the options ask for; returns the content of attention.json."""
+    take_released_weights(args, LONGER, patch_size=8)
     task = EncoderTask.start_on_first(args)
     if task is None:
         return {}

@@ -65,7 +65,7 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
     own = encoder.config
     if own.kind.takes_raw_tokens:
         raise UserError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
-    if args.n_last_blocks != 4 or args.avgpool_patchtokens:
+    if args.n_last_blocks is not None or args.avgpool_patchtokens:
         raise UserError(
             "--n_last_blocks and --avgpool_patchtokens do not apply to --probe, which reads the last tokens"
         )

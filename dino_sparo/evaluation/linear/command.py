@@ -63,8 +63,10 @@ from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.file import load_strictly
+from dino_sparo.weights.released import release_of, released_file, take_released_weights
 
 # Default epochs and learning rates; those of read-outs are of efficient probing, whose search starts at 0.1.
+LAYERS = 4  # of a vision transformer that a linear probe reads by default
 LINEAR_TRAINING = (100, [0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
 READOUT_TRAINING = (90, [0.1, 0.2, 0.5, 1.0])
 WARMUP_SHARE = 1 / 9  # 10 of 90 epochs
@@ -89,6 +91,7 @@ class ProbeAugmentation:
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Train and test, or only test, what the options say, write the result, print the table."""
+    take_released_weights(args)
     task = EncoderTask.start(args)
     defaults = READOUT_TRAINING if args.probe else LINEAR_TRAINING
     args.epochs, args.lr = args.epochs or defaults[0], args.lr or defaults[1]
@@ -97,7 +100,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     stem = f"{name}_evaluate" if args.evaluate else name
     file = task.open_result(stem, global_batch_size=probed.global_batch_size)
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
-    rows, counts = evaluate_saved(probed, find_probes(saved, name)) if args.evaluate else train(probed, saved)
+    rows, counts = evaluate_saved(probed, saved_probes(args, saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
     return file.write(result, table(result))
 
@@ -120,6 +123,8 @@ class ProbeTask:
             raise UserError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.configs = probe_configs(task.encoder, args) if args.probe else {}
+        # As the reference reads them: several layers of a vision transformer, the last one of any other network.
+        args.n_last_blocks = args.n_last_blocks or (LAYERS if args.probe or task.encoder.backbone.has_layers else 1)
         self.encode: Callable[[Tensor], Tensor] = partial(
             task.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
@@ -238,9 +243,15 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 
-def find_probes(path: Path, name: str) -> Path:
-    """The probes to test: those of the same data, else NAME.pth, such as the reference's, else the only ones."""
+def saved_probes(args: argparse.Namespace, path: Path, name: str) -> Path:
+    """The probes to test: those of the same data, else NAME.pth, such as the reference's, else the only ones.
+
+    Where there are none, released weights come with the linear head that DINO's authors released.
+    """
     found = [*(p for p in (path, path.with_name(f"{name}.pth")) if p.is_file())] or [*path.parent.glob(f"{name}_*.pth")]
+    release = release_of(args.pretrained_weights)
+    if not found and release and release.has_classifier:
+        return released_file(args.pretrained_weights, "linearweights")
     return found[0] if len(found) == 1 or path in found else path
 
 
