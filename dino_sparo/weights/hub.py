@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.choices import TIMM, size_of
-from dino_sparo.weights.checkpoint import load_encoder
+from dino_sparo.weights.encoder import load_encoder
 from dino_sparo.weights.released import RELEASES, released_file
 
 
@@ -64,7 +64,7 @@ def released_model(name: str, pretrained: bool = True, **settings: Any) -> nn.Mo
         model = timm.create_model(release.arch.removeprefix(TIMM), num_classes=0, **settings)
         if pretrained:
             encoder = load_encoder(name)
-            model.load_state_dict(encoder.backbone.model.state_dict())  # type: ignore[union-attr]
+            model.load_state_dict(encoder.backbone.model.state_dict())
         return model
     if isinstance(grid := settings.get("img_size"), (list, tuple)):  # as the reference writes it
         settings["img_size"] = grid[0]
