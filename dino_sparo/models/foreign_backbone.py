@@ -332,11 +332,7 @@ def plan_of(name: str) -> ForeignPlan:
         model.prune_intermediate_layers()
         channels, height, width = model.pretrained_cfg["input_size"]
         features = model.forward_features(torch.empty(1, channels, height, width))
-        try:
-            model.forward_features(torch.empty(1, channels, height, 2 * width))
-            reads_any_size = True
-        except (AssertionError, RuntimeError):  # of the patch embedding, or where positions are added
-            reads_any_size = False
+        reads_any_size = _reads(model, torch.empty(1, channels, height, 2 * width))
     strides = {info["reduction"] for info in model.feature_info}
     stride, has_class_token = max(strides), getattr(model, "cls_token", None) is not None
     rows, columns = height // stride, width // stride
@@ -369,6 +365,15 @@ def plan_of(name: str) -> ForeignPlan:
         std=model.pretrained_cfg["std"],
         parameters=frozenset(parameter for constructor in constructors for parameter in constructor),
     )
+
+
+def _reads(model: Any, images: Float[Tensor, "B C H W"]) -> bool:
+    """Whether a model gives features of images of this size."""
+    try:
+        model.forward_features(images)
+    except (AssertionError, RuntimeError):  # of the patch embedding, or where positions are added
+        return False
+    return True
 
 
 def _nearest_models(name: str) -> list[str]:

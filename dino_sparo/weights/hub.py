@@ -64,7 +64,7 @@ def released_model(name: str, pretrained: bool = True, **settings: Any) -> nn.Mo
         model = timm.create_model(release.arch.removeprefix(TIMM), num_classes=0, **settings)
         if pretrained:
             encoder = load_encoder(name)
-            model.load_state_dict(encoder.backbone.model.state_dict())
+            model.load_state_dict(encoder.backbone.model.state_dict())  # type: ignore[union-attr]
         return model
     if isinstance(grid := settings.get("img_size"), (list, tuple)):  # as the reference writes it
         settings["img_size"] = grid[0]

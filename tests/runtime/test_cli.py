@@ -140,9 +140,30 @@ NEW: dict[str, Any] = {
 IGNORED = {"local_rank", "preset", "image_encoder"}
 # Texts that are no paths. Any other text may be one, and its `~` becomes the home folder.
 NO_PATHS = {
-    *("account", "arch", "benchmarks", "caption", "caption_key", "checkpoint_key", "comment", "constraint", "device"),
+    *(
+        "account",
+        "benchmarks",
+        "caption",
+        "caption_key",
+        "centering",
+        "checkpoint_key",
+        "comment",
+        "constraint",
+        "device",
+    ),
     *("dist_url", "graph_key", "gres", "image_key", "label_column", "models", "name", "negative_key", "partition"),
-    *("parts", "path_column", "qos", "readout", "repository", "run_name", "server", "slurm_additional", "split"),
+    *(
+        "parts",
+        "path_column",
+        "qos",
+        "readout",
+        "repository",
+        "run_name",
+        "server",
+        "short",
+        "slurm_additional",
+        "split",
+    ),
     "split_column",
 }
 # Of commands whose first process does all: launchers start them like others.
@@ -196,7 +217,7 @@ def test_a_command_line_of_the_reference_is_understood() -> None:
         "--global_crops_scale 0.14 1. --local_crops_scale 0.05 0.14 --local_crops_number 0 --clip_grad 0 "
         "--data_path some/where --output_dir runs --use_bn_in_head on --optimizer lars --warmup_epochs 0"
     )
-    assert (args.arch, args.patch_size, args.norm_last_layer, args.use_fp16) == ("deit_small", 8, False, False)
+    assert (args.arch, args.patch_size, args.norm_last_layer, args.use_fp16) == ("vit_small", 8, False, False)
     assert (list(args.global_crops_scale), args.local_crops_number) == ([0.14, 1.0], 0)
     assert (args.use_bn_in_head, args.optimizer, args.clip_grad) == (True, "lars", 0.0)
 
@@ -393,7 +414,7 @@ assert "torch" not in sys.modules
         ("train --data_path no/folder --output_dir r", "--data_path no/folder does not exist (in "),
         (
             "train --data_path scenes --output_dir r --arch vit_smal",
-            "--arch vit_smal is unknown; choose one of deit_base",
+            "--arch vit_smal is unknown; choose one of vit_base",
         ),
         (
             "train --data_path scenes --output_dir r --readout spar",
