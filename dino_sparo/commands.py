@@ -210,9 +210,9 @@ COMMANDS: dict[str, Command] = {
     "info": Command(
         EVALUATE,
         "A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.",
-        "evaluation.info:show",
+        "weights.info:show",
         evaluation_options.info_parser,
-        needs={"defaults_of": "commands:defaults_of"},
+        needs={"defaults_of": "commands:defaults_of", "folders": "evaluation.folders:FOLDERS"},
         examples=(
             "checkpoint.pth",
             "embeddings",
