@@ -348,7 +348,7 @@ COMMANDS: dict[str, Command] = {
     "statistics": Command(
         DATA,
         "Any images -> mean and standard deviation of each channel, as options of train.",
-        "evaluation.statistics:measure_channels",
+        "data.statistics:measure_channels",
         evaluation_options.statistics_parser,
         examples=(
             "--data_path xrays/train --in_chans 1 --max_value 4095",
