@@ -68,9 +68,10 @@ def prepare_alone(args: argparse.Namespace, out: Path) -> Callable[[], Any]:
     """Decoding, cutting and encoding, without the rest of `dino-sparo embed`."""
     import torch
 
+    from dino_sparo.data.shares import share_loader
     from dino_sparo.data.sources import open_source
     from dino_sparo.data.views import EvalTransform
-    from dino_sparo.evaluation.features import inference, share_loader
+    from dino_sparo.evaluation.features import inference
     from dino_sparo.weights.encoder import load_encoder
 
     def alone() -> None:

@@ -210,9 +210,9 @@ COMMANDS: dict[str, Command] = {
     "info": Command(
         EVALUATE,
         "A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.",
-        "evaluation.info:show",
+        "weights.info:show",
         evaluation_options.info_parser,
-        needs={"defaults_of": "commands:defaults_of"},
+        needs={"defaults_of": "commands:defaults_of", "folders": "evaluation.folders:FOLDERS"},
         examples=(
             "checkpoint.pth",
             "embeddings",
@@ -348,7 +348,7 @@ COMMANDS: dict[str, Command] = {
     "statistics": Command(
         DATA,
         "Any images -> mean and standard deviation of each channel, as options of train.",
-        "evaluation.statistics:measure_channels",
+        "data.statistics:measure_channels",
         evaluation_options.statistics_parser,
         examples=(
             "--data_path xrays/train --in_chans 1 --max_value 4095",

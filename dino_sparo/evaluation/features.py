@@ -19,12 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from dino_sparo.data.batch import Batch
-from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
-from dino_sparo.data.samplers import ShardSampler
+from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.runtime.choices import EXIF
@@ -33,14 +30,12 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain, read_record, write_record
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.lock import create_output_dir
-from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.checkpoint import weights_sha256
 from dino_sparo.weights.file import read_torch_file
 
 logger = logging.getLogger(__name__)
 
 GATHER_ROWS = 16384  # features that all processes together exchange at a time: gathering needs little extra memory
-MAX_NAMED = 5  # unreadable images named in the log
 CHECKED_ROWS = 1024  # features that are in float64 at a time
 WARNINGS: list[str] = []  # about the features of the evaluation that runs, for its result
 # Spread of features that are nearly equal, our choice. Of untrained ViTs it is 0.8 on scenes, 0.08 on smooth images.
@@ -176,20 +171,12 @@ def encoded_batches(
 
     Unreadable images are skipped, and named in the log at the end.
     """
-    corrupt: list[tuple[str, str]] = []
-    batches = progress(loader, total=len(loader), desc=f"{desc}, batches")
-    for wanted, batch in zip(loader.batch_sampler, batches, strict=True):
+    for batch, kept in readable_batches(loader, desc):
         images = batch.views[0].to(device, non_blocking=True)
         with inference(encoder, device, dtype):
             features = encode(F.pad(images, (0, 0) * 3 + (0, batch_size - len(images))))[: len(images)]
-        # The loader replaces an unreadable image; the item has the replacement's index.
-        kept = (batch.indices == torch.tensor(wanted)).nonzero().flatten()
-        corrupt += batch.corrupt
         # Indexing by rows synchronises with the GPU, and unreadable images are rare.
-        yield features if len(kept) == len(wanted) else features[kept.to(device)], batch, kept
-    if corrupt:
-        where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
-        logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
+        yield features if len(kept) == len(batch.indices) else features[kept.to(device)], batch, kept
 
 
 @contextlib.contextmanager
@@ -249,15 +236,6 @@ def total_images(share: Features, device: torch.device) -> tuple[int, int]:
     """Images with features, and unreadable images, over all processes."""
     counts = all_reduce_sum(torch.tensor([len(share.features), share.num_corrupt], device=device)).tolist()
     return counts[0], counts[1]
-
-
-def share_loader(
-    source: ImageSource, transform: Callable, device: torch.device, batch_size: int, num_workers: int
-) -> DataLoader:
-    """Batches of this process' share of a source, in order; arguments as for `extract_split`."""
-    sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
-    is_cuda = device.type == "cuda"
-    return create_loader(ImageDataset(source, transform), sampler, num_workers=num_workers, pin_memory=is_cuda)
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:

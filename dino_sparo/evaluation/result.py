@@ -22,7 +22,7 @@ from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.options import DEVICE
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS
 from dino_sparo.weights.entries import NETWORKS
-from dino_sparo.weights.origin import data_name
+from dino_sparo.weights.results import data_name
 
 # Options of most evaluations that change no number of a result, or that `ResultFile.options` states otherwise.
 UNRECORDED = {*DEVICE, "pretrained_weights", "output_dir", "overwrite", "batch_size_per_gpu", "use_cuda", "download"}

@@ -34,7 +34,7 @@ from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import init_distributed, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
-from dino_sparo.weights.origin import subject_of
+from dino_sparo.weights.results import subject_of
 
 Task = TypeVar("Task", bound="EvaluationTask")
 

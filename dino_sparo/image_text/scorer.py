@@ -25,11 +25,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_sparo.data.shares import share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.decode import to_image
 from dino_sparo.draw.figure import Tile
 from dino_sparo.draw.pixels import Picture
-from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
+from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.towers import Tokens, without_padding
 from dino_sparo.runtime.collectives import all_gather_ragged

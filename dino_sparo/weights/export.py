@@ -38,7 +38,7 @@ from dino_sparo.weights.entries import clip_weights, encoder_description, networ
 from dino_sparo.weights.file import DOCUMENTS_KEY, Replacing, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import timm_images, write_folder
-from dino_sparo.weights.origin import ENCODER_RESULTS, origin_of
+from dino_sparo.weights.origin import origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +101,9 @@ def export(
         encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
         encoder = encoder if img_size is None else resized(encoder, img_size)
         key = network_name(content, which)
-        origin = origin_of(content, checkpoint, key)
-        scores = {name: words for name, words in origin["scores"].items() if name.startswith(ENCODER_RESULTS)}
         record = {
             "encoder": encoder_description(encoder.config, *normalization_of(content)),
-            **origin,
-            "scores": scores,
+            **origin_of(content, checkpoint, key, is_encoder=True),
             "checkpoint_key": key,
             **({} if name is None else {"name": name}),
         }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from dino_sparo.data.shares import share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
@@ -25,7 +26,6 @@ from dino_sparo.evaluation.attention.maps import (
     letters_of_groups,
     maps_and_slots,
 )
-from dino_sparo.evaluation.features import share_loader
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.faults import UserError

@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dino_sparo.data.shares import MAX_NAMED
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
-from dino_sparo.evaluation.features import MAX_NAMED, check_features
+from dino_sparo.evaluation.features import check_features
 from dino_sparo.evaluation.objects import measures
 from dino_sparo.evaluation.objects.layouts import ObjectSource, view_objects
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_sparo.data.channels import WHITE
 from dino_sparo.data.crops import pixels_of
+from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageLimits, TableColumns, open_source
-from dino_sparo.evaluation.features import encoded_batches, share_loader
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
@@ -36,15 +36,12 @@ def measure_channels(args: argparse.Namespace) -> dict[str, Any]:
     limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif)
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
     source = open_source(args.data_path, args.split, args.download, columns=columns, limits=limits)
-    cpu, identity = torch.device("cpu"), nn.Identity()
-    loader = share_loader(source, channel_sums, cpu, args.batch_size_per_gpu, args.num_workers)
+    loader = share_loader(source, channel_sums, torch.device("cpu"), args.batch_size_per_gpu, args.num_workers)
     total = torch.zeros(3, args.in_chans, dtype=torch.float64)
     num_images = 0
-    for sums, *_ in encoded_batches(
-        identity, loader, cpu, args.batch_size_per_gpu, identity, torch.float32, f"measuring {source.name}"
-    ):
-        total += sums.sum(0)[..., 0]
-        num_images += len(sums)
+    for batch, kept in readable_batches(loader, f"measuring {source.name}"):
+        total += batch.views[0][kept].sum(0)[..., 0]
+        num_images += len(kept)
     number, first, second = total
     mean = first / number
     std = (second / number - mean**2).clip(min=0).sqrt()

@@ -12,9 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dino_sparo.evaluation.embed.store import RECORD as EMBEDDINGS
-from dino_sparo.evaluation.embed.store import load_embeddings, read_record
-from dino_sparo.evaluation.features import CACHE_FILES, load_features
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import parse_object, plain
@@ -22,7 +19,8 @@ from dino_sparo.weights.checkpoint import load_checkpoint, weights_file
 from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import NETWORKS, image_text_entry, network_name
 from dino_sparo.weights.file import DOCUMENTS_KEY
-from dino_sparo.weights.origin import evaluated_data, in_percent, origin_of, scores_of, subject_of
+from dino_sparo.weights.origin import origin_of
+from dino_sparo.weights.results import evaluated_data, in_percent, scores_of, subject_of
 
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
@@ -33,11 +31,13 @@ COMMANDS = {
     "CLIP": "train-clip",
     "OC-CLIP": "train-oc-clip",
 }
+DefaultsOf = Callable[[str], Mapping[str, Any]]
+Folders = Mapping[str, Callable[[Path], dict[str, Any]]]
 
 
-def show(args: argparse.Namespace, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+def show(args: argparse.Namespace, defaults_of: DefaultsOf, folders: Folders) -> dict[str, Any]:
     """`dino-sparo info`: one line per fact; returns the facts."""
-    facts = {name: value for name, value in describe(args.path, defaults_of).items() if value}
+    facts = {name: value for name, value in describe(args.path, defaults_of, folders).items() if value}
     width = max(map(len, facts)) + 2
     say("\n".join(f"{name:<{width}}{_in_words(value)}" for name, value in facts.items()))
     return facts
@@ -49,20 +49,20 @@ def _in_words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+def describe(path: str, defaults_of: DefaultsOf, folders: Folders) -> dict[str, Any]:
     """Facts about a file or folder, by their names.
 
     Args:
         path: anything that this package writes; also "demo", a repository of the hub, and weights of others.
         defaults_of: name of a training command -> its options' defaults.
+        folders: name of a file -> description of a folder that holds such a file.
     """
     folder = Path(path)
     if folder.suffix == ".json" and folder.is_file():
         return _describe_result(folder)
-    if (folder / EMBEDDINGS).is_file():
-        return _describe_embeddings(folder)
-    if (folder / CACHE_FILES["train"][0]).is_file():
-        return _describe_features(folder)
+    for name, describe_folder in folders.items():
+        if (folder / name).is_file():
+            return describe_folder(folder)
     if folder.suffix == ".onnx" and folder.is_file():
         return _describe_onnx(folder)
     if (folder / "checkpoint.pth").is_file():
@@ -73,7 +73,7 @@ def describe(path: str, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict
     return _describe_weights(path, file, defaults_of)
 
 
-def _describe_weights(path: str, file: Path, defaults_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+def _describe_weights(path: str, file: Path, defaults_of: DefaultsOf) -> dict[str, Any]:
     content = load_checkpoint(path)
     networks = [name for name in NETWORKS if name in content]
     encoder = encoder_of(content, path, (networks or NETWORKS)[0], is_described=True)
@@ -137,37 +137,10 @@ def _describe_onnx(file: Path) -> dict[str, Any]:
         "file": f"{file}, {file.stat().st_size / 1e6:.1f} MB",
         "kind": "export as ONNX",
         "damaged": "not seen: the graph is valid, but ONNX has no checksums of weights",
-        **_facts({name: record[name] for name in ("encoder", "versions")}),
+        **facts_of({name: record[name] for name in ("encoder", "versions")}),
         "networks": record["checkpoint_key"],
         **_training(record),
         **record["onnx"],  # inputs, outputs
-    }
-
-
-def _describe_embeddings(folder: Path) -> dict[str, Any]:
-    record = read_record(folder) or {}
-    if record["complete"]:
-        load_embeddings(folder)
-    return {
-        "folder": folder,
-        "kind": "embeddings",
-        "damaged": CHECKED if record.get("files") else UNCHECKED,
-        "complete": "yes" if record["complete"] else "no: run the same embed command again to resume",
-        "features": {name: "x".join(map(str, shape)) for name, shape in record["features"].items()},
-        "images": record.get("num_images"),
-        "unreadable": record.get("num_unreadable"),
-        **_facts(record),
-    }
-
-
-def _describe_features(folder: Path) -> dict[str, Any]:
-    train, val, record = load_features(folder)
-    return {
-        "folder": folder,
-        "kind": "cached features of --dump_features",
-        "damaged": CHECKED if record else UNCHECKED,
-        "features": {"train": "x".join(map(str, train.features.shape)), "val": "x".join(map(str, val.features.shape))},
-        **_facts(record),
     }
 
 
@@ -177,7 +150,7 @@ def _describe_result(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not a result of an evaluation; for an export or embeddings give the file or folder")
     kind = record.get("evaluation", file.stem)
     try:
-        scores, facts = in_percent(scores_of(record)), _facts(record)
+        scores, facts = in_percent(scores_of(record)), facts_of(record)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file} is not a result of this version, or was changed ({error!r}); evaluate again"
@@ -185,7 +158,7 @@ def _describe_result(file: Path) -> dict[str, Any]:
     return {"file": file, "kind": f"result of an evaluation: {kind}", "scores": scores, **facts}
 
 
-def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Facts that results, embeddings and cached features have in common: the encoder, its weights, the data."""
     encoder = subject_of(record)
     image = encoder.get("image", encoder)

@@ -1,0 +1,78 @@
+"""The result files of evaluations -> their subject, data and scores in words, for exports, model cards and `info`."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.runtime.files import parse_json
+
+# Scores of an encoder in an export of a whole CLIP.
+ENCODER_RESULTS = ("knn", "linear", "slot_score")
+PARTS = ("train", "val", "test", "images", "train2017")  # names of folders that need the name of the folder above
+
+
+def data_name(path: str) -> str:
+    """The name of data without the folders above it: `cifar10`, `scenes:10000:48`, `imagenet/train`; "" for `.`."""
+    prefix, _, folder = path.partition(":")
+    if "/" in folder and "/" not in prefix:
+        return prefix
+    parts = [part for part in Path(path).parts if part not in ("/", "..")]
+    return "/".join(parts[-2:] if parts[-1:] and parts[-1] in PARTS else parts[-1:])
+
+
+def scores_beside(
+    checkpoint: Path, sha256: str, network: str | None = None, is_encoder: bool = False
+) -> dict[str, str]:
+    """The scores of these weights in the result files beside a checkpoint, in words, by the stem of the file.
+
+    Results of other weights, of another network of the checkpoint, of some slots and of trained read-outs are left out,
+    with `is_encoder` also those of a whole CLIP.
+    """
+    scores = {}
+    for path in sorted(checkpoint.parent.glob("*.json")):
+        result: Any = {}
+        with contextlib.suppress(ValueError, OSError):
+            result = parse_json(path.read_bytes())
+        subject = subject_of(result) if isinstance(result, dict) else {}
+        is_other = network is not None and subject.get("checkpoint_key", network) != network
+        if subject.get("sha256") != sha256 or is_other or subject.get("slots") or result.get("slots"):
+            continue
+        if "probe" in result.get("best", {}) or (is_encoder and "encoder" not in result):
+            continue
+        if words := in_percent(scores_of(result)):
+            data, side = data_name(evaluated_data(result) or ""), result.get("view", {}).get("crop")
+            scores[path.stem] = words + f" on {data}" * bool(data) + f" at image size {side}" * bool(side)
+    return scores
+
+
+def subject_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of the encoder or model in a result; empty if there is none."""
+    subject = result.get("encoder", result.get("model"))
+    return subject if isinstance(subject, dict) else {}
+
+
+def evaluated_data(result: Mapping[str, Any]) -> str | None:
+    """The data of a result."""
+    return result.get("images", {}).get("data_path") or result.get("data", {}).get("name")
+
+
+def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The main scores in the content of a result file; empty if this version knows none of them."""
+    if "measures" in result:  # of slots score, from 0 to 1
+        return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
+    if "text_recall" in result:
+        return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}
+    if "means" in result:
+        return {name: value["accuracy"] for name, value in result["means"].items()}
+    rows = result.get("results")
+    if isinstance(rows, list) and any("k" in row for row in rows):
+        return {f"{row['k']}-NN": row["top1"] for row in rows}
+    names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected")
+    values = result.get("best", result)
+    return {name: values[name] for name in names if isinstance(values.get(name), float)}
+
+
+def in_percent(scores: Mapping[str, float]) -> str:
+    """Scores in words: `20-NN 61.25 %, 10-NN 60.50 %`."""
+    return ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if isinstance(value, float))
