@@ -306,7 +306,7 @@ def test_no_flipped_bit_of_a_cached_list_is_trusted(caplog: pytest.LogCaptureFix
     assert save_index("key", arrays) == ""
     path = Path(cache_path("key"))
     content = path.read_bytes()
-    for bit in range(0, 8 * len(content), 13):
+    for bit in range(0, 8 * len(content), 29):
         path.write_bytes(flipped(content, bit))
         caplog.clear()
         stored = load_index("key")

@@ -90,11 +90,7 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "content", "message"),
     [
-        (
-            "1,x",
-            None,
-            "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers",
-        ),
+        ("1,x", None, "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers"),
         ("slots.json", '{"mask": [0.5]}', r"slots\.json is a mask; give .* Masks are for evaluations of a CLIP"),
     ],
 )

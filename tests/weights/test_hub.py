@@ -68,6 +68,7 @@ def run(hub: Hub, folder: Path, checkpoint: Path, *commands: Sequence[str]) -> l
     return [Said(*each) for each in zip(outs[1::2], outs[::2], errs[::2], strict=False)]
 
 
+@pytest.mark.slow
 def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     checkpoint = save_small_encoder(tmp_path / "checkpoint.pth")
