@@ -276,14 +276,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
     )
     assert plain == result["accuracy"]["initial"]
     assert masked == pytest.approx(result["accuracy"]["masked"])
-    there = [
-        "--pretrained_weights",
-        weights,
-        "--data_path",
-        tmp_path / "three",
-        "--output_dir",
-        tmp_path / "there",
-    ]
+    there = ["--pretrained_weights", weights, "--data_path", tmp_path / "three", "--output_dir", tmp_path / "there"]
     for name, more in (("initial", []), ("masked", ["--slots", path])):
         found = evaluate("zero-shot", *there, *more)
         assert result["elsewhere"][0][name] == found["top1"]

@@ -13,11 +13,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import CLIP, create_clip, load_clip, normalize_slots, tokenize
-from dino_sparo.clip.slots.subsets import (
-    ReducedClip,
-    check_normalized_per_slot,
-    open_slots,
-)
+from dino_sparo.clip.slots.subsets import ReducedClip, check_normalized_per_slot, open_slots
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection, parse_slots
 
 SLOTS, WIDTH, PROJECTED = 5, 7, 12
@@ -142,10 +138,7 @@ def test_a_choice_may_be_written_by_hand(tmp_path):
         ('{"mask": ["a"]}', "is not a choice of slots"),
         ('{"slots": []}', "keeps no slot"),
         ('{"slots": [1, 2, 1]}', "slot 1 twice"),
-        (
-            '{"slots": [1, 5], "num_slots": 5}',
-            "slot 5, which does not exist: the model has num_slots=5",
-        ),
+        ('{"slots": [1, 5], "num_slots": 5}', "slot 5, which does not exist: the model has num_slots=5"),
         ('{"slots": [-1], "num_slots": 5}', "slot -1, which does not exist"),
         ('{"slots": [1], "num_slots": "5"}', "slots.json: "),
         ('{"mask": [0.5, 1.5]}', r"mask holds 1.5; give weights in \[0, 1\]"),

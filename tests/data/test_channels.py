@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import encoded
 from PIL import Image, ImageFilter
 
 from dino_sparo.data.augment import Distortions, distort_crop, pack_parameters
@@ -35,12 +36,6 @@ def npy(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def saved(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format, **options)
-    return file.getvalue()
-
-
 # Files -> levels.
 
 
@@ -58,7 +53,7 @@ def test_where_both_axes_could_hold_the_channels_the_last_one_does() -> None:
 
 def test_the_pages_of_a_tiff_are_channels_and_three_channels_take_the_first_page() -> None:
     pages = [Image.fromarray(plane) for plane in stack()]
-    data = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+    data = encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
     np.testing.assert_allclose(pixels_of(decode_image(data, "a.tif", FIVE)), stack() * (255 / 10_000), rtol=1e-6)
     assert decode_image(data, "a.tif").mode == "RGB"
 
@@ -66,8 +61,8 @@ def test_the_pages_of_a_tiff_are_channels_and_three_channels_take_the_first_page
 def test_the_first_tiff_of_several_pages_that_is_read_as_rgb_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     decode._HAS_WARNED[1] = 0
     pages = [Image.fromarray(plane) for plane in stack()]
-    several = saved(pages[0], "TIFF", save_all=True, append_images=pages[1:])
-    for data in (saved(pages[0], "TIFF"), several, several):
+    several = encoded(pages[0], "TIFF", save_all=True, append_images=pages[1:])
+    for data in (encoded(pages[0], "TIFF"), several, several):
         decode_image(data, "a.tif")
     warnings = [record.getMessage() for record in caplog.records if "pages" in record.getMessage()]
     assert warnings == [
@@ -103,7 +98,7 @@ def test_a_folder_of_arrays_alone_asks_for_in_chans(tmp_path: Path) -> None:
 
 def test_16_bit_grey_keeps_its_depth_with_one_channel_and_is_8_bit_rgb_with_three() -> None:
     values = np.arange(HEIGHT * WIDTH, dtype=np.uint16).reshape(HEIGHT, WIDTH)
-    data = saved(Image.fromarray(values))
+    data = encoded(Image.fromarray(values))
     deep = pixels_of(decode_image(data, "a.png", ImageLimits(in_chans=1, max_value=4095)))
     assert len(np.unique(deep)) == HEIGHT * WIDTH
     np.testing.assert_allclose(deep[0], values * (255 / 4095), rtol=1e-6)
@@ -133,8 +128,11 @@ def test_an_array_for_three_channels_becomes_8_bit_rgb(channels: int) -> None:
     [
         (npy(stack(7)), r"has 7 channels, the model takes 5; give images of 5, or a model .* --in_chans 7"),
         (npy(stack()[0]), "has 1 channel, the model takes 5"),
-        (saved(Image.new("RGB", (7, 11))), "has 3 channels, the model takes 5"),
-        (saved(Image.new("L", (7, 11)), "TIFF", save_all=True, append_images=[Image.new("L", (7, 11))]), "has 2 chan"),
+        (encoded(Image.new("RGB", (7, 11))), "has 3 channels, the model takes 5"),
+        (
+            encoded(Image.new("L", (7, 11)), "TIFF", save_all=True, append_images=[Image.new("L", (7, 11))]),
+            "has 2 chan",
+        ),
         (npy(stack()[None]), r"has shape \(1, 5, 23, 31\); save \(H, W\)"),
         (npy(stack() / 1000), r"has float64 pixels from 0.0\d* to .*; save floats from 0 to 1"),
         (npy(np.full((5, 7, 11), np.nan)), "save floats from 0 to 1"),

@@ -1,6 +1,5 @@
 """sources/indexes.py: damaged shards, interrupted and repeated starts."""
 
-import io
 import json
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_files import OLD, write_tar
 
 from dino_sparo.data.ranks import opened_together
 from dino_sparo.data.samplers import EpochSampler
@@ -36,7 +36,6 @@ from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.launch import CONTROL_FACTOR, init_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
-OLD = (1e9, 1e9)  # a time stamp that no writing process can still be at
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +43,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "the cache"
     monkeypatch.setenv("DINO_SPARO_CACHE", str(folder))
     return folder
-
-
-def write_tar(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=tar_format) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    os.utime(path, OLD)
-    return path
 
 
 def write_shards(folder: Path, counts: list[int]) -> list[str]:
@@ -317,7 +306,7 @@ def test_no_flipped_bit_of_a_cached_list_is_trusted(caplog: pytest.LogCaptureFix
     assert save_index("key", arrays) == ""
     path = Path(cache_path("key"))
     content = path.read_bytes()
-    for bit in range(0, 8 * len(content), 13):
+    for bit in range(0, 8 * len(content), 29):
         path.write_bytes(flipped(content, bit))
         caplog.clear()
         stored = load_index("key")

@@ -1,6 +1,5 @@
 """files.py and decode.py: files from strangers neither hang a run, nor fill memory, nor start programs."""
 
-import io
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import encoded
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -45,12 +45,6 @@ def deadline() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def encoded(image: Image.Image, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return buffer.getvalue()
 
 
 def write(path: Path) -> Path:

@@ -1,6 +1,5 @@
 """sources/tables.py, folders.py: lists and tables as people write them, and the split that is trained on."""
 
-import io
 import logging
 from pathlib import Path
 
@@ -19,9 +18,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
 
 def write(path: Path, value: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 2), (value, 0, 0)).save(buffer, "PNG")
-    path.write_bytes(buffer.getvalue())
+    Image.new("RGB", (3, 2), (value, 0, 0)).save(path)
     return path
 
 

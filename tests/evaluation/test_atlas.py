@@ -18,12 +18,7 @@ from dino_sparo.draw.figure import Tile, short_name
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.attention import atlas as atlas_module
-from dino_sparo.evaluation.attention.atlas import (
-    Atlas,
-    atlas_figure,
-    build_atlas,
-    score_images,
-)
+from dino_sparo.evaluation.attention.atlas import Atlas, atlas_figure, build_atlas, score_images
 from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD

@@ -14,34 +14,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import save_small_encoder
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
-from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.weights.encoder import load_encoder
-from dino_sparo.weights.entries import encoder_description
 
 NUM_IMAGES, SIDE = 11, 16
 ALL_KINDS = ("encoding", "slots", "cls", "patches", "mean")
 
 
-def save_encoder(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    encoder = create_encoder("vit_micro", 8, readout, num_slots=5, slot_dim=3, key_dim=2, img_size=SIDE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    torch.save({"teacher": encoder.state_dict(), "encoder": description}, path)
-    return path
-
-
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    return save_encoder(tmp_path / "run" / "checkpoint.pth")
+    return save_small_encoder(tmp_path / "run" / "checkpoint.pth")
 
 
 @pytest.fixture
@@ -69,7 +59,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("readout", ["sparo", "cls", "gap"])
 def test_every_kind_of_feature_is_that_of_the_encoder(readout: str, photographs: Path, tmp_path: Path) -> None:
-    weights = save_encoder(tmp_path / "checkpoint.pth", readout)
+    weights = save_small_encoder(tmp_path / "checkpoint.pth", readout)
     kinds = [kind for kind in ALL_KINDS if kind != "slots" or readout == "sparo"]
     embed(weights, photographs, tmp_path / "out", "--what", *kinds)
     found = load_embeddings(tmp_path / "out")
@@ -358,7 +348,7 @@ def test_the_index_is_parquet_where_pyarrow_is_installed(weights: Path, photogra
 def test_slots_of_an_encoder_without_slots_are_refused(
     photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights = save_encoder(tmp_path / "checkpoint.pth", "cls")
+    weights = save_small_encoder(tmp_path / "checkpoint.pth", "cls")
     with pytest.raises(SystemExit):
         embed(weights, photographs, tmp_path / "out", "--what", "slots")
     assert "--what slots: readout 'cls' has no slots; take encoding, cls, patches or mean" in caplog.text
@@ -370,7 +360,7 @@ def test_other_embeddings_are_kept_unless_they_may_be_overwritten(
     out = tmp_path / "out"
     embed(weights, photographs, out)
     before = files_of(out)
-    other = save_encoder(tmp_path / "other" / "checkpoint.pth", seed=1)
+    other = save_small_encoder(tmp_path / "other" / "checkpoint.pth", seed=1)
     with pytest.raises(SystemExit):
         embed(other, photographs, out)
     assert "holds other embeddings (weights" in caplog.text

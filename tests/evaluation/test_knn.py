@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import save_small_encoder
 
 import eval_knn
 from dino_sparo.evaluation import features, knn
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult
-from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.collectives import rank
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.export import export
 
 CPU = torch.device("cpu")
@@ -365,15 +364,7 @@ def folders(tmp_path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """An untrained encoder in one of our checkpoints."""
-    torch.manual_seed(0)
-    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
-    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
-    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    path = tmp_path / "run" / "checkpoint.pth"
-    path.parent.mkdir()
-    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
-    return path
+    return save_small_encoder(tmp_path / "run" / "checkpoint.pth")
 
 
 def evaluate(*options: object) -> dict:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import save_small_encoder
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.transforms import InterpolationMode
@@ -37,7 +38,6 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.entries import encoder_description
 
 CPU = torch.device("cpu")
 IMAGES, WIDTH, CLASSES = 23, 5, 7
@@ -273,13 +273,7 @@ def test_half_of_the_probes_views_are_mirrored(monkeypatch):
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    torch.manual_seed(0)
-    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
-    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    path = tmp_path / "run" / "checkpoint.pth"
-    path.parent.mkdir()
-    torch.save({"teacher": encoder.state_dict(), "epoch": 7, "encoder": description}, path)
-    return path
+    return save_small_encoder(tmp_path / "run" / "checkpoint.pth")
 
 
 def probe(checkpoint: Path, *options: object) -> dict:

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from small_models import command
+from small_models import command, save_small_encoder
 
 from dino_sparo import create_encoder
 from dino_sparo.data.samplers import ShardSampler
@@ -35,7 +35,6 @@ from dino_sparo.evaluation.slots.command import (
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.entries import encoder_description
 
 SLOTS, SLOT_DIM = 5, 3
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--batch_size_per_gpu", 16)
@@ -43,22 +42,10 @@ SCENES = ("--data_path", "scenes:40:24", *ON_CPU)
 STUDY = (*SCENES, "--numbers", 2, "--draws", 2, "--nb_knn", 3, "--probe", "--epochs", 1, "--lr", 0.1)
 
 
-def save_encoder(path: Path, readout: str, **sizes: int) -> Path:
-    """An untrained encoder in one of our checkpoints."""
-    torch.manual_seed(0)
-    encoder = create_encoder("vit_micro", 8, readout, img_size=16, **sizes)
-    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
-    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An encoder with slots."""
-    folder = tmp_path_factory.mktemp("run")
-    return save_encoder(folder / "checkpoint.pth", "sparo", num_slots=SLOTS, slot_dim=SLOT_DIM, key_dim=2)
+    return save_small_encoder(tmp_path_factory.mktemp("run") / "checkpoint.pth")
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +90,7 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "content", "message"),
     [
-        (
-            "1,x",
-            None,
-            "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers",
-        ),
+        ("1,x", None, "slots='1,x' does not exist; give a file of dino-sparo slots, or numbers"),
         ("slots.json", '{"mask": [0.5]}', r"slots\.json is a mask; give .* Masks are for evaluations of a CLIP"),
     ],
 )
@@ -135,7 +118,7 @@ def test_slots_that_the_encoder_does_not_have_are_refused(
 def test_encoders_without_slots_are_refused_before_the_images_are_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights = ("--pretrained_weights", save_encoder(tmp_path / "checkpoint.pth", "gap"), "--data_path", "nowhere")
+    weights = ("--pretrained_weights", save_small_encoder(tmp_path / "checkpoint.pth", "gap"), "--data_path", "nowhere")
     for words in (("slots study", *weights), ("knn", *weights, "--slots", "0"), ("linear", *weights, "--slots", "0")):
         caplog.clear()
         with pytest.raises(SystemExit):

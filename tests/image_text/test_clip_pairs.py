@@ -1,10 +1,8 @@
 """image_text/pairs/: pairs from every kind of source, drawn by number, and bad ones named and counted."""
 
-import io
 import json
 import logging
 import os
-import tarfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import encoded, write_tar
 from PIL import Image
 from torchvision.transforms import functional as TF
 from two_ranks import TwoRanks
@@ -44,23 +43,11 @@ from dino_sparo.runtime.launch import Distributed
 def picture(value: int, kind: str = "PNG") -> bytes:
     """An image file that no other value gives, 5 px high and 7 wide."""
     pixels = (np.arange(5 * 7 * 3).reshape(5, 7, 3) * 2 + value) % 256
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(buffer, kind)
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels.astype(np.uint8)), kind)
 
 
 def value_of(image: Image.Image) -> int:
     return image.getpixel((0, 0))[0]
-
-
-def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    return path
 
 
 def pair_members(first: int, count: int) -> list[tuple[str, bytes]]:
@@ -156,7 +143,6 @@ def test_shards_without_pairs_get_the_remedy_for_their_endings(
 
 def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", [*pair_members(0, 3), ("lone.png", picture(9))])
-    os.utime(path, (1e9, 1e9))
     first = open_pairs(str(path), max_left_out=1.0)
     monkeypatch.setattr(pair_tars, "shard_samples", lambda shard: pytest.fail("indexed again"))
     again = open_pairs(str(path), max_left_out=1.0)

@@ -133,8 +133,7 @@ def test_the_decay_is_chosen_on_images_that_were_not_trained_on():
     order = torch.from_numpy(np.random.default_rng(0).permutation(200))
     rows, val = order[50:].sort().values, order[:50].sort().values
     alone = probe_result(
-        train_probes(train, rows, [decay], settings),
-        Features(train.features[val], train.labels[val], val),
+        train_probes(train, rows, [decay], settings), Features(train.features[val], train.labels[val], val)
     )
     assert alone["top1"] == max(row["top1"] for row in tried)
 

@@ -14,12 +14,7 @@ from clip_fakes import colour_encoder, evaluate, paint, small_checkpoint
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.image_text.evaluation import caption_sets, protocol, retrieval
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
-from dino_sparo.image_text.evaluation.retrieval import (
-    Recall,
-    evaluate_retrieval,
-    merge_equal,
-    recall,
-)
+from dino_sparo.image_text.evaluation.retrieval import Recall, evaluate_retrieval, merge_equal, recall
 from dino_sparo.image_text.pairs.batches import PairSource
 
 

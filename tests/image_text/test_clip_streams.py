@@ -1,13 +1,12 @@
 """image_text/pairs/streams.py: batches of shards that webdataset reads from end to end; what repeats, what does not."""
 
-import io
 import os
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from image_files import encoded, write_tar
 from PIL import Image
 from torch.utils.data import default_convert
 
@@ -32,19 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset
 
 def write_shard(path: Path, value: int, count: int = 6, caption: str = "a caption") -> Path:
     """A shard whose images all have this red value."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (7, 5), (value, 0, 0)).save(buffer, "PNG")
-    with tarfile.open(path, "w") as tar:
-        for number in range(count):
-            for ending, content in (
-                ("png", buffer.getvalue()),
-                ("txt", caption.encode()),
-                ("json", b'{"alt": "other"}'),
-            ):
-                info = tarfile.TarInfo(f"{number}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return path
+    sample = {"png": encoded(Image.new("RGB", (7, 5), (value, 0, 0))), "txt": caption.encode()}
+    sample["json"] = b'{"alt": "other"}'
+    members = [(f"{number}.{ending}", content) for number in range(count) for ending, content in sample.items()]
+    return write_tar(path, members)
 
 
 def stream(path: str, weights: list[float] | None = None, key: str | None = None, **place: int) -> PairStream:

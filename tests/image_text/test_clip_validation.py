@@ -17,13 +17,7 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text import objective
-from dino_sparo.image_text.evaluation.validation import (
-    MAX_PAIRS,
-    hold_out,
-    validate,
-    validation_loss,
-    validation_pairs,
-)
+from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, validate, validation_loss, validation_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.weights.file import CheckpointError

@@ -79,11 +79,7 @@ def test_the_files_of_dinov2_and_dinov3_give_the_tokens_of_their_model(
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [
-        ("tiny_dinov2", "reg_token"),
-        ("tiny_registers", "blocks.0.ls1.gamma"),
-        ("tiny_dinov3", "blocks.0.attn.qkv.bias"),
-    ],
+    [("tiny_dinov2", "reg_token"), ("tiny_registers", "blocks.0.ls1.gamma"), ("tiny_dinov3", "blocks.0.attn.qkv.bias")],
 )
 def test_a_part_that_a_model_of_timm_lacks_is_never_left_out(name: str, part: str, tmp_path: Path) -> None:
     weights, path = timm.create_model(name, num_classes=0, img_size=32).state_dict(), tmp_path / "vit.pth"

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dino_sparo.__main__ import run
+from dino_sparo.models.encoder import create_encoder
+from dino_sparo.weights.entries import encoder_description
 from studies import __main__ as studies
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
@@ -96,3 +100,15 @@ def unpack(name: str, folder: Path) -> Path:
 def record_of(folder: str, name: str) -> dict[str, Any]:
     """What was recorded."""
     return json.loads((REFERENCE / folder / f"{name}.json").read_text())
+
+
+def save_small_encoder(path: Path, readout: str = "sparo", seed: int = 0, **sizes: int) -> Path:
+    """An untrained encoder in one of our checkpoints, with statistics of images that are not ImageNet's."""
+    torch.manual_seed(seed)
+    sizes = {"num_slots": 5, "slot_dim": 3, "key_dim": 2, "img_size": 16, **sizes}
+    encoder = create_encoder("vit_micro", 8, readout, **sizes)
+    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
+    return path

@@ -236,7 +236,7 @@ def test_every_wrong_bit_at_the_end_of_an_archive_is_a_checkpoint_error_or_harml
     path, whole = tmp_path / "end.pth", saved_bytes({"w": torch.zeros(3, 5), "epoch": 3}, True)
     first = whole.rindex(b"PK\x06\x07")  # the locator of the directory, with the number of disks
     refused = 0
-    for bit in range(8 * first, 8 * len(whole)):
+    for bit in range(8 * first, 8 * len(whole), 3):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
@@ -244,14 +244,14 @@ def test_every_wrong_bit_at_the_end_of_an_archive_is_a_checkpoint_error_or_harml
             load_checkpoint(path)
         except CheckpointError:
             refused += 1
-    assert refused > 100
+    assert refused > 33
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_whatever_the_bytes_the_error_is_ours(tmp_path: Path) -> None:
     rng, path = random.Random(0), tmp_path / "noise.pth"
     originals = [saved_bytes({"w": torch.zeros(3, 5), "epoch": 3}, in_zip) for in_zip in (True, False)]
-    for trial in range(300):
+    for trial in range(150):
         if trial % 3 == 2:
             data = rng.randbytes(rng.choice((3, 30, 300)))
         else:

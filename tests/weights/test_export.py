@@ -338,16 +338,14 @@ def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         SPARO,
-        pytest.param({"readout": "cls", "quick_gelu": True}, marks=pytest.mark.slow),
-        pytest.param({"readout": "gap", "pre_norm": True}, marks=pytest.mark.slow),
-        *(
-            pytest.param({**SIZES_OF_CODES, "readout": readout}, marks=pytest.mark.slow)
-            for readout in ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)
-        ),
+        {"readout": "cls", "quick_gelu": True},
+        {"readout": "gap", "pre_norm": True},
+        *({**SIZES_OF_CODES, "readout": readout} for readout in ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)),
     ],
     ids=lambda settings: settings["readout"],
 )

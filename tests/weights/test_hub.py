@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 from hub import Hub
+from small_models import save_small_encoder
 
 from dino_sparo.__main__ import main
-from dino_sparo.models.encoder import create_encoder
-from dino_sparo.weights.entries import encoder_description
-from dino_sparo.weights.folder import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,18 +68,10 @@ def run(hub: Hub, folder: Path, checkpoint: Path, *commands: Sequence[str]) -> l
     return [Said(*each) for each in zip(outs[1::2], outs[::2], errs[::2], strict=False)]
 
 
-def save(path: Path) -> Path:
-    """A small encoder in a checkpoint."""
-    torch.manual_seed(0)
-    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
-    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
-    save_checkpoint({"teacher": encoder.state_dict(), "encoder": description, "epoch": 3}, path)
-    return path
-
-
+@pytest.mark.slow
 def test_a_pushed_encoder_is_loaded_by_its_name_and_what_the_hub_refuses_is_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    checkpoint = save(tmp_path / "checkpoint.pth")
+    checkpoint = save_small_encoder(tmp_path / "checkpoint.pth")
     with Hub() as hub:
         pushed, unknown, refused = run(
             hub,
@@ -132,7 +121,7 @@ def test_a_hub_that_is_away_or_silent_ends_a_push_in_one_line(
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         begin = time.monotonic()
         with pytest.raises(SystemExit, match="1"):
-            main(["push", str(save(tmp_path / "checkpoint.pth")), "somebody/slots"])
+            main(["push", str(save_small_encoder(tmp_path / "checkpoint.pth")), "somebody/slots"])
     assert "could not upload to somebody/slots: " in caplog.text
     assert "is there a network" in caplog.text
     assert time.monotonic() - begin < 30
