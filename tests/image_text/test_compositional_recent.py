@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,8 @@ def test_short_tables_say_the_same_in_every_format_and_the_next_command_reads_th
     assert len(markdown.splitlines()) == len(rows) + 2
     assert latex.count(r"\\") == len(rows) + 1
     assert "accuracy, \\%" in latex
-    assert Image.open(stem.with_suffix(".png")).width > 1000
+    with Image.open(stem.with_suffix(".png")) as plot:
+        assert plot.width > 1000
     assert not list(tmp_path.glob("*.jsonl"))
 
 
@@ -281,3 +283,9 @@ def test_a_named_set_that_is_missing_is_named_with_its_origin(drawn, caplog):
     find_benchmarks(["spec", "winoground"], ImageRules(drawn))
     assert "does not hold winoground: get it from https://huggingface.co/datasets/facebook/winoground" in caplog.text
     assert all(benchmark.licence and benchmark.size for benchmark in BENCHMARKS.values())
+
+
+def test_every_set_has_a_row_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "compositional.md").read_text()
+    rows = [line for line in page.split("## The sets")[1].split("## ")[0].splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])} == {*BENCHMARKS}
