@@ -18,6 +18,7 @@ from dino_sparo.__main__ import main
 from dino_sparo.data.sources import OPENERS
 from dino_sparo.evaluation.features import Features
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.published import OPENERS as MODEL_OPENERS
 from dino_sparo.models.readouts import READOUTS
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -51,7 +52,7 @@ def block_with(word: str) -> str:
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict]]:
     """Runs `python FILE.py COMMAND ...` in this process; the tables are afterwards what they were."""
-    before = {**READOUTS}, {**OPENERS}, {**BENCHMARKS}
+    before = {**READOUTS}, {**OPENERS}, {**BENCHMARKS}, {**MODEL_OPENERS}
 
     def run(script: Path, *words: object) -> dict:
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
@@ -209,6 +210,25 @@ def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python
     file.write_text(json.dumps([{"image": "1.png", "right": 3, "wrong": "a blue cup"}]))
     with pytest.raises(SystemExit, match="1"):
         python(script, "compositional", *words)
+
+
+def test_the_new_model_is_scored_beside_a_checkpoint(tmp_path: Path, python: Callable[..., dict]) -> None:
+    pytest.importorskip("open_clip")
+    from clip_fakes import paint, small_checkpoint
+
+    script, data = tmp_path / "my_model.py", tmp_path / "data"
+    script.write_text(block_with("class Letters"))
+    entries = {}
+    for number, (colour, other) in enumerate((("red", "blue"), ("green", "red"), ("blue", "green"))):
+        paint(data / "images" / f"{number}.png", colour)
+        entry = {"filename": f"{number}.png", "caption": colour[0], "negative_caption": other[0]}
+        entries[str(number)] = entry
+    (data / "swap_obj.json").write_text(json.dumps(entries))
+    models = ("letters:first", small_checkpoint(tmp_path / "checkpoint.pth"))
+    words = ("--data_root", data, "--output_dir", tmp_path, "--device", "cpu", "--num_workers", 0)
+    python(script, "compositional", "--model", *models, *words)
+    (result,) = json.loads((tmp_path / "compositional_letters-first_data.json").read_text())["benchmarks"].values()
+    assert result["splits"]["swap_obj"]["accuracy"] == 100
 
 
 @pytest.mark.slow

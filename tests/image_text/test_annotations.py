@@ -36,6 +36,11 @@ BENCHMARK_FILES: dict[str, Any] = {
     "coco-spatial": [[1, "a", "b"]],
     "gqa-spatial": [["n1", "a", "b"]],
     "scene-pairs": CREPE,
+    "sugarcrepe++": [{"filename": "a.png", "caption": "a", "caption2": "b", "negative_caption": "c"}],
+    "colorswap": [{"caption_1": "a", "caption_2": "b", "image_1": "a.png", "image_2": "b.png"}],
+    "cola": [["https://x/a.png", "a", "https://x/b.png", "b"]],
+    "valse": {"0": {"image_file": "a.png", "caption": "a", "foil": "b", "mturk": {"caption": 3}}},
+    "spec": [{"query": "a.png", "keys": ["a", "b"], "label": 1}],
 }
 KARPATHY = {"images": [{"split": "test", "filepath": "x", "filename": "a.png", "sentences": [{"raw": "a dog"}]}]}
 COCO = {"images": [{"id": 1, "file_name": "a.png"}], "annotations": [{"image_id": 1, "caption": "a dog"}]}

@@ -1,6 +1,10 @@
-"""Compositional benchmarks of 2022 to 2024: the official code's numbers, and layouts that are drawn from scenes."""
+"""Compositional benchmarks of 2022 to 2024, in layouts that are drawn from scenes; short tables, and resuming."""
 
+import csv
 import json
+import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +12,21 @@ import numpy as np
 import pytest
 import recent_sets
 import torch
+from clip_fakes import evaluate, small_checkpoint
+from PIL import Image
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
+from dino_sparo.image_text.evaluation.compositional import command as command_module
+from dino_sparo.image_text.evaluation.compositional import questions as questions_module
+from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, find_benchmarks
-from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question, answers_to
+from dino_sparo.image_text.evaluation.compositional.questions import (
+    EncodedQuestions,
+    Question,
+    answers_to,
+    encode_questions,
+)
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.short import compare_pairs
 from dino_sparo.image_text.evaluation.protocol import ROOT, file_of, named_source
 from studies.drawn_sets import draw_sets
 
@@ -124,7 +138,7 @@ def test_every_drawn_layout_is_found_as_one_set_with_its_images(drawn):
 
 def test_images_in_tables_are_those_of_their_row(drawn):
     """Row 3's second image is the recoloured scene, which ColorSwap has as a file."""
-    (bivlc, colours) = find_benchmarks(["bivlc", "colorswap"], ImageRules(drawn))[::-1]
+    bivlc, colours = find_benchmarks(["bivlc", "colorswap"], ImageRules(drawn))
     for first, second in zip(bivlc.questions, colours.questions, strict=True):
         assert first.captions == second.captions
         pictures = [
@@ -132,3 +146,146 @@ def test_images_in_tables_are_those_of_their_row(drawn):
             for question in (first, second)
         ]
         assert np.array_equal(*pictures)
+
+
+# --- short tables, significance, resuming
+
+
+def outcomes_of(split: str, rights: list[bool]) -> list[Outcome]:
+    return [Outcome(split, number, right, False) for number, right in enumerate(rights)]
+
+
+def test_mcnemar_counts_the_questions_that_one_model_alone_answers():
+    """Exact: p = 2 sum over k to 3 of C(13, k) / 2^13, for 10 wins and 3 losses; others add none."""
+    first, second = [True] * 3 + [False] * 10 + [True] * 20, [False] * 3 + [True] * 10 + [True] * 20
+    found = compare_pairs(BENCHMARKS["cola"], *(outcomes_of("image", each) for each in (first, second)), seed=0)
+    assert found.p == pytest.approx(2 * sum(math.comb(13, k) for k in range(4)) / 2**13)
+    assert found.value == pytest.approx(100 * 7 / 33)
+    equal = compare_pairs(BENCHMARKS["cola"], *[outcomes_of("image", first)] * 2, seed=0)
+    assert equal == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_paired_bootstrap_draws_questions_of_both_models_together():
+    """As a loop that draws questions; an unpaired interval would be about twice as wide."""
+    rng = np.random.default_rng(0)
+    first = {split: (rng.random(count) < 0.5).tolist() for split, count in (("swap_obj", 60), ("swap_att", 150))}
+    second = {split: [right != (rng.random() < 0.2) for right in own] for split, own in first.items()}
+    both = ([o for split, own in each.items() for o in outcomes_of(split, own)] for each in (first, second))
+    found = compare_pairs(BENCHMARKS["sugarcrepe"], *both, seed=0)
+    draws = []
+    for _ in range(3000):
+        rows = {split: rng.integers(0, len(own), len(own)) for split, own in first.items()}
+        draws.append(
+            np.mean([np.mean((np.array(second[s])[r]) * 1.0 - np.array(first[s])[r]) for s, r in rows.items()])
+        )
+    assert (found.low, found.high) == pytest.approx(100 * np.quantile(draws, (0.025, 0.975)), abs=1.2)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [small_checkpoint(folder / name / "checkpoint.pth", name, seed=3) for name in ("sparo", "cls")]
+
+
+def test_short_tables_say_the_same_in_every_format_and_the_next_command_reads_the_csv(drawn, weights, tmp_path, capsys):
+    options = ("--data_root", drawn, "--output_dir", tmp_path, "--short", "markdown", "latex", "csv", "plot")
+    results = evaluate("compositional", "--model", *weights, *options, "--blind")
+    stem = tmp_path / f"compositional_sparo_checkpoint_{drawn.name}_short"
+    with stem.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["sparo", "cls"] * len(NEW)
+    for row in rows:
+        title = row["title"].removesuffix(" *")
+        found = results[row["model"] == "cls"]["benchmarks"][title]
+        headline = BENCHMARKS[found["benchmark"]].headline
+        entry = (found["means"] | found["splits"])[headline]
+        assert float(row["accuracy"]) == entry["accuracy"]
+        assert float(row["blind"]) == entry["blind"]
+        assert (row["p"] == "") == (row["model"] == "sparo")
+    markdown, latex = stem.with_suffix(".md").read_text(), stem.with_suffix(".tex").read_text()
+    assert markdown in capsys.readouterr().out
+    assert len(markdown.splitlines()) == len(rows) + 2
+    assert latex.count(r"\\") == len(rows) + 1
+    assert "accuracy, \\%" in latex
+    with Image.open(stem.with_suffix(".png")) as plot:
+        assert plot.width > 1000
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+class Counting:
+    """Counts the images that a scorer encodes, and stops after some calls as a killed process does."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.asked: list[str] = []
+        self.calls, self.stop_after = 0, stop_after
+
+    def __call__(self, scorer: Any, questions: Any, *more: Any) -> Any:
+        self.calls += 1
+        if self.stop_after is not None and self.calls > self.stop_after:
+            raise KeyboardInterrupt
+        self.asked += [repr(question) for question in questions]
+        return encode_questions(scorer, questions, *more)
+
+
+def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights, tmp_path, monkeypatch):
+    """Killed in the second model's third part, while it wrote a line; then with another seed, which asks all."""
+    options = ("--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--blind", "--output_dir")
+    expected = evaluate("compositional", *options, tmp_path / "whole")
+    monkeypatch.setattr(questions_module, "encode_questions", whole := Counting())
+    assert evaluate("compositional", *options, tmp_path / "again") == expected
+    parts = whole.calls // 2
+    monkeypatch.setattr(questions_module, "encode_questions", first := Counting(stop_after=parts + 2))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate("compositional", *options, tmp_path / "out")
+    journals = sorted((tmp_path / "out").glob("*.jsonl"))
+    assert [len(path.read_text().splitlines()) for path in journals] == [3, parts + 1]
+    journals[0].write_text(journals[0].read_text() + "[[1, 2], [")
+    monkeypatch.setattr(questions_module, "encode_questions", second := Counting())
+    assert evaluate("compositional", *options, tmp_path / "out") == expected
+    assert sorted(first.asked + second.asked) == sorted(whole.asked)
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_answers_of_other_options_are_dropped(drawn, weights, tmp_path, monkeypatch, caplog):
+    options = ("--model", weights[0], "--data_root", drawn, "--benchmarks", "spec", "--output_dir", tmp_path)
+    monkeypatch.setattr(command_module, "report", lambda *_: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        evaluate("compositional", *options)
+    monkeypatch.setattr(questions_module, "encode_questions", counting := Counting())
+    with pytest.raises(SystemExit):
+        evaluate("compositional", *options, "--img_size", 40)
+    assert counting.calls
+    assert "is of other questions, weights or options, and is overwritten" in caplog.text
+
+
+# --- what is missing
+
+
+def test_the_list_says_what_was_found_and_where_to_get_the_rest(drawn, capsys):
+    evaluate("compositional", "--data_root", drawn, "--list")
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert tuple(lines) == tuple(BENCHMARKS)
+    assert "4 questions in" in lines["bivlc"]
+    assert "incomplete: " in lines["bivlc"]
+    assert "it has 4 questions, not 2933" in lines["bivlc"]
+    for part in (
+        "not found; get it from https",
+        "licence: MIT",
+        "size: 2 MB",
+        "replace_obj.json and 6 more; images in",
+    ):
+        assert part in lines["sugarcrepe"]
+    evaluate("compositional", "--list")
+    assert capsys.readouterr().out.count("not found; get it") == len(BENCHMARKS)
+
+
+def test_a_named_set_that_is_missing_is_named_with_its_origin(drawn, caplog):
+    find_benchmarks(["spec", "winoground"], ImageRules(drawn))
+    assert "does not hold winoground: get it from https://huggingface.co/datasets/facebook/winoground" in caplog.text
+    assert all(benchmark.licence and benchmark.size for benchmark in BENCHMARKS.values())
+
+
+def test_every_set_has_a_row_in_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "compositional.md").read_text()
+    rows = [line for line in page.split("## The sets")[1].split("## ")[0].splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])} == {*BENCHMARKS}

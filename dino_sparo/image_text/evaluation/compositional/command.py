@@ -142,7 +142,7 @@ def labels_of(weights: Sequence[str]) -> list[str]:
 
 
 def _label(path: Path) -> str:
-    return path.parent.name if path.stem == "checkpoint" else path.stem if path.is_file() else path.name
+    return path.parent.name if path.stem == "checkpoint" else path.name if path.is_dir() else path.stem
 
 
 class Evaluation(NamedTuple):

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
-from dino_sparo.image_text.evaluation.protocol import ROOT, ImageName, file_of, named_source
+from dino_sparo.image_text.evaluation.protocol import ROOT, Cell, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import read_json
@@ -77,7 +77,7 @@ def questions_of(
             question = make(entry)
             if question is None:
                 continue
-            names = map(file_of, question.images)
+            names = [image.name if isinstance(image, Crop | Cell) else image for image in question.images]
             for text in (question.split, *question.captions, *names):
                 if not isinstance(text, str):
                     raise UserError(f"{text!r:.80} is not text")

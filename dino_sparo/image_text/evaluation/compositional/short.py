@@ -165,7 +165,7 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     titles, models = (list(dict.fromkeys(line[column] for line in lines))[::-1] for column in (0, 1))
     models = models[::-1]
     step = 0.7 / len(models)
-    with panels(path, 1, 1, size=(9, 1.3 + len(titles) * max(0.42, 0.2 * len(models)))) as ((axis,),):
+    with panels(path, 1, 1, size=(9.0, 1.3 + len(titles) * max(0.42, 0.2 * len(models)))) as ((axis,),):
         for number, model in enumerate(models):
             own = [line for line in lines if line.model == model]
             rows = [titles.index(line.title) + step * ((len(models) - 1) / 2 - number) for line in own]
