@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain, read_record, write_record

@@ -109,8 +109,6 @@ def test_a_k_above_the_number_of_candidates_is_refused():
         recall_of(torch.zeros(3, 7), [[0], [5], [6]], [8])
 
 
-
-
 def test_recall_of_images_and_captions_by_hand(tmp_path):
     """Red, green and blue, with captions that name the right colour, but for one of green's, which says blue."""
     lines = []

@@ -144,8 +144,6 @@ def test_a_model_that_cannot_tell_is_at_chance_and_its_ties_are_counted(tmp_path
     assert (found.top1, found.num_ties) == (25.0, 4)
 
 
-
-
 def test_no_readable_image_is_an_error():
     unreadable = mock.Mock(payload=torch.zeros(0, 3), labels=torch.zeros(0, dtype=torch.int64), num_corrupt=3)
     scorer = mock.Mock(image_batches=lambda source: [unreadable], device=torch.device("cpu"))
