@@ -32,7 +32,7 @@ def encoder(arch: str = "vit_small", readout: str = "sparo", **sizes: int | floa
     """An encoder with random weights, to be trained.
 
     Args:
-        arch: a key of `dino_sparo.runtime.choices.ARCHITECTURES`, for example `vit_small`.
+        arch: a key of `dino_sparo.models.architectures.ARCHITECTURES`, for example `vit_small`.
         readout: a key of `dino_sparo.models.readouts.READOUTS`, for example `sparo`, `cls` or `gap`.
         sizes: as `dino_sparo.create_encoder` takes them: patch_size, num_slots, slot_dim, key_dim, group_size,
             img_size, drop_path_rate, in_chans.

@@ -28,11 +28,11 @@ from benchmarks.timing import Timings, interleave
 from dino_sparo.data.augment import Distortions, channel_constant
 from dino_sparo.data.crops import CropParameters, MultiCropAugmentation, apply_crop, cut_crop, sample_crop
 from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, image_rng
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 # Bars: times the reference's speed per core, and levels of 255.
 DEFERRED_SPEEDUP, FINISHED_SPEEDUP, LEVELS_APART = 6.0, 1.2, 0.5

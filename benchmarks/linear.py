@@ -25,10 +25,10 @@ from benchmarks.input_pipeline import write_images
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Check, Section, options, run
 from benchmarks.timing import interleave
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, decode_image
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.linear.probe import MOMENTUM, LinearProbe, ProbeSGD, probe_accuracy, train_one_epoch
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 # Bars.
 VIEW = 2.0

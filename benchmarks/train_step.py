@@ -33,13 +33,14 @@ from benchmarks.timing import Spread, Timings, interleave, on_host, synchronize,
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.loader import to_device
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.distillation.step import crops_on_device, ema_update_
+from dino_sparo.models.architectures import ARCHITECTURES
 from dino_sparo.models.readout import Sparo
-from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule, gradient_norms

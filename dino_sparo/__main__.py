@@ -20,7 +20,7 @@ from dino_sparo._version import __version__
 from dino_sparo.clip.options import TOWERS
 from dino_sparo.commands import COMMANDS, TRAIN, command_for, parser_of
 from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
-from dino_sparo.runtime.choices import ARCHITECTURES, HEADS, READOUTS, TIMM
+from dino_sparo.models.architectures import ARCHITECTURES, HEADS, READOUTS, TIMM
 from dino_sparo.runtime.cli import Parser, printable, read_config, say, values_of
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import MissingPackageError, UserError, explain_full_memory

@@ -24,6 +24,7 @@ from sklearn.metrics import jaccard_score
 
 from dino_sparo import load_encoder
 from dino_sparo.data.crops import normalized_tensor
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.scenes import patterns
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
@@ -34,7 +35,6 @@ from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.files import git_hash, write_json

@@ -164,7 +164,7 @@ def create_clip(
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
-        arch: a key of `choices.ARCHITECTURES`, or `timm/NAME`.
+        arch: a key of `architectures.ARCHITECTURES`, or `timm/NAME`.
         patch_size: P, pixels; None: 32, or the timm model's own.
         readout: a key of `TOWERS`, or another read-out with slots.
         embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.

@@ -18,8 +18,8 @@ from dino_sparo.image_text.evaluation.options import (
     picture_parser,
 )
 from dino_sparo.image_text.options import check_pair_options, training_parser
+from dino_sparo.models.architectures import CROSS_ATTENTION
 from dino_sparo.models.options import SLOT_SIZES
-from dino_sparo.runtime.choices import CROSS_ATTENTION
 from dino_sparo.runtime.cli import (
     Group,
     Option,

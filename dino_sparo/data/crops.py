@@ -21,7 +21,7 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
 from dino_sparo.data.channels import WHITE
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.faults import UserError
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.batch import Item
+from dino_sparo.data.defaults import MIN_CORRUPT
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource
-from dino_sparo.runtime.choices import MIN_CORRUPT
 from dino_sparo.runtime.faults import UserError
 
 # This many unreadable images in a row mean that a disk or a network does not answer.

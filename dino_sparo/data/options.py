@@ -1,6 +1,6 @@
 """The options of images and their files; no torch here, so that `--help` is fast."""
 
-from dino_sparo.runtime.choices import (
+from dino_sparo.data.defaults import (
     EXIF,
     IMAGENET_MEAN,
     IMAGENET_STD,

@@ -18,8 +18,8 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.augment import channel_constant, normalize_levels
 from dino_sparo.data.channels import picture_of
 from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, resize_fast
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.data.sources.decode import to_image
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 
 BICUBIC = InterpolationMode.BICUBIC

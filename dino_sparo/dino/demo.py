@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.draw.plots import draw_training_curve
+from dino_sparo.models.architectures import DINO_READOUTS
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import read_config, say
 from dino_sparo.runtime.demos import RunCommand, choose_models, finish_demo, spread, start_demo, train_and_score
 

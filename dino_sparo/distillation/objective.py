@@ -32,9 +32,9 @@ from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.evaluation.knn_probe import knn_probe
+from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig
-from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.collectives import broadcast_tensors
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed, is_main, num_nodes, world_size, wrap_ddp

@@ -10,12 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from dino_sparo.data.options import CHANNELS, COLUMNS, IMAGE_LIMITS, NORMALIZATION, TRAINING_DATA
+from dino_sparo.models.architectures import ARCHITECTURES, DINO_READOUTS, PATCH_SIZE, TIMM, arch_name
 from dino_sparo.models.options import PRETRAINED, SLOT_SIZES
-from dino_sparo.runtime.choices import ARCHITECTURES, DINO_READOUTS, OPTIMIZERS, PATCH_SIZE, TIMM, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, bool_flag, number_from_0, positive_int, share, whole_number
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE
-from dino_sparo.training.options import COMPUTE, LAYER_DECAY, MAX_STEPS, RUN, check_start, check_whole_patches
+from dino_sparo.training.options import (
+    COMPUTE,
+    LAYER_DECAY,
+    MAX_STEPS,
+    OPTIMIZERS,
+    RUN,
+    check_start,
+    check_whole_patches,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.data.views import PatchView
 from dino_sparo.models.backbone import own_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.encoder import encoder_of

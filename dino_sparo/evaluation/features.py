@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.data.batch import Batch
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain, read_record, write_record

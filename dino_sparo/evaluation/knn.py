@@ -34,6 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.evaluation.features import (
     Features,
     check_dump,
@@ -45,7 +46,6 @@ from dino_sparo.evaluation.features import (
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EncoderTask
-from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size

@@ -1,9 +1,9 @@
 """The options of the commands that evaluate, draw and export an encoder; no torch here, so that `--help` is fast."""
 
+from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.data.options import CHANNELS, COLUMNS, DOWNLOAD, IMAGE_LIMITS
 from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
 from dino_sparo.models.options import SLOT_SIZES
-from dino_sparo.runtime.choices import MAX_VALUE, PRECISIONS
 from dino_sparo.runtime.cli import (
     Group,
     Option,
@@ -14,7 +14,7 @@ from dino_sparo.runtime.cli import (
     share_above_0,
     whole_number,
 )
-from dino_sparo.runtime.options import DEVICE
+from dino_sparo.runtime.options import DEVICE, PRECISIONS
 from dino_sparo.weights.options import CHECKPOINT, FOREIGN_WEIGHTS
 
 KNN_BLOCKS = 1  # whose class tokens k-NN reads by default

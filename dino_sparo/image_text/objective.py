@@ -29,8 +29,8 @@ from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE, train_step
 from dino_sparo.image_text.towers import initialize_towers
+from dino_sparo.models.architectures import PATCH_SIZE
 from dino_sparo.models.backbone import own_patch_size
-from dino_sparo.runtime.choices import PATCH_SIZE
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp

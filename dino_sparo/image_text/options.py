@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.data.options import IMAGE_LIMITS, NORMALIZATION, SPLIT_COLUMN, TRAINING_DATA
+from dino_sparo.models.architectures import ARCHITECTURES, arch_name
 from dino_sparo.models.options import PRETRAINED
-from dino_sparo.runtime.choices import ARCHITECTURES, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, number_from_0, positive_int, positive_number, share_below_1
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.options import DEVICE

@@ -21,10 +21,10 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_sparo.models.architectures import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.runtime.faults import MissingPackageError, UserError, require
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.entries import clip_weights, image_text_entry, normalization_of
@@ -256,7 +256,7 @@ def tower_configs(
 
     Args:
         readouts: of the image and of the text tower, keys of `READOUTS`.
-        arch: a key of `choices.ARCHITECTURES`.
+        arch: a key of `architectures.ARCHITECTURES`.
         patch_size: P, pixels.
         text_width: D, of the text's tokens.
         text_heads: of each block of the text encoder.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dino_sparo.models.architectures import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
 from dino_sparo.models.foreign_backbone import (
     ForeignBackbone,
     check_images,
@@ -28,7 +29,6 @@ from dino_sparo.models.foreign_backbone import (
     plan_of,
     replace_masked,
 )
-from dino_sparo.runtime.choices import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
 from dino_sparo.runtime.faults import UserError
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row

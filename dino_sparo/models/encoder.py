@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dino_sparo.models.architectures import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.models.backbone import AnyBackbone, create_backbone, own_patch_size
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
-from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.runtime.faults import UserError
 
 

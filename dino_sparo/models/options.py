@@ -1,6 +1,6 @@
 """The options of read-outs and backbones; no torch here, so that `--help` is fast."""
 
-from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+from dino_sparo.models.architectures import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.runtime.cli import Group, Option, positive_int
 
 SLOT_SIZES: Group = {

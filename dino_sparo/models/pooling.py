@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from dino_sparo.models.architectures import CrossAttentionKind
 from dino_sparo.models.readout import ReadoutOutput, pool, require_positive
-from dino_sparo.runtime.choices import CrossAttentionKind
 from dino_sparo.runtime.faults import UserError, require
 
 # Of efficient probing and of AIM.

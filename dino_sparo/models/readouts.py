@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from dino_sparo.models.architectures import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT_DIM, CrossAttentionKind
 from dino_sparo.models.pooling import AttentionReadout, CodebookReadout, CrossAttentionReadout, EfficientProbing
 from dino_sparo.models.readout import (
     AveragePoolReadout,
@@ -18,7 +19,6 @@ from dino_sparo.models.readout import (
     EndTokenReadout,
     Sparo,
 )
-from dino_sparo.runtime.choices import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT_DIM, CrossAttentionKind
 from dino_sparo.runtime.faults import UserError
 
 

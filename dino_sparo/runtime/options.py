@@ -2,6 +2,7 @@
 
 from dino_sparo.runtime.cli import Group, Option, positive_number
 
+PRECISIONS = ("bf16", "fp16", "fp32", "tf32")  # the keys of `precision.PRECISIONS`, which imports torch
 DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.", str)
 DEVICE: Group = {
     "device": DEVICE_OPTION,

@@ -2,10 +2,14 @@
 
 import argparse
 
-from dino_sparo.runtime.choices import PRECISIONS, TIMM, TRACKERS
+from dino_sparo.models.architectures import TIMM
 from dino_sparo.runtime.cli import Group, Option, positive_int, share
 from dino_sparo.runtime.faults import INSTALL, UserError, require
+from dino_sparo.runtime.options import PRECISIONS
 
+# The keys of `optim.OPTIMIZERS` and `trackers.TRACKERS`, whose files import torch.
+OPTIMIZERS = ("adamw", "lars", "sgd")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 COMPUTE: Group = {
     "precision": Option(
         "auto",

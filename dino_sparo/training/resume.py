@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.runtime.choices import EXIF
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.runtime.cli import RUN_CONFIG, config_text
 from dino_sparo.runtime.collectives import all_gather_object, all_or_none, broadcast_object, on_rank_0
 from dino_sparo.runtime.faults import FaultError

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.foreign_backbone import plan_of, pretrained_weights
-from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.files import file_sha256, parse_object
 from dino_sparo.weights.entries import (
     IMAGE_TEXT_KEYS,

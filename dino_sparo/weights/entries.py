@@ -39,17 +39,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.models.architectures import HEADS, size_of
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.choices import (
-    HEADS,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    MAX_VALUE,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-    size_of,
-)
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences
 from dino_sparo.weights.file import CheckpointError

@@ -25,9 +25,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from dino_sparo.models.architectures import ViTSize, size_of
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.foreign_backbone import ForeignBackbone
-from dino_sparo.runtime.choices import ViTSize, size_of
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.logs import setup_logging

@@ -14,9 +14,9 @@ import torch
 from timm.models import is_model
 from torch import Tensor
 
+from dino_sparo.models.architectures import ARCHITECTURES, TIMM, size_of
 from dino_sparo.models.encoder import EncoderConfig
 from dino_sparo.models.foreign_backbone import ForeignBackbone, plan_of
-from dino_sparo.runtime.choices import ARCHITECTURES, TIMM, size_of
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.file import WHOLE_WEIGHTS, CheckpointError, misfits, require_channels, shortened
 

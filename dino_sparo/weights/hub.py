@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dino_sparo.models.architectures import TIMM, size_of
 from dino_sparo.models.backbone import Backbone
-from dino_sparo.runtime.choices import TIMM, size_of
 from dino_sparo.weights.encoder import load_encoder
 from dino_sparo.weights.released import RELEASES, released_file
 

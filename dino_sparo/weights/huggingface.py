@@ -16,11 +16,10 @@ import torch
 from timm.models import model_entrypoint
 
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.models import backbone, encoder, foreign_backbone, pooling, readout, readouts
+from dino_sparo.models import architectures, backbone, encoder, foreign_backbone, pooling, readout, readouts
+from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readouts import OWN_READOUTS
-from dino_sparo.runtime import choices
-from dino_sparo.runtime.choices import TIMM
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import Replacing, write_safetensors
@@ -123,7 +122,7 @@ def modeling_code() -> str:
     """The code of the encoder and of its model for transformers, as one file that does not import this package."""
     imports: set[str] = set()
     bodies = []
-    modules = (choices, readout, pooling, readouts, foreign_backbone, backbone, encoder)
+    modules = (architectures, readout, pooling, readouts, foreign_backbone, backbone, encoder)
     for path in (*(module.__file__ for module in modules), Path(__file__).with_name("huggingface_model.py")):
         imports_of, body = _without_imports(Path(str(path)).read_text(encoding="utf-8"))
         imports |= imports_of

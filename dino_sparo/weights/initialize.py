@@ -11,10 +11,10 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor
 
+from dino_sparo.models.architectures import HEADS, TIMM, size_of
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.models.foreign_backbone import ForeignBackbone, pretrained_weights
-from dino_sparo.runtime.choices import HEADS, TIMM, size_of
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.entries import activation_of, encoder_entry, image_text_entry, network_weights, say_heads
 from dino_sparo.weights.file import CheckpointError, misfits, require_channels

@@ -1,8 +1,10 @@
 """The options of checkpoints, and of the commands that export and publish them; no torch here."""
 
-from dino_sparo.runtime.choices import ARCHITECTURES, EXPORT_FORMATS, arch_name
+from dino_sparo.models.architectures import ARCHITECTURES, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
 
+# The keys of `export.WRITERS` and `foreign.CLIP_FORMATS`, whose files import torch.
+EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 CHECKPOINT: Group = {
     "pretrained_weights": Option(
         "",

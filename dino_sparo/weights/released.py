@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import torch
 from tqdm import tqdm
 
-from dino_sparo.runtime.choices import TIMM
+from dino_sparo.models.architectures import TIMM
 from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)

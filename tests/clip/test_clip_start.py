@@ -23,11 +23,11 @@ from dino_sparo import create_encoder, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.image_text.towers import initialize_towers
-from dino_sparo.runtime.choices import EXPORT_FORMATS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS, export
 from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.foreign import to_open_clip_names
 from dino_sparo.weights.initialize import initialize_encoder
+from dino_sparo.weights.options import EXPORT_FORMATS
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}
 SLOTS = {"num_slots": 6, "slot_dim": 7, "key_dim": 5}

@@ -31,12 +31,12 @@ from dino_sparo.data.crops import (
     sample_crop,
 )
 from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.defaults import IMAGENET_MEAN as MEAN
+from dino_sparo.data.defaults import IMAGENET_STD as STD
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, image_rng
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.runtime.choices import IMAGENET_MEAN as MEAN
-from dino_sparo.runtime.choices import IMAGENET_STD as STD
 
 # What facebookresearch/dino's DataAugmentationDINO asks of torchvision and Pillow, written out here once more.
 RATIO = (3 / 4, 4 / 3)

@@ -12,6 +12,7 @@ from pages import Page, needs_browser, title_after
 from PIL import Image
 
 import visualize_attention
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Tile, short_name
@@ -21,7 +22,6 @@ from dino_sparo.evaluation.attention import atlas as atlas_module
 from dino_sparo.evaluation.attention.atlas import Atlas, atlas_figure, build_atlas, score_images
 from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.files import write_json
 from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint

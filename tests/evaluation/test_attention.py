@@ -14,6 +14,7 @@ from torchvision import transforms
 
 import visualize_attention
 from dino_sparo.data.crops import normalized_tensor
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.sources import ImageLimits
 from dino_sparo.draw import sheet
 from dino_sparo.draw.pixels import crops_grid, heat, mask_overlay, overlay, to_pixels
@@ -30,7 +31,6 @@ from dino_sparo.evaluation.attention.maps import (
 )
 from dino_sparo.evaluation.encoders import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint

@@ -15,7 +15,7 @@ pytest.importorskip("open_clip")
 
 from small_models import SMALL_ARCH, SMALL_SIZE, command, record_of, unpack
 
-from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
+from dino_sparo.models.architectures import ARCHITECTURES, ViTSize
 
 # Of floats that depend on features, such as a learned mask: another CPU adds up a float32 product in another order.
 # Accuracies and counts stay equal there: the recorder found the same ones with noise of 1e-4 on every feature.

@@ -18,6 +18,7 @@ from PIL import Image
 from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription, SceneObject
 from dino_sparo.data.scenes.images import Scenes, draw_scene, object_masks
 from dino_sparo.data.scenes.patterns import SHAPES
@@ -38,7 +39,6 @@ from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redun
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 

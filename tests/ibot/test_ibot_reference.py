@@ -11,7 +11,7 @@ import torch
 from objectives import bare
 from reference import record_ibot as recorded
 
-from dino_sparo.data.dataset import Batch
+from dino_sparo.data.batch import Batch
 from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.loss import DINOLoss
 from dino_sparo.ibot import step as ibot_step
@@ -19,10 +19,10 @@ from dino_sparo.ibot.head import IBOTNetwork
 from dino_sparo.ibot.loss import IBOTLoss, PatchLoss, gram_loss
 from dino_sparo.ibot.mask import MaskRecipe
 from dino_sparo.ibot.train import IBOTObjective
+from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.training.optim import OPTIMIZERS, param_groups
 from dino_sparo.training.updater import Updater
 

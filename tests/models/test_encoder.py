@@ -10,9 +10,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
+from dino_sparo.models import architectures
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import READOUTS, ReadoutKind
-from dino_sparo.runtime import choices
 
 
 def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
@@ -333,7 +333,7 @@ def test_every_read_out_says_the_width_of_its_encoding(name: str) -> None:
 
 
 def test_the_readouts_that_help_names_stand_in_the_table() -> None:
-    assert set(choices.DINO_READOUTS) <= READOUTS.keys()
+    assert set(architectures.DINO_READOUTS) <= READOUTS.keys()
 
 
 def test_a_read_out_of_captions_is_refused_for_images() -> None:

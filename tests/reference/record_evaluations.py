@@ -30,7 +30,7 @@ import small_models as s  # noqa: E402
 import test_evaluation_records as t  # noqa: E402
 
 from dino_sparo.weights.checkpoint import load_checkpoint  # noqa: E402
-from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize  # noqa: E402
+from dino_sparo.models.architectures import ARCHITECTURES, ViTSize  # noqa: E402
 
 TRAINING = {**s.CLIP_RUN, "data_path": "scenes:1024:32", "batch_size": 64, "epochs": 40, "warmup_steps": 20}
 NOISE = 1e-4  # of a feature's length; rounding is 1e-7

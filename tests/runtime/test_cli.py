@@ -30,14 +30,18 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.commands import COMMANDS, command_for, parse_keywords, parser_of
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
+from dino_sparo.models import architectures
 from dino_sparo.models.readouts import READOUTS
 from dino_sparo.oc_clip.binding import BindingConfig
-from dino_sparo.runtime import choices, cli
+from dino_sparo.runtime import cli
+from dino_sparo.runtime import options as runtime_options
 from dino_sparo.runtime.cli import MAX_SHOWN, Parser, bool_flag
 from dino_sparo.runtime.files import require_inputs
 from dino_sparo.runtime.options import DEVICE
 from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.training import options as training_options
 from dino_sparo.training.optim import OPTIMIZERS
+from dino_sparo.weights import options as weights_options
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
 from dino_sparo.weights.options import FOREIGN_WEIGHTS
 
@@ -545,11 +549,11 @@ def test_importing_the_package_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("names", "table"),
     [
-        (choices.OPTIMIZERS, OPTIMIZERS),
-        (choices.READOUTS, READOUTS),
+        (training_options.OPTIMIZERS, OPTIMIZERS),
+        (architectures.READOUTS, READOUTS),
         (BENCHMARK_NAMES, BENCHMARKS),
-        (choices.PRECISIONS, PRECISIONS),
-        (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
+        (runtime_options.PRECISIONS, PRECISIONS),
+        (weights_options.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
     ],
 )
 def test_the_names_to_choose_from_are_those_that_can_be_built(names: tuple[str, ...], table: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from dino_sparo.commands import parse_keywords
 from dino_sparo.runtime import trackers
-from dino_sparo.runtime.choices import TRACKERS as NAMES
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.runtime.trackers import TRACKERS, TrackedRun, Trackers
+from dino_sparo.training.options import TRACKERS as NAMES
 from dino_sparo.training.options import check_run
 
 PICTURE = np.zeros((3, 5, 3), dtype=np.uint8)

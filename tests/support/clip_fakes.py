@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from dino_sparo.clip import create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.commands import COMMANDS
+from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scorer import DotProductScorer
-from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.foreign import from_open_clip_names, open_clip_settings, to_open_clip_names
 

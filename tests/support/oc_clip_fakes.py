@@ -10,6 +10,7 @@ from objectives import bare
 from runs import train_small
 from torch import Tensor, nn
 
+from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
 from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
@@ -18,7 +19,6 @@ from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 from dino_sparo.oc_clip.train import OCCLIPObjective
-from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.training.updater import Updater

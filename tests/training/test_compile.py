@@ -17,8 +17,8 @@ from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
-from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks

@@ -31,8 +31,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.evaluation.encoders import trained_encoder
-from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.resume import random_state, restore_random_state

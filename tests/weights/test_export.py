@@ -28,7 +28,7 @@ import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.encoders import trained_encoder
-from dino_sparo.runtime.choices import CROSS_ATTENTION
+from dino_sparo.models.architectures import CROSS_ATTENTION
 from dino_sparo.runtime.faults import MissingPackageError, UserError
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.entries import encoder_description, normalization_of

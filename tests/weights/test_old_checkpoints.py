@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_models import CLIP_RUN, DINO_RUN, SMALL_ARCH, SMALL_SIZE, command, record_of, unpack, words_of
 
-from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
+from dino_sparo.models.architectures import ARCHITECTURES, ViTSize
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.encoder import load_encoder
 

@@ -13,8 +13,8 @@ import torchvision
 
 import hubconf
 from dino_sparo import load_encoder
+from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
-from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.weights import released
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.hub import released_model

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
+from dino_sparo.data.defaults import SCENE_SIZE
 from dino_sparo.data.scenes.graphs import SceneDescription, SceneObject, Ties, between, sample_graph
 from dino_sparo.data.scenes.patterns import (
     BACKGROUND_TABLE,
@@ -24,7 +25,6 @@ from dino_sparo.data.scenes.patterns import (
     Array,
     Tone,
 )
-from dino_sparo.runtime.choices import SCENE_SIZE
 from dino_sparo.runtime.faults import UserError
 
 DEFAULT_NUM_IMAGES = 20_000

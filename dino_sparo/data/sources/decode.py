@@ -22,7 +22,7 @@ from dino_sparo.data.channels import (
     planes_of_array,
     planes_of_image,
 )
-from dino_sparo.runtime.choices import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
+from dino_sparo.data.defaults import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.defaults import SCENE_SIZE
 from dino_sparo.data.options import DOWNLOAD
 from dino_sparo.draw.options import FIGURE_FORMAT
 from dino_sparo.evaluation.options import EVALUATION_LIMITS, FEATURE_FILES, OUTPUT
 from dino_sparo.image_text.options import AUTO, PAIR_KEYS
-from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
     Group,
     Option,
@@ -22,7 +22,7 @@ from dino_sparo.runtime.cli import (
     share_below_1,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION
+from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION, PRECISIONS
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at

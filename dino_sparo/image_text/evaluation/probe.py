@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.evaluation.features import Features, check_dump, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.linear.attentive import warmup_cosine
 from dino_sparo.evaluation.linear.probe import (
@@ -40,7 +41,6 @@ from dino_sparo.evaluation.result import ResultFile
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
-from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import rank, world_size

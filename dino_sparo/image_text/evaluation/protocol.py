@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
+from dino_sparo.data.defaults import EXIF
 from dino_sparo.data.ranks import require_same_source
 from dino_sparo.data.scenes.graphs import INDEPENDENT
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
@@ -19,7 +20,6 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSo
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, decode_image, read_image
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.image_text.evaluation.embedded import image_bytes
-from dino_sparo.runtime.choices import EXIF
 from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256

@@ -20,12 +20,12 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor, nn
 
+from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.evaluation.result import ResultFile, open_result, result_stem
 from dino_sparo.image_text.evaluation.options import HUGGING_FACE, OPEN_CLIP
 from dino_sparo.image_text.evaluation.task import ScorerTask
 from dino_sparo.image_text.scorer import DotProductScorer, Scorer
 from dino_sparo.image_text.towers import Tokens
-from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import file_sha256, versions
 from dino_sparo.runtime.precision import PRECISIONS

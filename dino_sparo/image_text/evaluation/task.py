@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.towers import LoadedModel
-from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.files import versions
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.entries import max_value_of

@@ -1,8 +1,7 @@
-"""Choices of options as plain values: names of parts, sizes of architectures.
+"""Names and sizes of backbones and read-outs, as plain values.
 
-No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
-to what it builds stay with the parts (`readouts.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
-`trackers.TRACKERS`); tests compare their names with those here.
+No torch here: command lines are parsed, and `--help` is answered, before torch is imported. `readouts.READOUTS` maps
+the names of read-outs to what builds them; a test compares the names.
 """
 
 import re
@@ -83,25 +82,3 @@ DINO_READOUTS = ("cls", "gap", "sparo")
 READOUTS = (*DINO_READOUTS, *CROSS_ATTENTION, "gap_then_norm", "fdt", "fdt_raw", "ep", "attention", "eos")
 # The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
-OPTIMIZERS = ("adamw", "lars", "sgd")
-PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
-TRACKERS = ("tensorboard", "wandb", "trackio")
-EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
-
-# Up to this many unreadable images are always tolerated: of 100 images, a share would be one or two.
-MIN_CORRUPT = 5
-
-# Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/decode.py`.
-MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
-# The value of a 16-bit grayscale image that is white.
-MAX_VALUE = 65535
-EXIF = ("apply", "ignore")  # an image's orientation in its EXIF data
-
-SCENE_SIZE = 64  # side of a built-in scene in pixels
-
-# Per channel, of pixels in 0..1; ImageNet's.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-# CLIP's own.
-OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
