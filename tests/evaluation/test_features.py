@@ -99,7 +99,7 @@ def encoder() -> nn.Module:
 
 def shard(encoder: nn.Module, source: Noise, number: int, ranks: int, batch_size: int) -> Features:
     """The share of one of several processes."""
-    module = "dino_sparo.evaluation.features"
+    module = "dino_sparo.data.shares"
     with mock.patch(f"{module}.rank", return_value=number), mock.patch(f"{module}.world_size", return_value=ranks):
         return extract_split(encoder, source, TRANSFORM, CPU, batch_size=batch_size, gather=False)
 
