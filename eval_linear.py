@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dino_sparo.__main__ import run
-from dino_sparo.evaluation.options import linear_parser as get_args_parser
+from dino_sparo.evaluation.linear.options import linear_parser as get_args_parser
 
 __all__ = ["get_args_parser", "main"]
 

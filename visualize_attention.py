@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dino_sparo.__main__ import run
-from dino_sparo.evaluation.options import attention_parser as get_args_parser
+from dino_sparo.evaluation.attention.options import attention_parser as get_args_parser
 
 __all__ = ["get_args_parser", "main"]
 

@@ -13,8 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo.clip import options as clip_options
+from dino_sparo.data import options as data_options
 from dino_sparo.dino import options as dino_options
-from dino_sparo.evaluation import options as evaluation_options
+from dino_sparo.evaluation.attention.options import attention_parser
+from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
+from dino_sparo.evaluation.linear.options import linear_parser
+from dino_sparo.evaluation.objects.options import slot_score_parser
+from dino_sparo.evaluation.options import knn_parser
+from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.ibot import options as ibot_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
@@ -141,7 +147,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions.",
         "commands:embed",
-        evaluation_options.embed_parser,
+        embed_parser,
         examples=(
             "--pretrained_weights checkpoint.pth --data_path photos --output_dir embeddings",
             "--pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions",
@@ -151,7 +157,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "Embeddings -> clusters of similar images, with examples, and a map.",
         "evaluation.embed.cluster:cluster_embeddings",
-        evaluation_options.cluster_parser,
+        cluster_parser,
         examples=(
             "embeddings",
             "embeddings --clusters 50 --map pca",
@@ -161,7 +167,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "Labelled and new embeddings -> a classifier, its accuracy, and a table of predictions.",
         "evaluation.embed.predict:predict",
-        evaluation_options.predict_parser,
+        predict_parser,
         examples=(
             "embeddings --images new_embeddings",
             "embeddings --images new_embeddings --val other_embeddings --top 5",
@@ -171,7 +177,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint and labelled images -> weighted k-NN accuracy.",
         "evaluation.knn:evaluate_checkpoint",
-        evaluation_options.knn_parser,
+        knn_parser,
         examples=(
             "--pretrained_weights checkpoint.pth --data_path imagenet",
             "--pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20",
@@ -181,7 +187,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
         "evaluation.linear.command:probe_checkpoint",
-        evaluation_options.linear_parser,
+        linear_parser,
         examples=(
             "--pretrained_weights checkpoint.pth --data_path imagenet",
             "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
@@ -191,7 +197,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint and images -> one attention map per slot or head, and the slot atlas.",
         "evaluation.attention.command:visualize",
-        evaluation_options.attention_parser,
+        attention_parser,
         examples=(
             "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
             "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
@@ -211,7 +217,7 @@ COMMANDS: dict[str, Command] = {
         EVALUATE,
         "A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.",
         "weights.info:show",
-        evaluation_options.info_parser,
+        weights_options.info_parser,
         needs={"defaults_of": "commands:defaults_of", "folders": "evaluation.folders:FOLDERS"},
         examples=(
             "checkpoint.pth",
@@ -232,7 +238,7 @@ COMMANDS: dict[str, Command] = {
         SLOTS,
         "A checkpoint and labelled images -> accuracy of each slot alone, and accuracy against the number of slots.",
         "evaluation.slots.command:study_slots",
-        evaluation_options.slot_study_parser,
+        slot_study_parser,
         examples=(
             "--pretrained_weights checkpoint.pth --data_path cifar10:data",
             "--pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe",
@@ -242,7 +248,7 @@ COMMANDS: dict[str, Command] = {
         SLOTS,
         "A checkpoint and images with masks -> how well its slots or heads find objects, compared with controls.",
         "evaluation.objects.command:score_slots",
-        evaluation_options.slot_score_parser,
+        slot_score_parser,
         examples=(
             "--pretrained_weights checkpoint.pth",
             "--pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000",
@@ -349,7 +355,7 @@ COMMANDS: dict[str, Command] = {
         DATA,
         "Any images -> mean and standard deviation of each channel, as options of train.",
         "data.statistics:measure_channels",
-        evaluation_options.statistics_parser,
+        data_options.statistics_parser,
         examples=(
             "--data_path xrays/train --in_chans 1 --max_value 4095",
             "--data_path stacks --in_chans 5",

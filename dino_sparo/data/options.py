@@ -9,7 +9,8 @@ from dino_sparo.data.defaults import (
     MAX_VALUE,
     MIN_CORRUPT,
 )
-from dino_sparo.runtime.cli import Group, Option, any_number, positive_int, positive_number, share
+from dino_sparo.runtime.cli import Group, Option, Parser, any_number, positive_int, positive_number, share
+from dino_sparo.runtime.options import DEVICE
 
 DOWNLOAD = Option(False, "Download a torchvision set that is not on disk.")
 TRAINING_DATA: Group = {
@@ -67,3 +68,18 @@ NORMALIZATION: Group = {
     "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),
     "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", positive_number),
 }
+
+
+MEASURED_IMAGES: Group = {
+    "data_path": Option("", "The images: any data that training takes."),
+    "split": Option(None, "Name of the split to measure, or all; by default the split that training uses.", str),
+    "download": DOWNLOAD,
+    "batch_size_per_gpu": Option(64, "Images per batch.", positive_int),
+}
+
+
+def statistics_parser() -> Parser:
+    """The options of `dino-sparo statistics`."""
+    files = COLUMNS | IMAGE_LIMITS | CHANNELS
+    processes = {"num_workers": DEVICE["num_workers"]}
+    return Parser({"images": MEASURED_IMAGES, "files of images": files, "processes": processes})

@@ -76,3 +76,11 @@ PUSHED: Group = {
 def push_parser() -> Parser:
     """The options of `dino-sparo push`."""
     return Parser({"files": PUSHED})
+
+
+def info_parser() -> Parser:
+    """The options of `dino_sparo.weights.info`."""
+    path = Option(
+        None, "A file or folder that dino-sparo wrote, or a checkpoint of another package.", is_positional=True
+    )
+    return Parser({"file": {"path": path}})

@@ -184,7 +184,7 @@ def test_chunks_of_another_length_are_not_taken_for_finished(tmp_path: Path, mon
 
 def embed_on_a_rank(weights: Path, images: Path, out: Path) -> None:
     from dino_sparo.evaluation.embed.command import embed_images
-    from dino_sparo.evaluation.options import embed_parser
+    from dino_sparo.evaluation.embed.options import embed_parser
 
     store.CHUNK_BATCHES = 1
     words = ["--pretrained_weights", weights, "--data_path", images, "--output_dir", out, "--batch_size_per_gpu", "2"]

@@ -16,7 +16,6 @@ from dino_sparo import create_encoder
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.evaluation.features import Features, load_features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, ProbeSGD, cached_batches
-from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, open_selection
 from dino_sparo.evaluation.slots.command import (
     StudyImages,
@@ -32,6 +31,7 @@ from dino_sparo.evaluation.slots.command import (
     spread,
     table,
 )
+from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import shutdown

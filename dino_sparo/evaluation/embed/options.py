@@ -1,0 +1,84 @@
+"""The options of `dino-sparo embed`, `cluster` and `predict`; no torch here."""
+
+from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
+from dino_sparo.evaluation.options import evaluation_parser
+from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, whole_number
+
+FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
+VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
+
+EMBEDDINGS: Group = {
+    "split": Option(None, "Name of the split to embed, or all; by default the split that training uses.", str),
+    "what": Option(
+        ["encoding"],
+        "Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, "
+        "slot by slot. cls, patches: the class token and the patch tokens of the last block, after its "
+        "LayerNorm. mean: the mean of the patch tokens. captions: the features of captions from a CLIP or an "
+        "OC-CLIP, without other features.",
+        choices=FEATURES,
+    ),
+    "captions": Option(
+        None,
+        "For --what captions: file with the captions of the images in --data_path, in a format of dino-sparo "
+        "retrieval. Not needed if --data_path is a table, shards or scenes with captions.",
+    ),
+    "dtype": Option("float32", "Type of the arrays on disk.", choices=("float32", "float16")),
+}
+
+
+def embed_parser() -> Parser:
+    """The options of `dino-sparo embed`, in data-flow order."""
+    parser = evaluation_parser({"embeddings": EMBEDDINGS})
+    parser.set_defaults(batch_size_per_gpu=64)
+    return parser
+
+
+VECTOR_FEATURES: Group = {
+    "what": Option("encoding", "Features to use, normalised to length one; slots are concatenated.", choices=VECTORS),
+    "seed": Option(0, "Random seed."),
+}
+CLUSTERS: Group = {
+    "clusters": Option(20, "Number of clusters of k-means.", positive_int),
+    "slot": Option(None, "Number of the only slot to cluster by; needs --what slots.", whole_number),
+    "examples": Option(12, "Number of images per cluster on the page.", positive_int),
+    "map": Option(
+        "tsne", "Method of the map. t-SNE preserves neighbourhoods, PCA large distances.", choices=("tsne", "pca")
+    ),
+    "figure_format": FIGURE_FORMAT,
+    **SHOW_CHANNELS,
+    "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
+    "output_dir": Option(None, "Folder of the result; by default the folder of the embeddings."),
+    "overwrite": Option(False, "Overwrite clusters in --output_dir."),
+}
+
+
+def cluster_parser() -> Parser:
+    """The options of `dino-sparo cluster`."""
+    folder = Option(None, "Embeddings, written by dino-sparo embed.", is_positional=True)
+    return Parser({"features": {"folder": folder, **VECTOR_FEATURES}, "clusters and map": CLUSTERS})
+
+
+CLASSIFIED: Group = {
+    "folder": Option(None, "Embeddings of labelled images, written by dino-sparo embed.", is_positional=True),
+    "images": Option(
+        None, "Embeddings of new images, from the same encoder. Without this option, only the accuracy is measured."
+    ),
+    "val": Option(None, "Embeddings of other labelled images, to measure the accuracy on."),
+}
+CLASSIFIER: Group = {
+    "C": Option(
+        (1.0, 10.0, 100.0),
+        "Inverse strengths of regularisation; cross-validation chooses one.",
+        positive_number,
+        nargs="+",
+    ),
+    "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
+    "top": Option(3, "Number of most probable classes in the table.", positive_int),
+    "output": Option(None, "Table of predictions (.csv); by default predictions.csv in the folder of --images."),
+    "overwrite": Option(False, "Overwrite the table."),
+}
+
+
+def predict_parser() -> Parser:
+    """The options of `dino-sparo predict`."""
+    return Parser({"features": CLASSIFIED | VECTOR_FEATURES, "classifier": CLASSIFIER})
