@@ -28,6 +28,8 @@ MILLIONS = {  # parameters of the encoder, of both of a CLIP
     "dino_sparo_vits16_imagenet": 21.5,
     "dino_sparo_vits16_imagenet_phase1": 21.5,
     "dino_sparo_vits16_imagenet_phase2": 21.5,
+    "dino_sparo_vits16_imagenet_80gb": 21.5,
+    "dino_sparo_100k_images_80gb": 21.5,
     "dino_sparo_vitb16_imagenet": 81.9,
     "dino_sparo_10k_images": 21.5,
     "dino_sparo_100k_images": 21.5,
@@ -140,6 +142,13 @@ def test_the_second_phase_starts_from_the_first_and_the_schedules_go_on(
 def test_the_second_phase_alone_is_refused() -> None:
     with pytest.raises(UserError, match="--init_optimizer true needs --init_from FILE"):
         DINOObjective.check_options(recipe("dino_sparo_vits16_imagenet_phase2"))
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("dino_sparo_vits16_imagenet", 8), ("dino_sparo_100k_images", 1)])
+def test_a_recipe_for_80_gb_has_the_whole_batch_on_one_gpu_and_changes_nothing_else(name: str, gpus: int) -> None:
+    small, large = (vars(recipe(f"{name}{end}")) for end in ("", "_80gb"))
+    whole = gpus * small["batch_size_per_gpu"] * small["grad_accum_steps"]
+    assert large == {**small, "batch_size_per_gpu": whole, "grad_accum_steps": 1}
 
 
 def test_no_recipe_names_data_or_an_output_folder() -> None:
