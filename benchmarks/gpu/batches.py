@@ -10,6 +10,7 @@ import argparse
 import gc
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def row_of(batch: int, images: Path, args: argparse.Namespace) -> dict[str, obje
     for _ in range(WARM_UP_CALLS + 1):
         built.step()
     step_time = interleave({"step": built.step}, 1 if args.quick else ROUNDS, 0.0, args.device).time("step")
-    objective = built.objective
+    objective: Any = built.objective
     steps = len(objective.loader)
     batches = to_device(objective.loader, objective.updater.device)
     first = next(batches)  # the workers have started

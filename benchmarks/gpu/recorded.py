@@ -7,6 +7,7 @@ fp32 with deterministic kernels has to give the same bits, with stochastic depth
 
 import argparse
 import os
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ def trained(sizes: dict[str, object], cuda_graph: str, device: str, steps: int) 
     """Losses (steps,) and all weights of the student and the teacher, on the CPU."""
     built = build("DINO", {**sizes, "cuda_graph": cuda_graph}, device, compiles=device != "cpu")
     losses = torch.stack([built.step() for _ in range(steps)]).double().cpu()
-    networks = (built.objective.network, built.objective.teacher)
+    dino: Any = built.objective
+    networks = (dino.network, dino.teacher)
     weights = torch.cat([weight.detach().flatten() for network in networks for weight in network.parameters()])
-    built.objective.recorder.drop()
+    dino.recorder.drop()
     return losses, weights.cpu()
 
 

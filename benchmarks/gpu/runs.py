@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def late_recompilations(log: str) -> float:
     return float(log.count("Recompiling function", first)) if first >= 0 else math.nan
 
 
-MEASURES = {
+MEASURES: dict[str, Callable[[Section, argparse.Namespace, Path], None]] = {
     "tests": measure_tests,
     "resume": measure_resume,
     "recipe": measure_recipe,
