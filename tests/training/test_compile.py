@@ -12,7 +12,7 @@ from runs import FAULT, PATIENCE, Ranks, assert_same_run, options
 from torch import nn
 
 from benchmarks.gpu import objectives
-from dino_sparo.__main__ import COMMANDS
+from dino_sparo.commands import COMMANDS
 from dino_sparo.data.augment import NUM_PARAMETERS
 from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
