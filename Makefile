@@ -53,8 +53,9 @@ test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (hal
 test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (10 minutes)
 	$(BIN)/python -m pytest -m kills || $(BIN)/python -m pytest -m kills --last-failed
 
-# Parts that are done are skipped; `python -m benchmarks.gpu --help`. DINO_REFERENCE names a checkout of the reference.
-gpu: $(INSTALLED)  ## test and measure what needs a GPU, write docs/gpu.md (45 minutes)
+# Parts that are done are skipped; ARGS="--minutes 12" runs as many as fit; `python -m benchmarks.gpu --help`.
+# DINO_REFERENCE names a checkout of the reference.
+gpu: $(INSTALLED)  ## test and measure what needs a GPU, write docs/gpu.md (an hour)
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # Goes on where it was ended; `tests/mutants.py --help` lists the options.

@@ -45,6 +45,7 @@ from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.towers import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.training.compile import compile_networks
 from dino_sparo.weights.foreign import open_clip_settings, to_open_clip_names
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32
@@ -137,7 +138,8 @@ def their_step(
     groups = param_groups(dict(model.named_parameters()), weight_decay, (0.9, 0.98), 1e-6)
     optimizer, loss = torch.optim.AdamW(groups), open_clip.loss.ClipLoss(cache_labels=True)
     dtype = PRECISIONS[precision]
-    towers: Any = getattr(model, "towers", model)
+    whole: Any = getattr(model, "_orig_mod", model)  # of a compiled model
+    towers: Any = getattr(whole, "towers", whole)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     images = (batch.images.float() / 255 - mean) / std  # its loader's workers do this
     images = images.pin_memory() if device != "cpu" else images
@@ -190,12 +192,26 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
             theirs = their_step(their_model(training.network), training, batch, precision, args.device)
             loader = to_device(itertools.repeat(batch), training.updater.device)
             calls: dict[str, Callable[[], Any]] = {"OpenCLIP": theirs, "ours": partial(step_of, training, loader)}
+            if args.compile or (args.device != "cpu" and not args.quick and precision == precisions[-1]):
+                calls |= compiled_calls(sizes, readout, precision, batch, args)
             timings = interleave(calls, rounds, 0.0, args.device)
             section.tables[f"{readout}, {precision}: a step"] = rows_of(timings, sizes.batch, "")
     with tempfile.TemporaryDirectory() as folder:
         source = open_images(args.data_path, 2 if args.quick else args.images, Path(folder))
         measure_input(section, source, rounds)
     return section
+
+
+def compiled_calls(
+    sizes: Sizes, readout: str, precision: str, batch: PairBatch, args: argparse.Namespace
+) -> dict[str, Callable[[], Any]]:
+    """Both steps with compiled networks: OpenCLIP's as its `--torchcompile` does, ours as `--compile on` does."""
+    training = our_training(sizes, readout, precision, args)
+    model: Any = torch.compile(their_model(training.network).to(args.device))
+    theirs = their_step(model, training, batch, precision, args.device)
+    compile_networks(training)
+    loader = to_device(itertools.repeat(batch), training.updater.device)
+    return {"OpenCLIP, compiled": theirs, "ours, compiled": partial(step_of, training, loader)}
 
 
 def step_of(training: CLIPObjective, loader: Iterator[PairBatch]) -> Tensor:
@@ -243,6 +259,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=None, help="Pairs per step; by default 8 on a CPU, 256 on a GPU.")
     parser.add_argument("--rounds", type=int, default=5, help="How often everything is timed.")
     parser.add_argument("--readouts", nargs="+", default=["cls", "sparo"], choices=["cls", "sparo"], help="Which.")
+    parser.add_argument("--compile", action="store_true", help="Time compiled forms on a CPU too, which takes minutes.")
     parser.add_argument("--logits", default="fp32", choices=PRODUCTS, help="Precision of our products of features.")
     parser.add_argument(
         "--data_path", default=None, help="Folder of image files; by default scenes are written as JPEG files."

@@ -7,8 +7,13 @@ torchvision makes of PIL images. `deferred`: a core decodes and cuts, and gives 
 """
 
 import argparse
+import math
+import multiprocessing
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,12 +29,13 @@ from torchvision.transforms import functional as TF
 
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Check, Section, options, run
-from benchmarks.timing import Timings, interleave
+from benchmarks.timing import Spread, Timings, interleave
 from dino_sparo.data.augment import Distortions, channel_constant
+from dino_sparo.data.batch import collate_views
 from dino_sparo.data.crops import CropParameters, MultiCropAugmentation, apply_crop, cut_crop, sample_crop
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.data.loader import create_loader
+from dino_sparo.data.loader import create_loader, usable_cores
 from dino_sparo.data.samplers import EpochSampler, image_rng
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
@@ -38,6 +44,7 @@ from dino_sparo.data.sources import ImageSource, open_source
 DEFERRED_SPEEDUP, FINISHED_SPEEDUP, LEVELS_APART = 6.0, 1.2, 0.5
 CROPS: dict[str, Any] = {"global_crops_scale": (0.4, 1.0), "local_crops_scale": (0.05, 0.4), "local_crops_number": 8}
 WORKERS = 2
+CARD_IMAGES_PER_S = 1850.0  # of an H100, a recorded step of ViT-S/16 with SPARO at batch 64
 # Made where no images are given: the sides and the file size of a typical image of ImageNet.
 WIDTH, HEIGHT, JPEG_QUALITY, GRAIN = 500, 375, 90, 20.0
 
@@ -199,6 +206,75 @@ def time_loader(sets: dict[str, Any], workers: int, batch: int, rounds: int) -> 
     return interleave({name: partial(epoch, loader) for name, loader in loaders.items()}, rounds, 0.0)
 
 
+def stages_of(source: ImageSource, rounds: int, batch: int) -> dict[str, float]:
+    """One worker's processor seconds per image in each stage, the median of the rounds.
+
+    A call does the work of all stages up to its own, so a stage is the difference of two calls. Processor time leaves
+    out what other programs take, and waiting for a disk.
+    """
+    finished, deferred = (ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=on)) for on in (False, True))
+    images = range(len(source))
+    items = [deferred[index % len(source)] for index in range(batch)]
+    calls: dict[str, Callable[[], Any]] = {
+        "read": lambda: [Path(source.location(index)).read_bytes() for index in images],
+        "decode": lambda: [source.read(index) for index in images],
+        "crop and resize": lambda: [deferred[index] for index in images],
+        "distort": lambda: [finished[index] for index in images],
+        "collate": lambda: collate_views(items),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with one_thread():
+        for _ in range(rounds):
+            for name, call in calls.items():
+                begin = time.process_time()
+                call()
+                times[name].append(time.process_time() - begin)
+    medians = {name: Spread.of(values).median for name, values in times.items()}
+    collate = medians.pop("collate") / batch
+    whole = {name: seconds / len(source) for name, seconds in medians.items()}
+    before = dict(zip(whole, [0.0, *whole.values()], strict=False))
+    return {**{name: seconds - before[name] for name, seconds in whole.items()}, "collate": collate}
+
+
+def time_stages(source: ImageSource, workers: int, batch: int, rounds: int, device: str) -> list[dict[str, Any]]:
+    """Stages of the input with all workers busy at once: ms per image, and the part of a worker's time.
+
+    `distort` is a worker's work only without `--distort_on device`. The copy to a GPU is the main process' work.
+    """
+    if workers:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            reports = list(pool.map(stages_of, [source] * workers, [rounds] * workers, [batch] * workers))
+    else:
+        reports = [stages_of(source, rounds, batch)]
+    seconds = {name: Spread.of([report[name] for report in reports]).median for name in reports[0]}
+    whole = sum(value for name, value in seconds.items() if name != "distort")
+    rows: list[dict[str, Any]] = [
+        {"": name, "ms per image": 1e3 * value, "share": None if name == "distort" else value / whole}
+        for name, value in seconds.items()
+    ]
+    rows.append({"": "a worker that leaves distortions to the GPU", "ms per image": 1e3 * whole, "share": 1.0})
+    if device != "cpu":
+        dataset = ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=True))
+        loaded = collate_views([dataset[index % len(source)] for index in range(batch)])
+        calls: dict[str, Callable[[], Any]] = {
+            "page-locked memory": loaded.pin_memory,
+            "copy to the GPU": partial(loaded.pin_memory().to, device),
+        }
+        copies = interleave(calls, rounds, 0.2, device)
+        rows += [
+            {"": name, "ms per image": copies.time(name).median * 1e3 / batch, "share": None} for name in copies.seconds
+        ]
+    return rows
+
+
+def cores_for(rate: float, ms_per_image: float) -> str:
+    """How many cores one card needs, in words."""
+    return (
+        f"A card that takes {rate:,.0f} images/s needs {math.ceil(rate * ms_per_image / 1e3)} cores: {rate:,.0f} "
+        f"images/s x {ms_per_image:.3g} ms."
+    )
+
+
 def open_images(data_path: str | None, number: int, folder: Path) -> ImageSource:
     """`number` images, spread evenly over those of `data_path`, or made in `folder`."""
     if data_path is None:
@@ -234,7 +310,11 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         workers = 0 if args.quick else WORKERS
         loader = time_loader(sets, workers, batch, rounds)
         section.tables[f"DataLoader, {workers} workers, batch {batch}"] = rows_of(loader, images, "")
-        section.notes.append(bytes_per_image(sets))
+        busy = 0 if args.quick else usable_cores(os.environ)
+        stages = time_stages(source, busy, batch, rounds, args.device)
+        section.tables[f"Stages, {busy or 1} workers busy at once"] = stages
+        total = next(row["ms per image"] for row in stages if row["share"] == 1.0)
+        section.notes += [bytes_per_image(sets), cores_for(CARD_IMAGES_PER_S, total)]
     section.bars = bars(section, None if args.quick else core)
     return section
 

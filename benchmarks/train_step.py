@@ -14,10 +14,10 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,20 +35,22 @@ from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.loader import to_device
-from dino_sparo.dino.step import train_step
+from dino_sparo.dino.step import apply, compute, train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation.options import REFERENCE_BATCH
-from dino_sparo.distillation.step import crops_on_device, ema_update_
+from dino_sparo.distillation.step import compute_gradients, crops_on_device, ema_update_
 from dino_sparo.models.architectures import ARCHITECTURES
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule, gradient_norms
+from dino_sparo.training.recording import WARM_UP_CALLS
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
 # What a paper model of one H200 gives at batch 64, ms: every fusion that is possible, at the card's full rates.
 FLOOR_BATCH, FLOOR_MS = 64, {"cls": 13.5, "sparo": 12.7}
+COMPILED, RECORDED = "ours, {}, compiled", "ours, {}, compiled and recorded"
 STEPS = 10_000  # of the schedules; only the first few are taken
 
 
@@ -75,11 +77,13 @@ class Stepper:
     Attributes:
         step: takes one; returns the loss, on the device.
         parts: the same in parts: name -> what to call, in order.
+        halves: of our step: `compute`, which a GPU may record, and `apply`.
         networks: the student, then the teacher.
     """
 
     step: Callable[[], Tensor]
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    halves: dict[str, Callable[[], Any]] = field(default_factory=dict)
     networks: tuple[nn.Module, nn.Module] | None = None
 
 
@@ -105,13 +109,16 @@ def deferred_batch(sizes: Sizes, seed: int) -> Batch:
     return Batch(views, torch.full_like(number, -1), number, [], torch.tensor(drawn))
 
 
-def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> DINOObjective:
+def our_training(
+    sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float, cuda_graph: str = "off"
+) -> DINOObjective:
     """What main_dino.py trains with."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "global_crops_size": sizes.global_size,
         "local_crops_size": sizes.local_size, "local_crops_number": sizes.num_local, "out_dim": sizes.out_dim,
         "readout": readout, "precision": precision, "batch_size_per_gpu": sizes.batch,
-        "drop_path_rate": drop_path_rate, "epochs": 1, "warmup_epochs": 0, "freeze_last_layer": 0,
+        "drop_path_rate": drop_path_rate, "cuda_graph": cuda_graph, "epochs": 1, "warmup_epochs": 0,
+        "freeze_last_layer": 0,
         "data_path": f"scenes:{STEPS * sizes.batch}:{sizes.global_size}", "num_workers": 0,
     }  # fmt: skip
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
@@ -144,6 +151,12 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
         found["loss"] = training.loss(found["student"], found["teacher"], 0, update_center=False)
         return found["loss"]
 
+    def first_half() -> None:
+        training.begin_step()
+        call = partial(compute, training, 0)
+        key = float(training.loss.teacher_temp_schedule[0])
+        found["outputs"] = compute_gradients(training, call, [next(loader)], key)
+
     parts: dict[str, Callable[[], Any]] = {
         "crops": crops,
         "teacher forward": teacher,
@@ -154,8 +167,9 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
         "optimizer": training.updater.optimizer.step,
         "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
     }
+    halves = {"compute": first_half, "apply": lambda: apply(training, found["outputs"], 0, False)}
     networks = (training.network, training.teacher)
-    return Stepper(lambda: train_step(training, [next(loader)], 0).loss, parts, networks)
+    return Stepper(lambda: train_step(training, [next(loader)], 0).loss, parts, halves, networks)
 
 
 def compile_failure(training: DINOObjective, stepper: Stepper) -> str:
@@ -280,7 +294,7 @@ def reference_stepper(
             part()
         return found["loss"].detach()
 
-    return Stepper(step, parts, (student.module, teacher))
+    return Stepper(step, parts, networks=(student.module, teacher))
 
 
 def default_schedules(sizes: Sizes) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
@@ -353,23 +367,25 @@ def _measure_readout(
     sizes: Sizes,
     readout: str,
     args: argparse.Namespace,
-    steps: list[tuple[str, str, bool]],
+    steps: Sequence["Form"],
 ) -> Timings:
     """Times of all forms of one read-out; adds its tables."""
     finished = on_host(noise_batch(sizes, 1), args.device)
     batch = finished if args.device == "cpu" else on_host(deferred_batch(sizes, 1), args.device)
     steppers: dict[str, Stepper] = {}
-    rows, part_rows = [], []
+    rows, part_rows, half_rows = [], [], []
     with process_group(args.device) if reference is not None else contextlib.nullcontext():
         if reference is not None:
             networks = reference_networks(reference, sizes, readout, 0.1)
             steppers["reference"] = reference_stepper(reference, networks, sizes, finished, args.device)
-        for name, precision, compiles in steps:
-            training = our_training(sizes, readout, precision, args.device, 0.1)
+        for name, precision, compiles, cuda_graph in steps:
+            training = our_training(sizes, readout, precision, args.device, 0.1, cuda_graph)
             stepper = ours(training, batch)
             if compiles and (reason := compile_failure(training, stepper)):
                 section.notes.append(f"{readout}, {name}: left out. {reason}")
                 continue
+            for _ in range(WARM_UP_CALLS + 1 if cuda_graph == "on" else 0):  # the last call records
+                stepper.step()
             steppers[name] = stepper
         timings = interleave({name: s.step for name, s in steppers.items()}, args.rounds, 0.0, args.device)
         first = next(iter(steppers))
@@ -384,9 +400,13 @@ def _measure_readout(
                     time_of.median * 1e3 / (FLOOR_MS[readout] * sizes.batch / FLOOR_BATCH)
                 )
             rows.append(row)
-            part_rows.append({"form": name, **_time_parts(stepper, args.rounds, args.device)})
+            if "recorded" not in name:  # its parts do not exist apart
+                part_rows.append({"form": name, **_time_parts(stepper.parts, args.rounds, args.device)})
+            if stepper.halves:
+                half_rows.append({"form": name, **_time_parts(stepper.halves, args.rounds, args.device)})
     section.tables[f"{readout}: a step"] = rows
     section.tables[f"{readout}: its parts, ms, each waited for"] = part_rows
+    section.tables[f"{readout}: compute and apply, ms, each waited for"] = half_rows
     training = our_training(sizes, readout, "fp32", args.device, 0.1)
     with _memory_of_step(training) as memory:
         train_step(training, [batch], 0)
@@ -433,19 +453,30 @@ def _memory_of_step(training: DINOObjective) -> Iterator[dict[str, int]]:
     parts["sum"] = sum(parts.values())
 
 
-def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[tuple[str, str, bool]]:
-    """Names, precisions, and whether compiled."""
-    found = [(f"ours, {precision}", precision, False) for precision in precisions]
+class Form(NamedTuple):
+    """A form of our step."""
+
+    name: str
+    precision: str
+    compiles: bool = False
+    cuda_graph: str = "off"
+
+
+def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
+    """Precisions, compiled, and on a GPU recorded too."""
+    found = [Form(f"ours, {precision}", precision) for precision in precisions]
     if not (args.quick or args.no_compile) and (args.full or args.device != "cpu"):
-        found.append((f"ours, {precisions[-1]}, compiled", precisions[-1], True))
+        found.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
+        if args.device != "cpu":
+            found.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
     return found
 
 
-def _time_parts(stepper: Stepper, rounds: int, device: str) -> dict[str, float]:
+def _time_parts(parts: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
     """Medians, ms."""
-    times: dict[str, list[float]] = {name: [] for name in stepper.parts}
+    times: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(rounds):
-        for name, part in stepper.parts.items():
+        for name, part in parts.items():
             synchronize(device)
             begin = time.perf_counter()
             part()
@@ -455,27 +486,43 @@ def _time_parts(stepper: Stepper, rounds: int, device: str) -> dict[str, float]:
 
 
 def _add_bars(section: Section, timed: dict[str, Timings], args: argparse.Namespace) -> None:
-    eager, compiled = "ours, bf16", "ours, bf16, compiled"
-    cls = timed.get("cls")
+    """What a step has to reach; a quick run has no numbers to hold against the bars."""
+    eager, compiled, recorded = "ours, bf16", COMPILED.format("bf16"), RECORDED.format("bf16")
 
-    def ratio(slow: str, fast: str) -> float | None:
-        is_measured = not args.quick and cls is not None and {slow, fast} <= cls.seconds.keys()
-        return cls.ratio(slow, fast).median if is_measured and cls is not None else None
+    def ratio(readout: str, slow: str, fast: str) -> float | None:
+        timings = timed.get(readout)
+        is_measured = not args.quick and timings is not None and {slow, fast} <= timings.seconds.keys()
+        return timings.ratio(slow, fast).median if is_measured and timings is not None else None
+
+    def seconds(readout: str) -> float | None:
+        times = timed[readout].seconds.get(recorded) if readout in timed else None
+        return Spread.of(times).median if times and not args.quick else None
 
     if args.device == "cpu":
-        bar = "vanilla DINO on a CPU, fp32, times faster than the reference"
-        section.bars.append(Bar(bar, 1.2, ratio("reference", "ours, fp32")))
-        bar = "vanilla DINO on a CPU, bf16 and compiled, times faster than the reference in fp32"
-        section.bars.append(Bar(bar, 3.0, ratio("reference", compiled)))
+        bars = [
+            ("vanilla DINO on a CPU, fp32, times faster than the reference", 1.2, ("cls", "reference", "ours, fp32")),
+            (
+                "vanilla DINO on a CPU, bf16 and compiled, times faster than the reference in fp32",
+                3.0,
+                ("cls", "reference", compiled),
+            ),
+        ]
+        section.bars += [Bar(claim, wanted, ratio(*between)) for claim, wanted, between in bars]
         return
-    bar = "vanilla DINO, bf16 and compiled, times the images/s of the reference in its fp16, equal batches"
-    section.bars.append(Bar(bar, 2.5, ratio("reference", compiled)))
-    section.bars.append(Bar("vanilla DINO, bf16, compiled, times faster than eager", 1.3, ratio(eager, compiled)))
-    both = [timings.seconds.get(compiled) for timings in (timed.get("sparo"), cls) if timings is not None]
-    is_measured = not args.quick and len(both) == 2 and all(both)
-    share = Spread.of(both[0] or []).median / Spread.of(both[1] or []).median if is_measured else None
-    bar = "time of a step of DINO + SPARO over vanilla DINO's, bf16, compiled (5 % is noise)"
-    section.bars.append(Bar(bar, 1.05, share, at_most=True))
+    for readout in ("cls", "sparo"):
+        claim = f"{readout}, recorded, times the images/s of the reference in its fp16, equal batches"
+        section.bars.append(Bar(claim, 3.5, ratio(readout, "reference", recorded)))
+        claim = f"{readout}, recorded, times faster than compiled"
+        section.bars.append(Bar(claim, 1.5, ratio(readout, compiled, recorded)))
+    section.bars.append(Bar("cls, bf16, compiled, times faster than eager", 1.3, ratio("cls", eager, compiled)))
+    with_sparo, without = seconds("sparo"), seconds("cls")
+    batch = args.batch or FLOOR_BATCH
+    if batch == FLOOR_BATCH:
+        rate = batch / with_sparo if with_sparo else None
+        section.bars.append(Bar(f"sparo, recorded, images/s at batch {batch}", 1850, rate))
+    share = with_sparo / without if with_sparo and without else None
+    claim = "time of a recorded step of DINO + SPARO over vanilla DINO's"
+    section.bars.append(Bar(claim, 1.05, share, at_most=True))
 
 
 def get_args_parser() -> argparse.ArgumentParser:

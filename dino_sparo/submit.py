@@ -158,7 +158,7 @@ JOB: Group = {
     "timeout": Option(None, "The reference's name of --timeout_min.", positive_int),
     "partition": Option(None, "Partition; the cluster's default if not given.", str),
     "mem_gb_per_gpu": Option(None, "Main memory per GPU in GB.", positive_int),
-    "cpus_per_task": Option(10, "CPU cores per GPU; match --num_workers.", positive_int),
+    "cpus_per_task": Option(10, "CPU cores per GPU; --num_workers uses them.", positive_int),
     "account": Option(None, "Account to charge.", str),
     "qos": Option(None, "Quality of service.", str),
     "constraint": Option(None, "Features the nodes must have.", str),

@@ -166,6 +166,17 @@ def test_on_a_gpu_ours_begins_with_8_bit_crops_and_distorts_them_within_the_step
     assert next(iter(stepper.parts)) == "crops", "copying and distorting are a part of their own"
 
 
+def test_both_halves_of_a_step_are_the_whole_step() -> None:
+    losses = []
+    for in_halves in (False, True):
+        training = train_step.our_training(train_step.QUICK, "sparo", "fp32", "cpu", 0.0)
+        stepper = train_step.ours(training, train_step.noise_batch(train_step.QUICK, 1))
+        for call in stepper.halves.values() if in_halves else [stepper.step]:
+            call()
+        losses.append(stepper.step())
+    assert torch.equal(*losses)
+
+
 def test_only_the_others_code_runs_with_cudnns_search() -> None:
     during: list[bool] = []
     before = torch.backends.cudnn.benchmark

@@ -1,12 +1,15 @@
 """The recipes in configs/: each is read by its command, and its networks are built without memory."""
 
 import argparse
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
 from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.commands import COMMANDS
@@ -14,13 +17,19 @@ from dino_sparo.dino.options import fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import OCCLIPObjective
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.simdino.train import SimDINOObjective
+from dino_sparo.weights.checkpoint import load_checkpoint
 
 FOLDERS = Path(__file__).parents[1] / "configs", CLIP_PRESETS, OC_CLIP_PRESETS
 FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.yaml"))
 MILLIONS = {  # parameters of the encoder, of both of a CLIP
     "dino_vits16_imagenet": 21.7,
     "dino_sparo_vits16_imagenet": 21.5,
+    "dino_sparo_vits16_imagenet_phase1": 21.5,
+    "dino_sparo_vits16_imagenet_phase2": 21.5,
+    "dino_sparo_vits16_imagenet_80gb": 21.5,
+    "dino_sparo_100k_images_80gb": 21.5,
     "dino_sparo_vitb16_imagenet": 81.9,
     "dino_sparo_10k_images": 21.5,
     "dino_sparo_100k_images": 21.5,
@@ -87,6 +96,59 @@ def test_dino_with_sparo_on_imagenet_is_the_default_and_differs_from_dino_in_the
     as_lists = ({k: list(v) if isinstance(v, tuple) else v for k, v in vars(a).items()} for a in (sparo, defaults))
     assert next(as_lists) == next(as_lists)
     assert {name for name, value in vars(sparo).items() if value != vars(vanilla)[name]} == {"readout"}
+
+
+TINY = (
+    "--arch vit_micro --local_crops_number 1 --out_dim 33 --head_hidden_dim 16 --sparo_slots 3 --device cpu --epochs 1"
+)
+TINY += (
+    " --data_path scenes:6:224 --batch_size_per_gpu 2 --num_workers 0 --saveckp_freq 0 --precision fp32 --max_steps 2"
+)
+
+
+def test_the_second_phase_starts_from_the_first_and_the_schedules_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    phases, whole = (
+        [recipe(f"dino_sparo_vits16_imagenet_phase{phase}") for phase in (1, 2)],
+        recipe("dino_sparo_vits16_imagenet"),
+    )
+    assert sum(phase.epochs for phase in phases) == whole.epochs
+    done = phases[0].epochs / whole.epochs
+    for begin, end in (("weight_decay", "weight_decay_end"), ("momentum_teacher", None)):
+        last = 1.0 if end is None else getattr(whole, end)
+        value = last + (getattr(whole, begin) - last) * (1 + math.cos(math.pi * done)) / 2
+        assert getattr(phases[1], begin) == pytest.approx(value, abs=1e-3)
+    after_warmup = (phases[0].epochs - whole.warmup_epochs) / (whole.epochs - whole.warmup_epochs)
+    assert phases[1].lr == pytest.approx(whole.lr * (1 + math.cos(math.pi * after_warmup)) / 2, rel=0.02)
+    sizes = []
+    for phase in (1, 2):
+        words = ["--config", str(FOLDERS[0] / f"dino_sparo_vits16_imagenet_phase{phase}.yaml"), *TINY.split()]
+        words += ["--output_dir", str(tmp_path / str(phase)), "--warmup_epochs", "0", "--freeze_last_layer", "0"]
+        words += ["--init_from", str(tmp_path / "1" / "checkpoint.pth")] if phase == 2 else []
+        run_command("train", words)
+        weights = load_checkpoint(tmp_path / str(phase) / "checkpoint.pth")["student"]
+        sizes.append(weights["backbone.pos_embed"].shape[1])
+    assert sizes == [7 * 7 + 1, 14 * 14 + 1]
+    (start,) = [line for line in caplog.messages if line.startswith("start from")]
+    taken, trained = map(int, re.findall(r"optimizer: state of (\d+) of (\d+) weights", start)[0])
+    assert (taken, "heads and center: taken mlp, last_layer, center" in start) == (
+        trained - 1,
+        True,
+    )  # not the positions'
+
+
+def test_the_second_phase_alone_is_refused() -> None:
+    with pytest.raises(UserError, match="--init_optimizer true needs --init_from FILE"):
+        DINOObjective.check_options(recipe("dino_sparo_vits16_imagenet_phase2"))
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("dino_sparo_vits16_imagenet", 8), ("dino_sparo_100k_images", 1)])
+def test_a_recipe_for_80_gb_has_the_whole_batch_on_one_gpu_and_changes_nothing_else(name: str, gpus: int) -> None:
+    small, large = (vars(recipe(f"{name}{end}")) for end in ("", "_80gb"))
+    whole = gpus * small["batch_size_per_gpu"] * small["grad_accum_steps"]
+    assert large == {**small, "batch_size_per_gpu": whole, "grad_accum_steps": 1}
 
 
 def test_no_recipe_names_data_or_an_output_folder() -> None:

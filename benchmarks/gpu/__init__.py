@@ -1,7 +1,8 @@
 """What needs a GPU to be known, by one command, in parts that can be started again.
 
-    python -m benchmarks.gpu                                    # `make gpu`: 45 minutes on one GPU
+    python -m benchmarks.gpu                                    # `make gpu`: an hour on one GPU
     python -m benchmarks.gpu --reference ../dino                # the speeds beside the reference's
+    python -m benchmarks.gpu --minutes 12                       # the first parts that are not done
     python -m benchmarks.gpu --part losses profile               # these parts
     python -m benchmarks.gpu --device cpu --short               # do the parts work? No number of it counts
 
@@ -13,7 +14,9 @@ tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Pa
     objectives.py     options -> an objective and batches on a device
     steps.py          losses by device, precision and compilation; no synchronisation within a step
     one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing
-    runs.py           gpu tests, kill and resume, twice 500 steps of the recipe for ImageNet
+    recorded.py       recorded and unrecorded steps give equal weights
+    batches.py        time, memory and waiting at several batch sizes
+    runs.py           gpu tests, kill and resume, twice 300 steps of the recipe for ImageNet
     search.py         k-NN at ImageNet's size
     profile.py        where a step's time goes, and how far it is from the floor
 """

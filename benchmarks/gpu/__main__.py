@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -15,14 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.page import not_shown, page, put_between_marks, read_reports, status
-from dino_sparo.runtime.cli import Parser
+from benchmarks.gpu.page import claims, not_shown, page, put_between_marks, read_reports, status
+from dino_sparo.runtime.cli import Parser, positive_number
 from dino_sparo.runtime.files import git_hash
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600  # of a part
+NO_TIME = "no time left"
 
 
 class Part(NamedTuple):
@@ -39,22 +41,26 @@ class Part(NamedTuple):
     takes_reference: bool = False
 
 
+# In the order of their value: the recorded step, what never ran, what ran before.
 PARTS = {
-    "tests": Part("benchmarks.gpu.runs tests", 2),
-    "losses": Part("benchmarks.gpu.steps losses", 3),
-    "waiting": Part("benchmarks.gpu.steps waiting", 6),
-    "one_process": Part("benchmarks.gpu.one_process", 4),
-    "resume": Part("benchmarks.gpu.runs resume", 3),
+    "recorded": Part("benchmarks.gpu.recorded", 4),
+    "train_step": Part("benchmarks.train_step --rounds 15", 7, takes_reference=True),
+    "recipe_recorded": Part("benchmarks.gpu.runs recipe_recorded", 3),
     "recipe": Part("benchmarks.gpu.runs recipe", 3),
-    "search": Part("benchmarks.gpu.search", 2),
-    "train_step": Part("benchmarks.train_step --rounds 15", 6, takes_reference=True),
+    "resume": Part("benchmarks.gpu.runs resume", 3),
     "profile": Part("benchmarks.gpu.profile", 4),
-    "binding": Part("benchmarks.binding", 2),
-    "binding_bf16": Part("benchmarks.binding --precision bf16", 2),
-    "encoder": Part("benchmarks --only readout backbone", 2, takes_reference=True),
-    "clip": Part("benchmarks --only clip_step", 2),
-    "input": Part("benchmarks --only input_pipeline", 2, takes_reference=True),
+    "clip": Part("benchmarks --only clip_step", 4),
     "evaluation": Part("benchmarks --only knn linear", 2, takes_reference=True),
+    "encoder": Part("benchmarks --only readout backbone", 2, takes_reference=True),
+    "batches": Part("benchmarks.gpu.batches", 8),
+    "binding_bf16": Part("benchmarks.binding --precision bf16", 2),
+    "tests": Part("benchmarks.gpu.runs tests", 1),
+    "losses": Part("benchmarks.gpu.steps losses", 3),
+    "waiting": Part("benchmarks.gpu.steps waiting", 5),
+    "one_process": Part("benchmarks.gpu.one_process", 4),
+    "binding": Part("benchmarks.binding", 2),
+    "search": Part("benchmarks.gpu.search", 1),
+    "input": Part("benchmarks --only input_pipeline", 2, takes_reference=True),
 }
 
 
@@ -62,6 +68,13 @@ def get_args_parser() -> Parser:
     """The options."""
     parser = Parser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="Parts to run.")
+    parser.add_argument(
+        "--minutes",
+        type=positive_number,
+        default=None,
+        help="Start no part that is estimated to take longer than what is left of this time, and end what runs when "
+        "the time is up. The next start continues with the parts that are not done. By default there is no limit.",
+    )
     parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
     parser.add_argument(
         "--reference",
@@ -74,14 +87,18 @@ def get_args_parser() -> Parser:
     return parser
 
 
-def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a part, unless it is done; its report with how it ended and the seconds it took."""
+def run_part(name: str, args: argparse.Namespace, seconds_left: float = math.inf) -> dict[str, Any]:
+    """Run a part, unless it is done or there is no time for it; its report with its result and the seconds it took."""
     part, path = PARTS[name], args.output_dir / f"{name}.json"
     before = read_reports(args.output_dir, [name]).get(name, {})
     form = args.device + " short" * args.short
     if (before.get("result"), before.get("form")) == ("done", form) and not args.again:
         logger.info("%s: done before, skipped (--again runs it)", name)
         return before
+    if not args.short and 60 * part.minutes > seconds_left:
+        logger.info("%s: not started, %g minutes are left and it takes about %g", name, seconds_left / 60, part.minutes)
+        return {**before, "result": NO_TIME}
+    limit = min(LIMIT_S, seconds_left)
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", *part.words.split(), "--device", args.device, "--json", str(path)]
     command += ["--reference", args.reference] if part.takes_reference and args.reference else []
@@ -92,7 +109,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            exit_status = process.wait(LIMIT_S)
+            exit_status = process.wait(max(limit, 1))
         except subprocess.TimeoutExpired:
             exit_status = None
         except BaseException:
@@ -105,7 +122,7 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     report = json.loads(path.read_text()) if path.is_file() else {"sections": []}
     checks = [check for section in report["sections"] for check in section["checks"]]
     if exit_status is None:
-        result = f"ended after {LIMIT_S} s"
+        result = f"ended after {limit:.0f} s"
     elif not report["sections"]:
         result = f"failed, status {exit_status}, no report"
     elif not all(check["passed"] for check in checks):
@@ -134,15 +151,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("benchmarks.gpu: --device cpu takes hours at full size; add --short")
     args.output_dir = args.output_dir.resolve()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    results = {name: run_part(name, args)["result"] for name in args.part}
+    end = time.monotonic() + (60 * args.minutes if args.minutes else math.inf)
+    results = {name: run_part(name, args, end - time.monotonic())["result"] for name in args.part}
     reports = read_reports(args.output_dir, list(PARTS))
     text = page(reports, list(PARTS))
     (args.output_dir / "gpu.md").write_text(text + "\n", encoding="utf-8")
     if args.device == "cuda" and not args.short:
-        texts = {"status": status(reports), "not shown": not_shown(reports, list(PARTS)), "measured": text}
+        texts = {
+            "status": status(reports),
+            "claims": claims(reports),
+            "not shown": not_shown(reports, list(PARTS)),
+            "measured": text,
+        }
         put_between_marks(texts, ROOT / "docs" / "gpu.md")
     logger.info("%s", args.output_dir / "gpu.md")
-    failed = [f"{name} ({result})" for name, result in results.items() if result != "done"]
+    left = [name for name, result in results.items() if result == NO_TIME]
+    if left:
+        logger.info("no time for %s; the same command continues with them", ", ".join(left))
+    failed = [f"{name} ({result})" for name, result in results.items() if result not in ("done", NO_TIME)]
     if failed:
         raise SystemExit(f"benchmarks.gpu: {', '.join(failed)}; the logs are in {args.output_dir}")
 

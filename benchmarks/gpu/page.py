@@ -2,11 +2,93 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import table
 
 BEGIN, END = "<!-- make gpu: {} -->", "<!-- end -->"
+
+
+class Claim(NamedTuple):
+    """A claim about the recorded step.
+
+    Attributes:
+        claim: in words, for the page.
+        wanted: in words.
+        part: that measures it.
+        name: of the bar or the check in its report.
+    """
+
+    claim: str
+    wanted: str
+    part: str
+    name: str
+
+
+CLAIMS = [
+    *(
+        Claim(f"images/s against the reference's own loop, batch 64, `{readout}`", "at least 3.5x", "train_step", name)
+        for readout in ("cls", "sparo")
+        for name in [f"{readout}, recorded, times the images/s of the reference in its fp16, equal batches"]
+    ),
+    Claim("images/s, `sparo`, batch 64", "at least 1,850", "train_step", "sparo, recorded, images/s at batch 64"),
+    *(
+        Claim(f"recorded against compiled, `{readout}`", "at least 1.5x", "train_step", name)
+        for readout in ("cls", "sparo")
+        for name in [f"{readout}, recorded, times faster than compiled"]
+    ),
+    Claim(
+        "time of a step with `sparo` over `cls`",
+        "at most 1.05",
+        "train_step",
+        "time of a recorded step of DINO + SPARO over vanilla DINO's",
+    ),
+    *(
+        Claim(f"weights after 20 steps, recorded and not, {form}", "difference 0", "recorded", name)
+        for form in ("fp32", "fp32, stochastic depth")
+        for name in [f"{form}: weights after 20 steps, recorded and not"]
+    ),
+    Claim(
+        "losses of 20 steps, recorded and not, bf16",
+        "difference at most 1e-4",
+        "recorded",
+        "bf16: losses of 20 steps, recorded and not",
+    ),
+    Claim(
+        "a recorded run of 300 steps from JPEG files: share of the time that waits for data",
+        "reported",
+        "recipe_recorded",
+        "share of the time that waits for data",
+    ),
+]
+
+
+def claims(reports: dict[str, dict[str, Any]]) -> str:
+    """What the recorded step has to reach, and what was measured, on which GPU and at which commit."""
+    rows = []
+    for claim in CLAIMS:
+        report = reports.get(claim.part, {})
+        found = {
+            **{
+                check["claim"]: check["difference"]
+                for section in report.get("sections", [])
+                for check in section["checks"]
+            },
+            **{bar["claim"]: bar["found"] for section in report.get("sections", []) for bar in section["bars"]},
+        }
+        value = found.get(claim.name)
+        row = _part_row(claim.part, report or None)
+        rows.append(
+            {
+                "claim": claim.claim,
+                "wanted": claim.wanted,
+                "measured": "not run" if value is None else value,
+                "GPU": None if value is None else row["GPU"],
+                "commit": None if value is None else row["commit"],
+                "command": f'`make gpu ARGS="--part {claim.part}"`',
+            }
+        )
+    return table(rows)
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -65,7 +147,7 @@ def not_shown(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
 
 def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
     if report is None:
-        return {"part": name, "result": "not run", "checks": None, "s": None, "GPU": None}
+        return {"part": name, "result": "not run", "checks": None, "s": None, "GPU": None, "commit": None}
     checks = [check for section in report.get("sections", []) for check in section["checks"]]
     passed = sum(check["passed"] for check in checks)
     return {
@@ -74,6 +156,7 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
         "checks": f"{passed} of {len(checks)} passed",
         "s": report["seconds"],
         "GPU": report.get("hardware", {}).get("gpu", "unknown").split(",")[0],
+        "commit": str(report.get("commit", "unknown"))[:7],
     }
 
 

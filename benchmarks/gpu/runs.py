@@ -1,8 +1,9 @@
-"""Whole runs of `main_dino.py`: the gpu tests, kill and resume, and two epochs of 500 steps of the recipe for ImageNet.
+"""Whole runs of `main_dino.py`: the gpu tests, kill and resume, and two epochs of 300 steps of the recipe for ImageNet.
 
     python -m benchmarks.gpu.runs tests
     python -m benchmarks.gpu.runs resume
     python -m benchmarks.gpu.runs recipe
+    python -m benchmarks.gpu.runs recipe_recorded
 
 The recipe's images are JPEG files of ImageNet's size, drawn once and named again and again in a list, so that decoding
 and cropping cost what they cost in earnest.
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ STOPPED = 128 + signal.SIGTERM
 LOSS_APART = 0.1
 # Share of the time in which a step waits for the loader, whose start is a large part of so short an epoch.
 DATA_WAIT = 0.05
-RECIPE_STEPS, RECIPE_BATCH, RECIPE_FILES = 500, 64, 1024
+RECIPE_STEPS, RECIPE_BATCH, RECIPE_FILES = 300, 64, 1024
 
 
 def train(words: dict[str, object], log: Path) -> subprocess.Popen:
@@ -74,7 +77,7 @@ def measure_resume(section: Section, args: argparse.Namespace, folder: Path) -> 
     if args.quick:
         words |= {**SMALL["DINO"], "data_path": "scenes:120:32", "precision": "fp32", "num_workers": 0}
     else:
-        words |= {"data_path": "scenes:4096:256", "warmup_epochs": 1, "num_workers": min(os.cpu_count() or 1, 16)}
+        words |= {"data_path": "scenes:4096:256", "warmup_epochs": 1}
     whole = train({**words, "output_dir": folder / "whole"}, folder / "whole.log").wait()
     section.checks.append(Check("status of a whole run", whole, 0))
     for name, number, expected in (("SIGTERM", signal.SIGTERM, STOPPED), ("SIGKILL", signal.SIGKILL, -signal.SIGKILL)):
@@ -109,16 +112,29 @@ def resumed_checks(name: str, whole: list[dict[str, Any]], resumed: list[dict[st
     ]
 
 
-def measure_recipe(section: Section, args: argparse.Namespace, folder: Path) -> None:
+def write_list(folder: Path, number: int, files: int | None = None) -> Path:
+    """A list that names JPEG files again and again, `number` names in all; None: `RECIPE_FILES` files."""
+    images = folder / "images"
+    if not images.exists():
+        images.mkdir()
+        write_images(images, files or RECIPE_FILES)
+    names = sorted(map(str, images.glob("*.jpg")))
+    (folder / "images.txt").write_text("".join(f"{names[i % len(names)]}\n" for i in range(number)))
+    return folder / "images.txt"
+
+
+def measure_recipe(section: Section, args: argparse.Namespace, folder: Path, cuda_graph: str = "off") -> None:
     """The defaults of `main_dino.py` in bf16: an epoch in which workers start and networks warm up, one that counts."""
     steps, batch = (6, 4) if args.quick else (RECIPE_STEPS, RECIPE_BATCH)
-    files = folder / "images"
-    files.mkdir()
-    write_images(files, 8 if args.quick else RECIPE_FILES)
-    names = sorted(map(str, files.glob("*.jpg")))
-    (folder / "images.txt").write_text("".join(f"{names[i % len(names)]}\n" for i in range(steps * batch)))
-    words: dict[str, object] = {"num_workers": min(os.cpu_count() or 1, 16), **(SMALL["DINO"] if args.quick else {})}
-    words |= {"data_path": folder / "images.txt", "batch_size_per_gpu": batch, "max_steps": 2 * steps, "epochs": 100}
+    images = write_list(folder, steps * batch, 8 if args.quick else None)
+    words: dict[str, object] = dict(SMALL["DINO"]) if args.quick else {}
+    words |= {
+        "cuda_graph": cuda_graph,
+        "data_path": images,
+        "batch_size_per_gpu": batch,
+        "max_steps": 2 * steps,
+        "epochs": 100,
+    }
     words |= {"device": args.device, "precision": "bf16", "output_dir": folder / "recipe", "warmup_epochs": 10}
     status = train(words, folder / "recipe.log").wait()
     text = (folder / "recipe.log").read_text()
@@ -151,11 +167,17 @@ def late_recompilations(log: str) -> float:
     return float(log.count("Recompiling function", first)) if first >= 0 else math.nan
 
 
-MEASURES = {"tests": measure_tests, "resume": measure_resume, "recipe": measure_recipe}
+MEASURES: dict[str, Callable[[Section, argparse.Namespace, Path], None]] = {
+    "tests": measure_tests,
+    "resume": measure_resume,
+    "recipe": measure_recipe,
+    "recipe_recorded": partial(measure_recipe, cuda_graph="on"),
+}
 TITLES = {
     "tests": "Tests that need a GPU",
     "resume": "Kill and resume",
-    "recipe": "The recipe for ImageNet, twice 500 steps",
+    "recipe": "The recipe for ImageNet, twice 300 steps",
+    "recipe_recorded": "The recipe for ImageNet with --cuda_graph on, twice 300 steps",
 }
 
 
@@ -175,7 +197,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
 
 def main(argv: list[str] | None = None) -> Section:
     """Parse the options, measure, print."""
-    return run(measure, options("Whole runs: gpu tests, kill and resume, 500 steps of the recipe.", MEASURES), argv)
+    return run(measure, options("Whole runs: gpu tests, kill and resume, 300 steps of the recipe.", MEASURES), argv)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import functools
 import logging
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from dino_sparo.data.batch import D, collate_views
 _logger = logging.getLogger(__name__)
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
+CGROUP = Path("/sys/fs/cgroup")  # the container's own
 START_METHOD = "fork" if sys.platform == "linux" else None  # of a worker; None: Python's default, which differs
 
 
@@ -30,9 +33,9 @@ def create_loader(
 ) -> DataLoader:
     """A loader of batches; iterate it once per epoch, after `sampler.set_epoch`.
 
-    Workers live as long as the loader, those of a stream for one epoch. More workers than processors only take memory,
-    so their number is capped. On Linux they are forked: they share the source's names with this process, and need not
-    import torch again.
+    Workers live as long as the loader, those of a stream for one epoch. More workers than `usable_cores` only take
+    memory, so their number is capped. On Linux they are forked: they share the source's names with this process, and
+    need not import torch again.
 
     Args:
         dataset: the images, the pairs, or a stream of whole batches.
@@ -61,10 +64,34 @@ def create_loader(
 
 def _as_many_as_cores(num_workers: int) -> int:
     """At most one loading process for each core that this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores(os.environ)
     if num_workers > usable:
         _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
     return min(num_workers, usable)
+
+
+def usable_cores(environ: Mapping[str, str]) -> int:
+    """Cores for this process alone.
+
+    The limits are the affinity, the quota of the container (cgroup) and Slurm's cores per task. The processes that
+    torchrun started on a node share its cores; a task of Slurm has cores of its own.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, int(environ.get("SLURM_CPUS_PER_TASK") or cores), _quota_of_cgroup() or cores)
+    return max(cores // int(environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+
+
+def _quota_of_cgroup() -> int | None:
+    """Cores that a container may use, rounded up; None without a limit. The files are those of cgroup v2, then v1."""
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
+        try:
+            quota, *period = (CGROUP / name).read_text().split()
+            period = period or (CGROUP / name).with_name("cpu.cfs_period_us").read_text().split()
+        except (OSError, ValueError):
+            continue
+        if quota not in ("max", "-1"):
+            return math.ceil(int(quota) / int(period[0]))
+    return None
 
 
 def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:

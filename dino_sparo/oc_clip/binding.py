@@ -19,7 +19,8 @@ from dino_sparo.runtime.faults import UserError
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
 DEFAULT_CHUNK_MB = 256.0
-KEPT_SHARE = 1 / 32  # of `chunk_mb`: smaller batches are not computed twice
+# Of `chunk_mb`: smaller batches are not computed twice. The second share is for padded captions, as launches are dear.
+KEPT_SHARE, KEPT_SHARE_PADDED = 1 / 32, 1 / 8
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
 
 
@@ -196,7 +197,7 @@ class Binding(nn.Module):
 
         Returns:
             The groups, and whether the backward pass should compute each again to save memory. Chunks that are small
-            together (`KEPT_SHARE` of one) stay in memory, which is faster.
+            together (`KEPT_SHARE` of one, `KEPT_SHARE_PADDED` if they are padded) stay in memory, which is faster.
         """
         widest = max(self.num_patches, self.dim)
         # Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows.
@@ -212,7 +213,7 @@ class Binding(nn.Module):
             else:
                 chunks.append([text])
                 largest = numbers[text]
-        return chunks, sum(numbers) > KEPT_SHARE * budget
+        return chunks, sum(numbers) > (KEPT_SHARE_PADDED if pads else KEPT_SHARE) * budget
 
     def chunk_slots(
         self, queries: Float[Tensor, "U E dim"], patches: BoundPatches, mask: Bool[Tensor, "U E"] | None = None

@@ -94,26 +94,27 @@ class Scoring(nn.Module):
         """f of every relation in every image, of padding too."""
         with torch.autocast(slots.device.type, enabled=False):
             relations, slots = self._cast(relations), self._cast(slots)
+            rows = torch.arange(len(relations), device=relations.device)[:, None]
+            # The backward pass of indexing is deterministic on every device; the one of `gather` is not. It sorts, so
+            # both ends are indexed at once.
+            ends = slots[:, rows, torch.cat([subjects, objects], dim=1)].chunk(2, dim=2)  # 2 (B, U, R, dim)
             if self.joint is not None:
-                return _cosine(relations, self._projected(self.joint, relations, (subjects, objects), slots))
-            subject = self._projected(self.subject, relations, (subjects,), slots)
-            return _cosine(relations, subject + self._projected(self.object, relations, (objects,), slots))
+                return _cosine(relations, self._projected(self.joint, relations, ends))
+            subject, object_ = (
+                self._projected(mlp, relations, [end])
+                for mlp, end in zip((self.subject, self.object), ends, strict=True)
+            )
+            return _cosine(relations, subject + object_)
 
     def _projected(
-        self,
-        mlp: Any,
-        relations: Float[Tensor, "U R rel_dim"],
-        ends: Sequence[Int[Tensor, "U R"]],
-        slots: Float[Tensor, "B U E dim"],
+        self, mlp: Any, relations: Float[Tensor, "U R rel_dim"], ends: Sequence[Float[Tensor, "B U R dim"]]
     ) -> Float[Tensor, "B U R rel_dim"]:
-        """MLP of [r; S] or [r; S; S], S the slots that `ends` point to."""
+        """MLP of [r; S] or [r; S; S], S the slots of the relations' ends."""
         first, activation, last = mlp.children()
         relation_weight, *slot_weights = first.weight.split([self.rel_dim, *[self.dim] * len(ends)], dim=1)
         hidden = F.linear(relations, relation_weight, first.bias)
-        rows = torch.arange(len(relations), device=relations.device)[:, None]
         for end, weight in zip(ends, slot_weights, strict=True):
-            # The backward pass of indexing is deterministic on every device; the one of `gather` is not.
-            hidden = F.linear(slots[:, rows, end], weight) + hidden  # (B, U, R, rel_dim)
+            hidden = F.linear(end, weight) + hidden  # (B, U, R, rel_dim)
         projected: Tensor = last(activation(hidden))
         return projected
 
@@ -149,21 +150,27 @@ def score_all_pairs(
     """
 
     def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
+        def of_chunk(tensor: Tensor) -> Tensor:
+            return tensor if is_whole else tensor[index]
+
         with torch.autocast(keys.device.type, enabled=False):
-            entities, mask = graphs.entities[index, :width], graphs.entity_mask[index, :width]
-            slots = binding.chunk_slots(queries[index, :width], patches, mask if pads else None)
+            entities, mask = (of_chunk(tensor)[:, :width] for tensor in (graphs.entities, graphs.entity_mask))
+            slots = binding.chunk_slots(of_chunk(queries)[:, :width], patches, mask if pads else None)
             chosen = index[rows], columns
             relations = graphs.relations[chosen][None]
             subjects, objects = (ends[chosen][None] + rows * width for ends in (graphs.subjects, graphs.objects))
             scores = scoring.relation_scores(relations, subjects, objects, slots.flatten(1, 2)[:, None])
             fits = scores.new_zeros(*slots.shape[:2], graphs.relations.shape[1])
             fits[:, rows, columns] = scores[:, 0]
-            return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
+            return scoring.combined(entities, mask, slots, fits, of_chunk(graphs.relation_mask).sum(dim=-1))
 
     with torch.autocast(keys.device.type, enabled=False):
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
     pads = binding.training and keys.device.type in binding.pads_on
     chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys), pads)
+    # The captions of a single padded chunk keep their order: the backward pass of indexing sorts, in many launches.
+    is_whole = pads and len(chunks) == 1
+    chunks = [sorted(chunks[0])] if is_whole else chunks
     score: Callable[..., Tensor] = score_chunk
     if is_large and binding.training and torch.is_grad_enabled():
         score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
@@ -175,10 +182,10 @@ def score_all_pairs(
         numbers += texts, rows, columns
     original, *indices = _on_device(numbers, keys.device)
     parts = [
-        score(index, graphs.entity_counts[texts[-1]], rows, columns, patches)
+        score(index, max(graphs.entity_counts[text] for text in texts), rows, columns, patches)
         for texts, index, rows, columns in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True)
     ]
-    return torch.cat(parts, dim=1)[:, original]
+    return parts[0] if is_whole else torch.cat(parts, dim=1)[:, original]
 
 
 def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, " _"], ...]:

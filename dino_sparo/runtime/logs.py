@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # Attributes of records: it goes to run.log and not to the terminal; its message has several lines on purpose.
 FILE_ONLY, HAS_LINES = "file_only", "has_lines"
 PROGRESS_SECONDS = 30.0  # between two lines about a long loop when the output is no terminal
+WAIT_REMEDY = " (give more cores and --num_workers, or smaller files)"
 STEP_LINE_SECONDS = 10.0  # between two progress lines of training
 
 T = TypeVar("T")
@@ -202,7 +203,7 @@ class EpochClock:
             loss.item(),
             f"{rate:.0f}" if (rate := speed["images_per_s"]) >= 9.5 else f"{rate:.2g}",
             100 * speed["data_wait"],
-            " (give more --num_workers)" if self.device.type == "cuda" and speed["data_wait"] > 0.1 else "",
+            WAIT_REMEDY if self.device.type == "cuda" and speed["data_wait"] > 0.1 else "",
             timedelta(seconds=round(left)),
             peak_memory(self.device) / 2**30,
         )

@@ -6,7 +6,9 @@ PRECISIONS = ("bf16", "fp16", "fp32", "tf32")  # the keys of `precision.PRECISIO
 DEVICE_OPTION = Option("auto", "auto (cuda if there is a GPU, else cpu), cpu, cuda or cuda:N.", str)
 DEVICE: Group = {
     "device": DEVICE_OPTION,
-    "num_workers": Option(10, "Processes that load images, per GPU; about one per core."),
+    "num_workers": Option(
+        32, "Processes that load images, per GPU; at most one for each core that the process may use."
+    ),
     "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm.", str),
     "dist_timeout_min": Option(
         10.0, "Minutes that a process waits for others, or images, before the run ends.", positive_number

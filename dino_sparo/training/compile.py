@@ -22,6 +22,11 @@ class CompileError(MendableError):
     """torch.compile failed."""
 
 
+def is_compiled(choice: str, device: torch.device) -> bool:
+    """Whether `--compile CHOICE` compiles on this device; `auto`: on GPUs."""
+    return choice == "on" or (choice == "auto" and device.type == "cuda")
+
+
 def compile_networks(objective: Objective[Any]) -> None:
     """Compile for the shapes of the first step; a later change of shapes is an error."""
     modules = objective.compiled_modules

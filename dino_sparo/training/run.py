@@ -23,7 +23,7 @@ from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
 from dino_sparo.runtime.trackers import TrackedRun
 from dino_sparo.runtime.watchdog import Watchdog
-from dino_sparo.training.compile import compile_failures_named, compile_networks
+from dino_sparo.training.compile import compile_failures_named, compile_networks, is_compiled
 from dino_sparo.training.loop import train_one_epoch
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.options import check_run
@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         filled_in = objective_class.fill_in_defaults(args)
         log_options(vars(args), {**defaults, **filled_in})
         objective = objective_class(args, process)
-        if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
+        if is_compiled(args.compile, process.device):
             compile_networks(objective)
         checkpoints = CheckpointFolder(folder, args.keep_checkpoints)
         agreement = Agreement(signals, args.saveckp_minutes, process.device)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 from dino_sparo.data import dataset as data_set
-from dino_sparo.data import ranks
+from dino_sparo.data import loader, ranks
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
@@ -294,11 +295,37 @@ def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
 def test_workers_are_capped_at_the_processors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
+    monkeypatch.setattr(loader, "usable_cores", lambda environ: 2)
     with caplog.at_level(logging.INFO):
-        loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
-    assert loader.num_workers == 2
+        capped = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
+    assert capped.num_workers == 2
     assert "num_workers: 2 instead of 10" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "cores"),
+    [
+        ({}, {}, 12),
+        ({}, {"cpu.max": "max 100000"}, 12),
+        ({}, {"cpu.max": "350000 100000"}, 4),
+        ({}, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 12),
+        ({}, {"cpu/cpu.cfs_quota_us": "500000", "cpu/cpu.cfs_period_us": "100000"}, 5),
+        ({"LOCAL_WORLD_SIZE": "5"}, {}, 2),
+        ({"LOCAL_WORLD_SIZE": "13"}, {}, 1),
+        ({"SLURM_CPUS_PER_TASK": "8", "LOCAL_WORLD_SIZE": "2"}, {"cpu.max": "1000000 100000"}, 4),
+        ({"SLURM_CPUS_PER_TASK": "40"}, {}, 12),
+    ],
+)
+def test_usable_cores_follow_affinity_container_slurm_and_the_processes_of_the_node(
+    environ: dict[str, str], files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: a container of two cores on a large node got ten loading processes for each of eight GPUs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(loader, "CGROUP", tmp_path)
+    assert loader.usable_cores(environ) == cores
 
 
 @pytest.mark.gpu

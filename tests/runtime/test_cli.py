@@ -75,7 +75,7 @@ REFERENCE: dict[str, Any] = {
     "output_dir": ".",
     "saveckp_freq": 20,
     "seed": 0,
-    "num_workers": 10,
+    "num_workers": 32,
     "dist_url": "env://",
     "local_rank": 0,
 }

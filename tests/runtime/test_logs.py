@@ -435,7 +435,7 @@ def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Ca
 
 
 def test_on_a_gpu_only_the_time_in_which_it_had_nothing_to_do_counts_as_waiting(
-    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+    clock: Callable[[float], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: a wait for data counted even while the GPU was busy with the step before."""
     queue = {"done": 0.0}  # when the device will have computed all that it was given
@@ -463,6 +463,7 @@ def test_on_a_gpu_only_the_time_in_which_it_had_nothing_to_do_counts_as_waiting(
             yield 0
 
     epoch, batches = EpochClock(4, 4, torch.device("cuda")), loader()
+    caplog.set_level(logging.INFO)
     for step, computes in enumerate((3.0, 3.0, 3.0, 20.0), start=1):
         epoch.fetch(batches, 1)
         queue["done"] = max(time.monotonic(), queue["done"]) + computes
@@ -470,6 +471,7 @@ def test_on_a_gpu_only_the_time_in_which_it_had_nothing_to_do_counts_as_waiting(
     # 4 s before the first step; none at the second, which came early; then 5 s less the 2 + 3 s that were left to
     # compute; 3 s less 3 s.
     assert epoch.speed()["data_wait"] == pytest.approx(4 / 13)
+    assert "data wait 40 % (give more cores and --num_workers, or smaller files)  ETA" in caplog.messages[-1]
 
 
 def test_the_progress_line_of_training_is_sparse_and_counts_within_the_epoch(

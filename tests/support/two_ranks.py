@@ -23,6 +23,8 @@ class TwoRanks:
     They are no daemons, which a command that ends would kill.
     """
 
+    size = 2
+
     def __init__(self) -> None:
         self.ranks: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
@@ -49,9 +51,9 @@ class TwoRanks:
         from runs import context  # a server that has imported everything; not above, where no hook checks shapes yet
 
         self.folder = TemporaryDirectory()
-        for rank in range(2):
+        for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, f"{self.folder.name}/rendezvous"))
+            process = context.Process(target=_serve, args=(there, rank, self.size, f"{self.folder.name}/rendezvous"))
             process.start()
             there.close()
             self.ranks.append((process, here))
@@ -66,13 +68,19 @@ class TwoRanks:
         self.ranks = []
 
 
-def _serve(connection: Connection, rank: int, rendezvous: str) -> None:
+class ThreeRanks(TwoRanks):
+    """Three processes: their sums depend on the order of the ranks, those of two do not."""
+
+    size = 3
+
+
+def _serve(connection: Connection, rank: int, size: int, rendezvous: str) -> None:
     import torch
 
     from dino_sparo.runtime.launch import init_distributed
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     init_distributed("cpu", f"file://{rendezvous}", TIMEOUT_MIN)
     while True:
         try:

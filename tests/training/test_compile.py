@@ -12,6 +12,7 @@ from runs import FAULT, PATIENCE, Ranks, assert_same_run, options
 from torch import nn
 
 from benchmarks.gpu import objectives
+from dino_sparo.commands import COMMANDS
 from dino_sparo.data.augment import NUM_PARAMETERS
 from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
@@ -21,7 +22,7 @@ from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
-from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
+from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks, is_compiled
 
 CPU = torch.device("cpu")
 
@@ -140,6 +141,28 @@ def test_micro_batches_compile_nothing_after_the_first_step(name: str, monkeypat
     built.step()
     assert before["unique_graphs"] > 0
     assert dict(torch._dynamo.utils.counters["stats"]) == before
+
+
+@pytest.mark.parametrize("command", ["train", "train-simdino", "train-clip", "train-oc-clip"])
+@pytest.mark.parametrize(
+    ("choice", "device", "compiles"),
+    [
+        ("auto", "cuda", True),
+        ("auto", "cpu", False),
+        ("on", "cpu", True),
+        ("on", "cuda", True),
+        ("off", "cuda", False),
+        (None, "cuda", True),
+        (None, "cpu", False),
+    ],
+)
+def test_every_training_compiles_by_default_on_a_gpu_alone(
+    command: str, choice: str | None, device: str, compiles: bool
+) -> None:
+    parser = COMMANDS[command].parser
+    assert parser is not None
+    args = parser().parse_args([] if choice is None else ["--compile", choice])
+    assert is_compiled(args.compile, torch.device(device)) == compiles
 
 
 def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(

@@ -10,7 +10,7 @@ from objectives import no_data
 from runs import options, small_options, train_small
 from timm_models import FAMILIES
 from torch import Tensor, nn
-from two_ranks import TwoRanks
+from two_ranks import ThreeRanks, TwoRanks
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.dino import options as dino_options
@@ -107,7 +107,7 @@ def test_a_recorded_run_is_bit_identical_to_another(
 
 
 def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
-    words = options(Path("unused"), batch_size_per_gpu=6 // size, precision="fp32", drop_path_rate=0)
+    words = options(Path("unused"), batch_size_per_gpu=6 // size, precision="fp32", drop_path_rate=0, optimizer="sgd")
     args = dino_options.get_args_parser().parse_args(words)
     dino_options.fill_in_defaults(args)
     with pytest.MonkeyPatch.context() as patch:
@@ -150,6 +150,26 @@ def test_the_flat_exchange_and_ddp_give_the_gradients_and_the_center_of_one_proc
         for own, other, expected in zip(gradients, ddp_gradients, whole[0], strict=True):
             assert torch.equal(own, other)
             torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-6)
+
+
+def whole_step_in_double(is_recorded: bool) -> tuple[list[Tensor], Tensor]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return whole_step(is_recorded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_flat_exchange_and_ddp_of_three_ranks_give_the_gradients_and_the_center_of_one_process() -> None:
+    whole, three_ranks = whole_step_in_double(is_recorded=False), ThreeRanks()
+    try:
+        flat, ddp = (three_ranks(whole_step_in_double, is_recorded) for is_recorded in (True, False))
+    finally:
+        three_ranks.end()
+    for gradients, center in (*flat, *ddp):
+        assert gradients[0].dtype == torch.float64
+        torch.testing.assert_close(gradients, whole[0], rtol=0, atol=5e-10)
+        torch.testing.assert_close(center, whole[1], rtol=1e-6, atol=0)  # sums of logits are fp32
 
 
 def test_a_process_alone_exchanges_nothing() -> None:
