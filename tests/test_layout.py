@@ -108,7 +108,7 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     path = tmp_path / "dino_sparo" / "evaluation" / "knn.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "import torch, dino_sparo.distillation.head\n"
+        "import torch, dino_sparo.dino.head\n"
         "from dino_sparo import clip\n"
         "from dino_sparo.dino.teacher import ema_update_\n"
         "def late():\n    from ..encoder import Encoder\n    from .features import extract\n"

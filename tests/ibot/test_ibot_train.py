@@ -54,7 +54,7 @@ def test_a_masked_patch_is_not_seen_and_the_mask_token_learns(arch: str) -> None
 def test_a_backbone_without_patches_is_refused_with_the_reason(
     arch: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes = {"patch_size": 32, "global_crops_size": 64, "local_crops_size": 32}
+    sizes = {"patch_size": 32, "global_crops_size": 64, "local_crops_size": 32, "readout": "gap"}
     with pytest.raises(SystemExit):
         run("train-ibot", small_options(tmp_path, "train-ibot", **{**TIMM, **sizes, "arch": arch}))
     assert "has stages, which mix neighbouring patches, so patches cannot be masked; choose" in caplog.text
