@@ -81,21 +81,28 @@ def test_released_weights_start_a_training_whose_first_epoch_is_of_the_heads_alo
 
 
 @pytest.mark.slow
-def test_the_command_for_dinov3_reaches_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("vit_small_patch16_dinov3", []), ("vit_small_patch14_dinov2", ["--local_crops_size", "98"])],
+)
+def test_the_commands_for_dinov3_and_dinov2_reach_their_first_step(
+    name: str, sizes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With random weights of the released shape, and all defaults but the batch."""
     torch.manual_seed(0)
-    released = timm.create_model("vit_small_patch16_dinov3", num_classes=0).state_dict()
+    released = timm.create_model(name, num_classes=0).state_dict()
     monkeypatch.setattr("dino_sparo.weights.initialize.pretrained_weights", lambda *_: released)
-    words = ["--arch", "timm/vit_small_patch16_dinov3", "--pretrained", "true", "--data_path", "scenes:4:64"]
+    words = ["--arch", f"timm/{name}", "--pretrained", "true", "--data_path", "scenes:4:64"]
     words += ["--output_dir", str(tmp_path), "--batch_size_per_gpu", "2", "--max_steps", "1", "--num_workers", "0"]
-    run("train-ibot", [*words, "--device", "cpu", "--out_dim", "64", "--local_crops_number", "2"])
+    words += ["--device", "cpu", "--readout", "cls", "--out_dim", "64", "--local_crops_number", "2", *sizes]
+    run("train-ibot", words)
     checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
     assert checkpoint["step"] == 1
     args = checkpoint["args"]
     assert (args["lr"], args["freeze_backbone_epochs"], args["layer_decay"]) == (0.0001, 1, 0.9)
-    name = "blocks.0.attn.qkv.weight"
-    assert torch.equal(checkpoint["student"][f"backbone.model.{name}"], released[name])
-    assert load_encoder(tmp_path / "checkpoint.pth")(torch.zeros(1, 3, 32, 32)).isfinite().all()
+    weight = "blocks.11.attn.qkv.weight"
+    assert torch.equal(checkpoint["student"][f"backbone.model.{weight}"], released[weight])
+    assert load_encoder(tmp_path / "checkpoint.pth")(torch.zeros(1, 3, 224, 224)).isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1, 2])
