@@ -108,7 +108,7 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     path = tmp_path / "dino_sparo" / "evaluation" / "knn.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        "import torch, dino_sparo.distillation.head\n"
+        "import torch, dino_sparo.dino.head\n"
         "from dino_sparo import clip\n"
         "from dino_sparo.dino.teacher import ema_update_\n"
         "def late():\n    from ..encoder import Encoder\n    from .features import extract\n"
@@ -163,6 +163,7 @@ def imported_files(name: str) -> set[str]:
 STEP_FILES = (
     *("dino/step.py", "clip/loss.py"),
     *("simdino/loss.py", "simdino/train.py"),
+    *("ibot/head.py", "ibot/loss.py", "ibot/step.py"),
     *(f"distillation/{name}.py" for name in ("head", "koleo", "loss", "network", "step")),
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
@@ -205,7 +206,7 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
-    *("simdino/loss",),
+    *("simdino/loss", "ibot/head", "ibot/loss", "ibot/mask", "ibot/step"),
     *("dino/step", "clip/model", "clip/loss"),
     *(f"distillation/{name}" for name in ("head", "koleo", "loss", "network", "step")),
     *(

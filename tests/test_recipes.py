@@ -15,6 +15,8 @@ from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.commands import COMMANDS
 from dino_sparo.dino.options import fill_in_defaults
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.ibot import options as ibot_options
+from dino_sparo.ibot.train import IBOTObjective
 from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.faults import UserError
@@ -35,6 +37,7 @@ MILLIONS = {  # parameters of the encoder, of both of a CLIP
     "dino_sparo_100k_images": 21.5,
 }
 SIMDINO = "simdino_vitb16_imagenet"
+IBOT = "ibot_dinov3_vits16_own_images"
 PRESETS = {  # smallest number of parameters of the whole model
     **{"cc3m": 1e8, "cc12m": 1e8, "cc15m": 1e8, "laion400m": 1e8},
     **{"oc-coco": 1e8, "oc-cc12m": 8e7, "oc-scenes": 1e6},
@@ -85,8 +88,16 @@ def test_the_recipe_of_simdino_is_the_authors_command_and_its_networks_can_be_bu
     assert sum(parameter.numel() for parameter in network.encoder.parameters()) == pytest.approx(85.8e6, abs=1e5)
 
 
+def test_the_recipe_of_ibot_states_the_defaults_for_released_weights() -> None:
+    args, defaults = recipe(IBOT), options_of("train-ibot", "--pretrained", "true", "--epochs", "30")
+    ibot_options.fill_in_defaults(defaults)
+    for name in ("lr", "freeze_backbone_epochs", "layer_decay"):
+        assert getattr(args, name) == getattr(defaults, name)
+    IBOTObjective.check_options(args)
+
+
 def test_every_recipe_is_among_these() -> None:
-    assert {file.stem for file in FILES} == MILLIONS.keys() | PRESETS.keys() | {SIMDINO}
+    assert {file.stem for file in FILES} == MILLIONS.keys() | PRESETS.keys() | {SIMDINO, IBOT}
 
 
 def test_dino_with_sparo_on_imagenet_is_the_default_and_differs_from_dino_in_the_readout_alone() -> None:

@@ -32,6 +32,7 @@ EVALUATED = "scenes:40:32"
 STEP_PARTS = {  # of each training
     "train": "dino_sparo.distillation.loss.DINOLoss.forward",
     "train-simdino": "dino_sparo.simdino.loss.SimDINOLoss.forward",
+    "train-ibot": "dino_sparo.ibot.loss.PatchLoss.forward",
     "train-clip": "dino_sparo.clip.train.clip_loss",
     "train-oc-clip": "dino_sparo.oc_clip.train.contrastive_loss",
 }

@@ -18,17 +18,17 @@ from dino_sparo.runtime.faults import UserError
 
 
 class Outputs(NamedTuple):
-    """What student or teacher make of the crops.
+    """Logits, encodings and tokens of student or teacher.
 
     Attributes:
         logits: (S*B, K), of the crops, crop by crop.
-        patch_logits: (M, K), of the chosen patches; K may differ from that of the crops.
+        patch_logits: (chosen, K), of the chosen patches; K may differ from that of the crops.
         encodings: (S*B, L*V), of the crops.
         tokens: (T*B, N, D), patches of the global crops.
     """
 
     logits: Float[Tensor, "SB K"]
-    patch_logits: Float[Tensor, "M _"]
+    patch_logits: Float[Tensor, "chosen _"]
     encodings: Float[Tensor, "SB _"]
     tokens: Float[Tensor, "TB N D"]
 
@@ -77,7 +77,7 @@ class IBOTNetwork(EncoderWithHead):
     def forward(  # type: ignore[override]
         self,
         crops: Sequence[Float[Tensor, "B C _ _"]],
-        patches: Int64[Tensor, " M"],
+        patches: Int64[Tensor, " chosen"],
         masked: Bool[Tensor, "TB N"] | None = None,
     ) -> Outputs:
         """Encode global crops with masks, and local crops without; logits of the crops and of some patches.

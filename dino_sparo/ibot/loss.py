@@ -19,17 +19,17 @@ class Targets(NamedTuple):
 
     Attributes:
         images: (T*B, K), of the global crops.
-        patches: (M, K), of the chosen patches.
+        patches: (chosen, K), of the chosen patches.
     """
 
     images: Float[Tensor, "TB K"]
-    patches: Float[Tensor, "M _"]
+    patches: Float[Tensor, "chosen _"]
 
 
 class PatchLoss(nn.Module):
     """Cross-entropy of the student's distribution at masked patches with the teacher's, which sees these patches.
 
-        loss = sum_m w_m ( - sum_k q_m[k] log p_m[k] ),    w_m = 1 / (number of crops * masked patches of the crop)
+        loss = sum_n w_n ( - sum_k q_n[k] log p_n[k] ),    w_n = 1 / (number of crops * masked patches of the crop)
 
     with q and p as in `DINOLoss`, and a center of its own. Source: iBOT, equation 2, in the form of
     facebookresearch/dinov2's `iBOTPatchLoss.forward_masked`.
@@ -47,7 +47,10 @@ class PatchLoss(nn.Module):
         self.register_buffer("center", torch.zeros(1, out_dim))
 
     def forward(
-        self, student_logits: Float[Tensor, "M K"], teacher_probs: Float[Tensor, "M K"], weights: Float[Tensor, " M"]
+        self,
+        student_logits: Float[Tensor, "chosen K"],
+        teacher_probs: Float[Tensor, "chosen K"],
+        weights: Float[Tensor, " chosen"],
     ) -> Float[Tensor, ""]:
         """The loss of one batch, nats; the gradient flows to the student alone."""
         student = student_logits.to(teacher_probs.dtype) / self.student_temp
@@ -72,8 +75,8 @@ class IBOTLoss(nn.Module):
     def targets(
         self,
         logits: Sequence[Float[Tensor, "TB K"]],
-        patch_logits: Sequence[Float[Tensor, "M _"]],
-        weights: Sequence[Float[Tensor, " M"]],
+        patch_logits: Sequence[Float[Tensor, "chosen _"]],
+        weights: Sequence[Float[Tensor, " chosen"]],
         temperature: float,
     ) -> list[Targets]:
         """The teacher's distributions for micro-batches; Sinkhorn-Knopp takes all of them, and all ranks, together."""
@@ -93,12 +96,22 @@ class IBOTLoss(nn.Module):
 
     @torch.no_grad()
     def move_centers(
-        self, mean: Float[Tensor, "1 K"], patch_mean: Float[Tensor, "1 _"], keep: Float[Tensor, ""]
+        self,
+        logits: tuple[Float[Tensor, "1 K"], int],
+        patch_logits: tuple[Float[Tensor, "1 _"], Float[Tensor, "1"]],
+        keep: Float[Tensor, ""],
     ) -> None:
-        """Move the centers towards the means of the teacher's logits over all ranks, unless `keep` is not zero."""
-        for center, value in ((self.images.center, mean), (self.patches.center, patch_mean)):
-            moved = torch.lerp(value.to(center), center, self.images.center_momentum)
-            center.copy_(torch.where(keep > 0, center, moved))
+        """Move the centers towards the means of the teacher's logits.
+
+        Args:
+            logits: sum over the crops of all ranks, and their number.
+            patch_logits: sum over the masked patches of all ranks, and their number; none leave the center as it is.
+            keep: a flag (); the centers stay if it is not zero.
+        """
+        self.images.move_center(*logits, keep=keep)
+        (total, number), center = patch_logits, self.patches.center
+        moved = torch.lerp((total / number.clamp(min=1)).to(center), center, self.images.center_momentum)
+        center.copy_(torch.where((keep > 0) | (number == 0), center, moved))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the cross-entropies."""
@@ -108,11 +121,11 @@ class IBOTLoss(nn.Module):
 
 @torch.no_grad()
 def sinkhorn_knopp(
-    logits: Float[Tensor, "R K"],
+    logits: Float[Tensor, "rows K"],
     temperature: float,
     is_row: Tensor | None = None,
     iterations: int = SINKHORN_ITERATIONS,
-) -> Float[Tensor, "R K"]:
+) -> Float[Tensor, "rows K"]:
     """Assignments of rows to prototypes, such that all prototypes are used equally often.
 
         Q = exp(logits / temperature)
@@ -122,9 +135,9 @@ def sinkhorn_knopp(
     3.1; facebookresearch/dinov2, `sinkhorn_knopp_teacher`.
 
     Args:
-        logits: (R, K), of the teacher.
+        logits: (rows, K), of the teacher.
         temperature: of the teacher.
-        is_row: (R, 1), False for rows that do not count; they become zero.
+        is_row: (rows, 1), False for rows that do not count; they become zero.
         iterations: number of repetitions.
     """
     q = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).exp()
@@ -152,12 +165,11 @@ def gram_loss(student: Float[Tensor, "B N D"], teacher: Float[Tensor, "B N D"]) 
 
 @torch.no_grad()
 def diagnose_patches(
-    teacher_probs: Float[Tensor, "M K"], weights: Float[Tensor, " M"], loss: Float[Tensor, ""]
+    teacher_probs: Float[Tensor, "chosen K"], weights: Float[Tensor, " chosen"], loss: Float[Tensor, ""]
 ) -> LossDiagnostics:
     """Entropies over this rank's masked patches, weighted as in the loss; see `LossDiagnostics`."""
-    share = weights / weights.sum()
+    total = weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)  # a small batch may have no masked patch
+    share = weights / total
     entropy = (torch.special.entr(teacher_probs).sum(dim=-1) * share).sum()
     marginal = torch.special.entr(share @ teacher_probs).sum()
-    return LossDiagnostics(
-        teacher_entropy=entropy, kl=loss.detach() / weights.sum() - entropy, marginal_entropy=marginal
-    )
+    return LossDiagnostics(teacher_entropy=entropy, kl=loss.detach() / total - entropy, marginal_entropy=marginal)

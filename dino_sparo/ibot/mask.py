@@ -1,7 +1,7 @@
 """Masks of global crops: blocks of patches that the student does not see, with their weights in the patch loss.
 
 Masks are drawn on the host for a whole step, by one random generator, with the numbers of facebookresearch/dinov2
-(`dinov2/data/masking.py` and `collate.py`): a share of the crops is masked, each by another share of its patches.
+(`MaskingGenerator` and `collate_data_and_cast`): a share of the crops is masked, each by another share of its patches.
 """
 
 import math
@@ -24,18 +24,18 @@ BLOCK_ATTEMPTS = 10
 class Mask(NamedTuple):
     """The masked patches of the T*B global crops of a micro-batch, in the order of the crops.
 
-    Sizes depend on the options alone, so that a step can be recorded and compiled: M is the largest number of patches
-    that may be masked. The places that this batch does not need hold patches that the student sees, with weight 0.
+    Sizes depend on the options alone, so that a step can be recorded and compiled: as many patches are chosen as may
+    be masked at most. Places that this batch does not need hold patches that the student sees, with weight 0.
 
     Attributes:
         masked: (T*B, N), True where the student sees the mask token.
-        patches: (M,), different places in the T*B*N patches, the masked ones first.
-        weights: (M,), 1 / (T*B * number of masked patches in the same crop), 0 for a patch that is not masked.
+        patches: (chosen,), different places in the T*B*N patches, the masked ones first.
+        weights: (chosen,), 1 / (T*B * number of masked patches in the same crop), 0 for a patch that is not masked.
     """
 
     masked: Bool[Tensor, "TB N"]
-    patches: Int64[Tensor, " M"]
-    weights: Float[Tensor, " M"]
+    patches: Int64[Tensor, " chosen"]
+    weights: Float[Tensor, " chosen"]
 
 
 class MaskRecipe(NamedTuple):
@@ -57,7 +57,7 @@ class MaskRecipe(NamedTuple):
         return math.prod(self.grid)
 
     def most_patches(self, crops: int, parts: int) -> int:
-        """M: the largest number of masked patches in one of `parts` micro-batches, which share `crops` crops."""
+        """Largest number of masked patches in one of `parts` micro-batches, which share `crops` crops."""
         edges = np.linspace(*self.ratios, int(crops * self.probability) + 1)[1:]
         return sum(int(self.num_patches * edge) for edge in edges[::-1][: crops // parts])
 
@@ -78,7 +78,7 @@ class MaskRecipe(NamedTuple):
 
 
 def pack(masks: Bool[np.ndarray, "TB N"], size: int) -> Mask:
-    """Masks -> the places of M = `size` patches and their weights."""
+    """Masks -> the places of `size` chosen patches, and their weights."""
     masked = masks.reshape(-1)
     places = np.argsort(~masked, kind="stable")[:size]
     shares = masks / (len(masks) * np.maximum(masks.sum(axis=1, keepdims=True), 1))

@@ -178,7 +178,6 @@ def apply(ibot: "IBOTObjective", outputs: Sequence[Outputs], epoch: int, is_diag
     schedules = move_teacher(ibot)
     if sums:
         num_crops = sum(output["probabilities"].shape[:2].numel() for output in outputs) * world_size()
-        criterion.move_centers(
-            sums["logits_sum"] / num_crops, sums["patch_sum"] / sums["num_patches"], updater.nonfinite
-        )
+        patches = sums["patch_sum"], sums["num_patches"]
+        criterion.move_centers((sums["logits_sum"], num_crops), patches, keep=updater.nonfinite)
     return StepReport(step_loss, updater.nonfinite.clone(), {**schedules, **scalars})

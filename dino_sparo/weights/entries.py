@@ -4,6 +4,8 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
 
     student, teacher       weights of DINO and SimDINO: `backbone.*`, `readout.*`, `head.*`
     dino_loss              DINO's center
+    ibot_loss              iBOT's centers, of crops and of patches
+    gram_teacher           iBOT: the fixed backbone of Gram anchoring, if there is one
     simdino_loss           empty: SimDINO's loss has no state
     encoder                how their encoder was built (`EncoderConfig`), and the mean and std of its images
     model                  CLIP and OC-CLIP instead: the weights of the whole model

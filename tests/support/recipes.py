@@ -62,6 +62,7 @@ class Recipe(NamedTuple):
         other_models: options that make another model, and how resuming refuses them.
         variants: options that train too.
         noun: an item of the data.
+        draws_by_rank: each rank draws random numbers of its own, so that several processes do not train as one does.
     """
 
     options: Options
@@ -72,6 +73,7 @@ class Recipe(NamedTuple):
     other_models: Sequence[tuple[Options, str]]
     variants: Sequence[Options]
     noun: str = "image"
+    draws_by_rank: bool = False
 
     def batch(self, size: int, ranks: int = 1, parts: int = 1) -> dict[str, object]:
         """The options of a batch that is shared by processes and computed in parts."""
@@ -108,6 +110,24 @@ RECIPES: dict[str, Recipe] = {
         ("train_compression", "train_expansion", "train_wd", "feature_rank"),
         (OTHER_SLOTS, ({"z_dim": 12}, "--z_dim was 11 and is now 12")),
         (),
+    ),
+    "train-ibot": Recipe(
+        {**DISTILLATION, "out_dim": 32, "koleo_weight": 0},
+        {**SMALL_DISTILLATION, "patch_size": 4, "out_dim": 33, "freeze_last_layer": 0},
+        ("step", "epoch", "student", "teacher", "optimizer", "ibot_loss"),
+        ("student", "teacher", "ibot_loss"),
+        ("train_image_loss", "train_patch_loss", "train_patch_teacher_entropy", "patch_information"),
+        (
+            OTHER_SLOTS,
+            ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
+            ({"patch_out_dim": 9}, "--patch_out_dim was None and is now 9"),
+        ),
+        (
+            {"readout": "cls", "centering": "sinkhorn_knopp"},
+            {"readout": "gap", "separate_heads": "true", "patch_out_dim": 9, "koleo_weight": 0.1},
+            {"precision": "bf16", "patch_weight": 0.5},
+        ),
+        draws_by_rank=True,  # the masks
     ),
     "train-clip": Recipe(
         {**CAPTIONS, **SPARO, "embed_dim": 15},

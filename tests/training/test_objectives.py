@@ -174,6 +174,8 @@ def test_processes_of_any_number_train_as_one_does_and_resume_what_others_began(
     command: str, recipe: Recipe, tmp_path: Path
 ) -> None:
     """Two processes, then one, then two whose batch is in parts."""
+    if recipe.draws_by_rank:
+        pytest.skip("tests/ibot compares the ranks, with equal random numbers")
     plain = {"drop_path_rate": 0} if "drop_path_rate" in recipe.options else {}
     one, two = train_small(command, tmp_path / "one", **plain), tmp_path / "two"
 

@@ -69,6 +69,8 @@ RUNS: dict[str, dict[str, object]] = {
     "checkpointing": {"grad_checkpointing": "true", "drop_path_rate": 0, "readout": "cls", "loss_chunk": 7},
     "timm": {"arch": FAMILIES["tiny_registers"].arch, "readout": "cls"},
     "simdino": {},
+    "ibot": {},
+    "ibot in parts": {"grad_accum_steps": 2, "centering": "sinkhorn_knopp", "readout": "cls"},
 }
 
 
@@ -76,7 +78,7 @@ RUNS: dict[str, dict[str, object]] = {
 def test_a_recorded_run_is_bit_identical_to_another(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command = "train-simdino" if name == "simdino" else "train"
+    command = {"simdino": "train-simdino", "ibot": "train-ibot"}.get(name.split()[0], "train")
     changes: dict[str, object] = {"data_path": "scenes:32:32", "epochs": 2, "batch_size_per_gpu": 2, **RUNS[name]}
     if "init_from" in changes:
         changes["init_from"] = train_small("train", tmp_path / "first", max_steps=1) / "checkpoint.pth"
@@ -99,8 +101,9 @@ def test_a_recorded_run_is_bit_identical_to_another(
     plain, recorded = (load_checkpoint(tmp_path / run / "checkpoint.pth") for run in ("plain", "recorded"))
     assert graphs[0].replays > 0
     # The look at the encoder after the first epoch drops the recording. With two parts one step is left of that epoch.
-    assert graphs[1].recordings == (1 if name == "parts" else 2)
-    for entry in ("student", "teacher", "optimizer", "simdino_loss" if name == "simdino" else "dino_loss"):
+    assert graphs[1].recordings == (1 if name.endswith("parts") else 2)
+    loss = {"train": "dino_loss", "train-simdino": "simdino_loss", "train-ibot": "ibot_loss"}[command]
+    for entry in ("student", "teacher", "optimizer", loss):
         pairs = list(zip(weights_of(plain[entry]), weights_of(recorded[entry]), strict=True))
         assert all(torch.equal(old, new) for old, new in pairs), entry
     assert plain["step"] == recorded["step"]
