@@ -86,6 +86,7 @@ FOREIGN_FILES = {
         "nearest_mean.py",
         "my_source.py",
         "my_benchmark.py",
+        "my_model.py",
     ),
 }
 

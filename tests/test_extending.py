@@ -59,7 +59,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         return runpy.run_path(str(script), run_name="__main__")
 
     yield run
-    for table, entries in zip((READOUTS, OPENERS, BENCHMARKS), before, strict=True):
+    for table, entries in zip((READOUTS, OPENERS, BENCHMARKS, MODEL_OPENERS), before, strict=True):
         table.clear()
         table.update(entries)
 
@@ -85,7 +85,12 @@ def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_loa
 
     monkeypatch.chdir(tmp_path)
     words = {"my_readout": "TopKReadout", "my_backbone": "vit_flat", "my_source": "class Frames"}
-    words |= {"my_benchmark": "colours.json", "nearest_mean": "nearest_mean", "vicreg": "vicreg_loss"}
+    words |= {
+        "my_benchmark": "colours.json",
+        "my_model": "class Letters",
+        "nearest_mean": "nearest_mean",
+        "vicreg": "vicreg_loss",
+    }
     for name, word in words.items():
         Path(f"{name}.py").write_text(block_with(word))
     frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
@@ -93,7 +98,7 @@ def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_loa
     paint(tmp_path / "data" / "images" / "1.png", "red")
     Path("data/colours.json").write_text('[{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]')
     small_checkpoint(tmp_path / "runs" / "clip" / "checkpoint.pth")
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     for command in COMMANDS:
         program, *rest = shlex.split(command)
         if program == "python":

@@ -215,6 +215,6 @@ class PublishedTask(ScorerTask):
 
 
 def weights_of(model: str) -> Mapping[str, Any]:
-    """What identifies a published model in a result: the hashes of its files, or its name."""
+    """Identity of a published model in a result: the hashes of its files, or its name."""
     files = sorted(path for kind in ("*.safetensors", "*.bin", "*.pt") for path in Path(model).glob(kind))
     return {"files": {path.name: file_sha256(path) for path in files}} if Path(model).is_dir() else {"name": model}

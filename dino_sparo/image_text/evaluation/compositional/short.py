@@ -183,7 +183,7 @@ def draw(lines: Sequence[Line], path: Path) -> None:
         axis.plot(list(chance.values()), rows, "|", color=INK, markersize=22, mew=1.6, label="chance", zorder=2)
         axis.set_yticks(range(len(titles)), titles, fontsize=12)
         axis.set(xlim=(0, 100.5), ylim=(-0.6, len(titles) - 0.4))
-        axis.set_xlabel("accuracy, %", fontsize=12)
+        axis.set_xlabel("accuracy, %" + "   (* incomplete)" * any("*" in line.title for line in lines), fontsize=12)
         axis.grid(axis="x", color=SOFT, alpha=0.25)
         handles, labels = axis.get_legend_handles_labels()
         order = sorted(range(len(labels)), key=lambda index: labels[index] not in models)  # the models first
