@@ -344,8 +344,6 @@ def test_options_of_foreign_weights_are_for_both_encoders_if_both_are_foreign(
     assert not compared_encoder(str(checkpoints["cls"]), args).encoder.config.quick_gelu
 
 
-
-
 def test_only_the_first_of_several_processes_draws(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
