@@ -194,15 +194,11 @@ def test_the_page_switches_maps_in_a_browser(pairs, tmp_path):
 
 def test_the_command_draws_chosen_slots(weights, tmp_path, capsys, caplog):
     options = ["--pretrained_weights", weights, "--data_path", "scenes:40:48", "--max_pairs", 11]
-    written = []
-    for _ in range(2):
-        found = run(*options, "--max_slots", 2, "--max_columns", 3, "--output_dir", tmp_path / "out")
-        written.append([(tmp_path / "out" / f"pictures.{end}").read_bytes() for end in ("png", "html", "json")])
-    assert written[0] == written[1]
+    found = run(*options, "--max_slots", 2, "--max_columns", 3, "--output_dir", tmp_path / "out")
     assert capsys.readouterr().out.split()[-3:] == [
         str(tmp_path / "out" / f"pictures.{e}") for e in ("png", "html", "json")
     ]
-    assert json.loads(written[0][2]) == found
+    assert json.loads((tmp_path / "out" / "pictures.json").read_text()) == found
     assert [len(slot["pairs"]) for slot in found["slots"]] == [3, 3]
     assert "of 2 do, the others come nearest" in caplog.text  # an untrained model's
     for pair in found["slots"][0]["pairs"]:

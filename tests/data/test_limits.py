@@ -78,6 +78,12 @@ def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
         decode_image(small, "here", ImageLimits(max_mpix=34e-6))
 
 
+def test_a_decompression_bomb_for_pillow_is_a_corrupt_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(CorruptImageError, match="decompression bomb"):
+        decode_image(encoded(Image.new("RGB", (7, 5)), "PNG"), "here")
+
+
 @pytest.fixture
 def no_warning_yet() -> Iterator[None]:
     decode._HAS_WARNED[0] = 0

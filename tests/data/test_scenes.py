@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import subprocess
 import sys
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -156,19 +157,13 @@ def test_objects_are_drawn_where_the_graph_says():
             assert np.hypot(x - thing.center[0], y - thing.center[1]).max() < 1.6 * thing.radius
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_drawn_and_looks_like_no_other(shape):
-    pictures = {s: drawn(lone(s)) for s in SHAPES}
-    for other in set(SHAPES) - {shape}:
-        assert (np.abs(pictures[shape] - pictures[other]).max(axis=-1) > 20).mean() > 0.02, other
-
-
-@pytest.mark.parametrize("texture", TEXTURES)
 @pytest.mark.parametrize("size", [24, 64])
-def test_every_texture_is_visible_and_looks_like_no_other(texture, size):
-    pictures = {t: drawn(lone("square", t), size) for t in TEXTURES}
-    for other in set(TEXTURES) - {texture}:
-        assert (np.abs(pictures[texture] - pictures[other]).max(axis=-1) > 20).mean() > 0.02, other
+@pytest.mark.parametrize("words", [SHAPES, TEXTURES], ids=["shapes", "textures"])
+def test_every_shape_and_texture_is_drawn_and_looks_like_no_other(words, size):
+    things = [lone("square", word) if words is TEXTURES else lone(word) for word in words]
+    pictures = dict(zip(words, (drawn(thing, size) for thing in things), strict=True))
+    for one, other in combinations(words, 2):
+        assert (np.abs(pictures[one] - pictures[other]).max(axis=-1) > 20).mean() > 0.02, (one, other)
 
 
 def test_every_colour_and_background_has_its_own_mean():

@@ -344,16 +344,6 @@ def test_options_of_foreign_weights_are_for_both_encoders_if_both_are_foreign(
     assert not compared_encoder(str(checkpoints["cls"]), args).encoder.config.quick_gelu
 
 
-def test_two_runs_of_one_command_write_the_same(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    contents = []
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        run(capsys, "--pretrained_weights", checkpoints["sparo"], "--output_dir", folder, "--image_size", 20)
-        contents.append([(folder / name).read_bytes() for name in ("attention.json", "attention.npy", "attention.png")])
-    assert contents[0] == contents[1]
-
-
 def test_only_the_first_of_several_processes_draws(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

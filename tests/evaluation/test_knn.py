@@ -15,7 +15,7 @@ from PIL import Image
 from small_models import save_small_encoder
 
 import eval_knn
-from dino_sparo.evaluation import features, knn
+from dino_sparo.evaluation import features, knn, knn_probe
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult
 from dino_sparo.runtime.collectives import rank
@@ -192,6 +192,10 @@ def test_neighbours_of_features_with_a_graph_have_none():
     images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
     similarities, _ = nearest(train.requires_grad_(), images, 3)
     assert not similarities.requires_grad
+
+
+def test_twenty_neighbours_vote_at_a_temperature_of_007_during_training():
+    assert (knn_probe.NEIGHBOURS, knn_probe.TEMPERATURE) == (20, 0.07)
 
 
 def test_no_temperature_overflows():

@@ -74,6 +74,14 @@ def test_maps_equal_to_the_objects_get_all_points() -> None:
     assert grid_bounds(objects) == pytest.approx(bounds, nan_ok=True)
 
 
+def test_a_share_of_sixty_percent_keeps_three_of_five_patches() -> None:
+    # Five patches with equal mass: the third one reaches 0.6, so that two of the object's five patches are lost.
+    heatmap = patch_map(*((1, column) for column in range(5)))
+    objects = objects_of(box(4, 0, 8, 20))
+    assert map_jaccards(heatmap[None], objects, 0.6)[0, 0] == pytest.approx(3 / 5)
+    assert map_jaccards(heatmap[None], objects, 0.61)[0, 0] == pytest.approx(4 / 5)
+
+
 def test_one_map_points_at_all_objects_that_share_the_middle_of_its_patch() -> None:
     together, elsewhere = box(0, 0, 8, 8), box(8, 12, 12, 16)
     objects = objects_of(together, together, elsewhere)

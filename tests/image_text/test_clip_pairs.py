@@ -16,7 +16,6 @@ from torchvision.transforms import functional as TF
 from two_ranks import TwoRanks
 
 pytest.importorskip("open_clip")
-import webdataset
 
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.crops import sample_box
@@ -79,16 +78,6 @@ def test_shards_are_pairs_of_image_and_text_however_they_are_named(tmp_path: Pat
     assert contents(source) == [(value, [f"text {value}"]) for value in range(5)]
     assert source.location(4) == f"{folder}/s-1.tar!004.png"
     assert isinstance(source, ImageSource)
-
-
-def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
-        for value, kind in enumerate(("JPEG", "PNG", "WEBP")):
-            sample = {kind.lower(): picture(40 * value, kind), "txt": f"number {value}", "cls": value}
-            writer.write({"__key__": f"x/{value}", **sample})
-    found = contents(open_pairs(str(tmp_path / "a.tar")))
-    assert [captions for _, captions in found] == [["number 0"], ["number 1"], ["number 2"]]
-    assert [round(value / 40) for value, _ in found] == [0, 1, 2]  # lossy ones nearly so
 
 
 def test_a_key_of_the_json_gives_one_caption_or_several(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import COLOURS, colour_encoder, paint, parser_of, small_checkpoint
+from clip_fakes import COLOURS, paint, parser_of, small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.data.scenes.patterns import COLOURS as SCENE_COLOURS
@@ -150,11 +150,6 @@ def command(name: str, body: Any, scorer: Scorer, *options: object) -> dict[str,
 
 
 # --- a score that is no dot product
-
-
-def test_both_are_scorers_to_the_type_checker_and_at_run_time(scorer: BindingScorer) -> None:
-    scorers: list[Scorer] = [scorer, colour_encoder()]
-    assert all(isinstance(each, Scorer) for each in scorers)
 
 
 def test_zero_shot_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, tmp_path: Path) -> None:

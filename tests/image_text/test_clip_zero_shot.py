@@ -381,29 +381,18 @@ def test_the_view_is_the_middle_at_full_height_and_a_border_is_cut_off(tmp_path)
 # --- the command
 
 
-def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(weights, tmp_path, capsys):
-    options = ("--pretrained_weights", weights, "--data_path", "scenes:23:32")
-    result = run(*options)
+def test_the_result_is_written_and_shown(weights, capsys):
+    """Its content is compared with a recorded one in test_evaluation_records.py."""
+    result = run("--pretrained_weights", weights, "--data_path", "scenes:23:32")
     path = weights.parent / f"zero_shot_{weights.stem}_scenes-23-32.json"
     assert json.loads(path.read_text()) == result
     assert result["model"]["epoch"] == 3
     assert len(result["model"]["sha256"]) == 64
-    assert result["feature"] == {"name": "normalised encoding", "dim": 35, "precision": "fp32"}
-    assert (result["view"]["resize"], result["view"]["crop"]) == (32, 32)
     assert {"open_clip", "torch", "dino_sparo"} <= result["versions"].keys()
-    assert result["images"] == {
-        "data_path": "scenes:23:32", "split": None, "num_images": 23, "num_corrupt": 0, "num_left_out": 0
-    }  # fmt: skip
-    assert result["prompts"]["templates"] == list(scene_templates())
-    assert [row["name"] for row in result["per_class"]] == list(SHAPES)
     assert sum(row["num_images"] for row in result["per_class"]) == 23
     printed = capsys.readouterr().out
     assert path.name in printed
     assert f"{result['top1']:.2f}" in printed
-
-    run(*options, "--output_dir", tmp_path / "again")
-    (again,) = (tmp_path / "again").iterdir()
-    assert again.read_bytes() == path.read_bytes()
 
 
 def test_half_precision_and_another_view_run(weights):

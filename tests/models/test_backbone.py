@@ -219,14 +219,6 @@ def test_stochastic_depth_only_acts_in_training() -> None:
     assert not torch.equal(encoder.train()(images), encoder(images))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("channels", [1, 5])
-def test_any_number_of_channels(channels: int) -> None:
-    encoder = dino_sparo.create_encoder("vit_micro", patch_size=8, readout="cls", img_size=32, in_chans=channels).eval()
-    assert encoder.backbone.patch_embed.proj.weight.shape == (128, channels, 8, 8)
-    assert encoder(torch.randn(2, channels, 32, 24)).shape == (2, 128)
-
-
 # What it takes, and what it refuses.
 
 

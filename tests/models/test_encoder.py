@@ -253,15 +253,6 @@ def test_an_empty_list_of_crops_is_refused(encoder) -> None:
         encoder([])
 
 
-def test_the_config_says_how_to_build_the_encoder_again() -> None:
-    config = small(img_size=48).config
-    kept = (config.num_slots, config.slot_dim, config.key_dim, config.group_size, config.img_size, config.in_chans)
-    assert kept == (6, 10, 7, 2, 48, 3)
-    again = dino_sparo.create_encoder(**vars(config))
-    assert again.state_dict().keys() == small(img_size=48).state_dict().keys()
-    assert again.config == config
-
-
 def test_a_config_of_a_newer_version_is_refused_by_the_names_of_what_it_adds() -> None:
     with pytest.raises(ValueError, match="saved with depth, register_tokens, which this version does not know; update"):
         EncoderConfig.from_dict({"arch": "vit_tiny", "register_tokens": 4, "depth": 3})

@@ -697,15 +697,6 @@ def test_a_loaded_encoder_is_the_saved_one_bit_for_bit(case: str, tmp_path: Path
     assert torch.equal(ours.attention, theirs.attention)
 
 
-def test_the_teacher_is_loaded_unless_the_student_is_asked_for(tmp_path: Path) -> None:
-    encoder, path = build(**SPARO), tmp_path / "checkpoint.pth"
-    save_encoder(encoder, path)
-    student = encoder.state_dict()["readout.queries"]
-    assert torch.equal(load_encoder(path).state_dict()["readout.queries"], student + 0.01)
-    assert torch.equal(load_encoder(path, "teacher").state_dict()["readout.queries"], student + 0.01)
-    assert torch.equal(load_encoder(path, "student").state_dict()["readout.queries"], student)
-
-
 def raw_vit() -> dict[str, Any]:
     return build(readout="cls").backbone.state_dict()
 
