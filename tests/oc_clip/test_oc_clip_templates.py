@@ -31,7 +31,7 @@ def words_of(caption: str) -> str:
     return " | ".join([", ".join(graph.entities), *relations])
 
 
-def true_graph(scene: built_in.SceneGraph, attributes: tuple[str, ...]) -> SceneGraph:
+def true_graph(scene: built_in.SceneDescription, attributes: tuple[str, ...]) -> SceneGraph:
     """What the picture shows, of these attributes: every object, what is next to what, and what all of it lies on."""
     phrases = tuple(thing.described(attributes).partition(" ")[2] for thing in scene.objects)
     shown = range(len(phrases))

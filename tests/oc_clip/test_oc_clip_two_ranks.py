@@ -23,7 +23,12 @@ def _rank_loss_and_gradients(name: str) -> dict[str, Tensor]:
     return loss_and_gradients(CASES[name], world_size(), rank())
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("rank 0 has no relations", "in parts")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_a_step_of_two_ranks_is_that_of_one_process_with_the_whole_batch(two_ranks: TwoRanks, name: str) -> None:
     assert_mean_is_the_whole_batch(name, two_ranks(_rank_loss_and_gradients, name))
 
