@@ -6,8 +6,7 @@ import os
 import re
 import shutil
 import signal
-from argparse import Action, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from runs import assert_same_run, context, options
+from runs import assert_same_run, context, small_options
 from small_models import TINY, words_of
 
 from dino_sparo import load_embeddings
 from dino_sparo.__main__ import main
-from dino_sparo.commands import COMMANDS, parse_keywords
+from dino_sparo.commands import parse_keywords
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.training.objective import EpochResult
@@ -346,7 +345,7 @@ def test_a_training_leaves_folders_of_features_alone(
     features = tmp_path / "features"
     say(words[0], *knn(run / "checkpoint.pth")[1:], words[1], features)
     before = sorted(features.iterdir())
-    said = say(*training("train", features), statuses=(1,))
+    said = say("train", *small_options(features), statuses=(1,))
     assert f"--output_dir {features} holds" in said.errors[0]
     assert sorted(features.iterdir()) == before
 
@@ -495,21 +494,11 @@ def bug(*_: object, **__: object) -> None:
 BUG = re.compile(r"Traceback \(most recent call last\).*_two_commands.py\", line \d+, in bug.*ValueError: ", re.DOTALL)
 
 
-def training(command: str, folder: Path, **changes: object) -> list[str]:
-    """The words of a training of a few steps."""
-    if "clip" in command:
-        pytest.importorskip("open_clip")
-    if command != "train-simdino":
-        return [command, *options(folder, command, **changes)]
-    values = {**RUN, "output_dir": folder, **changes}
-    return [command, *words_of({name: value for name, value in values.items() if name != "out_dim"})]
-
-
 @pytest.mark.parametrize("command", sorted(STEP_PARTS))
 def test_a_bug_in_an_objectives_step_shows_its_traceback_and_ends_with_status_70(
     command: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = training(command, tmp_path)
+    words = command, *small_options(tmp_path, command)
     monkeypatch.setattr(STEP_PARTS[command], bug)
     said = say(*words, statuses=(70,))
     for text in (said.text, (tmp_path / "run.log").read_text()):
@@ -519,7 +508,7 @@ def test_a_bug_in_an_objectives_step_shows_its_traceback_and_ends_with_status_70
 
 @pytest.mark.parametrize("command", sorted(STEP_PARTS))
 def test_a_users_mistake_is_one_line_whose_traceback_is_in_run_log(command: str, tmp_path: Path, say: Say) -> None:
-    said = say(*training(command, tmp_path / "run", data_path=tmp_path / "none"), statuses=(1,))
+    said = say(command, *small_options(tmp_path / "run", command, data_path=tmp_path / "none"), statuses=(1,))
     assert "Traceback" not in said.text
     assert len(said.errors) == 1
     assert str(tmp_path / "none") in said.errors[0]
@@ -536,87 +525,7 @@ def test_a_bug_in_the_encoder_is_no_mistake_of_the_one_who_evaluates_it(
     )
 
 
-# Paths in every option of every command.
-
-# Options that take a text, but no path. A new option that takes a text is a path unless it is listed here.
-TEXTS = {"arch", "readout", "checkpoint_key", "device", "dist_url", "run_name", "repository", "parts", "benchmarks"}
-TEXTS |= {"models", "caption", "server", "split", "path_column", "label_column", "split_column", "image_key"}
-TEXTS |= {"caption_key", "negative_key", "graph_key"}
-PATHS = ("with blank", "name.v1.2", "größe-図/b", ".", "./x", "null", "1e3", "a: b # c", "[x]", "'q\"", "{0..1}.tar")
-PARSERS = {name: command.parser for name, command in COMMANDS.items() if command.parser is not None}
-every_command = pytest.mark.parametrize("name", sorted(PARSERS))
-
-
-def paths_of(name: str) -> dict[str, Action]:
-    """The options and positionals of a command that take a path."""
-    return {
-        action.dest: action
-        for action in PARSERS[name]()._actions
-        if action.choices is None and action.nargs in (None, "+", "*") and action.dest not in {"config", *TEXTS}
-        if getattr(action.type, "__name__", "str") not in ("parse", "bool_flag", "int", "float")
-    }
-
-
-def words_with(name: str, values: Mapping[str, str]) -> list[str]:
-    """A command line with these values; other options that are required have the value x."""
-    given = [action for action in PARSERS[name]()._actions if action.dest in values or action.required]
-    return [word for action in given for word in (*action.option_strings[:1], values.get(action.dest, "x"))]
-
-
-def texts(args: Namespace) -> dict[str, str]:
-    """Values of options as texts; of a list its first."""
-    values = {name: value[:1] if isinstance(value, (list, tuple)) else [value] for name, value in vars(args).items()}
-    return {name: " ".join(map(str, value)) for name, value in values.items()}
-
-
-def print_config(name: str, values: Mapping[str, str], path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Write what --print_config prints to a file, and return its path."""
-    with pytest.raises(SystemExit, match="0"):
-        PARSERS[name]().parse_args([*words_with(name, values), "--print_config"])
-    path.write_text(capsys.readouterr().out, encoding="utf-8")
-    return str(path)
-
-
-@every_command
-def test_a_path_is_taken_as_it_is_typed_and_survives_a_printed_configuration(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    differ = []
-    for path in PATHS:
-        given = dict.fromkeys(paths_of(name), path)
-        config = print_config(name, given, tmp_path / "c.yaml", capsys)
-        for words in (words_with(name, given), ["--config", config]):
-            found = texts(PARSERS[name]().parse_args(words))
-            differ += [(option, path, words[0]) for option in given if found[option] != path]
-    assert not differ
-
-
-@every_command
-def test_a_printed_configuration_takes_other_positionals(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = dict.fromkeys(paths_of(name), "x")
-    config = print_config(name, given, tmp_path / "c.yaml", capsys)
-    others = {action.dest: f"of {action.dest}" for action in PARSERS[name]()._actions if not action.option_strings}
-    for words in (["--config", config, *others.values()], [*others.values(), f"--config={config}"]):
-        assert texts(PARSERS[name]().parse_args(words)).items() >= {**given, **others}.items()
-
-
-@every_command
-def test_a_tilde_is_the_home_folder_on_the_command_line_in_yaml_and_in_python(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    paths, typed, home = paths_of(name), "~/with blank", f"{tmp_path}/with blank"
-    required = {action.dest: "x" for action in PARSERS[name]()._actions if action.required}
-    values = {**required, **{option: [typed] if action.nargs else typed for option, action in paths.items()}}
-    (tmp_path / "c.yaml").write_text(json.dumps(values))
-    found = {
-        "command line": PARSERS[name]().parse_args(words_with(name, dict.fromkeys(paths, typed))),
-        "YAML": PARSERS[name]().parse_args(["--config", str(tmp_path / "c.yaml")]),
-        "Python": parse_keywords(name, values),
-    }
-    assert not [(way, option) for way, args in found.items() for option in paths if texts(args)[option] != home]
+# Names of folders.
 
 
 def test_a_job_expands_a_tilde_and_quotes_a_blank(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,12 +533,6 @@ def test_a_job_expands_a_tilde_and_quotes_a_blank(tmp_path: Path, say: Say, monk
     script = say("submit", "--dry_run", "--data_path", "~/my images", "--output_dir", "~/größe", "--job_dir=~/my jobs")
     assert "~" not in script.text
     assert f"'{tmp_path}/home/my jobs'" in script.text
-
-
-def result(command: str, path: str) -> tuple[str, str]:
-    """Where a command writes its result."""
-    names = {action.dest for action in PARSERS[command]()._actions}
-    return "--output_dir" if "output_dir" in names else "--output", path
 
 
 def chain(typed: str) -> Iterator[tuple[object, ...]]:
@@ -647,17 +550,17 @@ def chain(typed: str) -> Iterator[tuple[object, ...]]:
     for split in ("train", "val"):
         yield "embed", *evaluation, "--split", split, "--output_dir", f"{typed}/of_{split}"
     yield "cluster", f"{typed}/of_train", "--clusters", 2, "--map", "pca"
-    yield "predict", f"{typed}/of_train", "--images", f"{typed}/of_val", *result("predict", f"{typed}/p.csv")
+    yield "predict", f"{typed}/of_train", "--images", f"{typed}/of_val", "--output", f"{typed}/p.csv"
     yield "export", weights, f"{typed}/exports/v1.0"
     yield "export", weights, f"{typed}/exports/hf", "--format", "huggingface"
     for name in ("run", "of_train", "exports/hf", "exports/v1.0.safetensors", "features"):
         yield "info", f"{typed}/{name}"
     yield "statistics", "--data_path", typed, "--num_workers", 0
     yield "scene-pairs", "--output_dir", f"{typed}/pairs", "--num_pairs", 2
-    yield "parse", "--captions", f"{typed}/captions.txt", *result("parse", f"{typed}/graphs.jsonl")
+    yield "parse", "--captions", f"{typed}/captions.txt", "--output", f"{typed}/graphs.jsonl"
 
 
-@pytest.mark.parametrize("typed", ["with blank", "v1.2.run", "größe-図", "~", "."])
+@pytest.mark.parametrize("typed", ["v1.2 größe-図", "~", "."])
 def test_commands_read_what_others_wrote_in_a_folder_of_any_name(
     typed: str, tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

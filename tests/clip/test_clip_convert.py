@@ -68,14 +68,6 @@ def assert_equal_encodings(ours: CLIP, theirs: nn.Module) -> None:
     assert ours.encode_text(ids).std() > 0.1
 
 
-@pytest.mark.parametrize("quick_gelu", [False, True])
-def test_an_open_clip_model_and_ours_from_it_encode_alike(quick_gelu: bool) -> None:
-    theirs = their_model(quick_gelu=quick_gelu)
-    ours = clip_from_open_clip(theirs, quick_gelu)
-    assert ours.config.quick_gelu == quick_gelu
-    assert_equal_encodings(ours, theirs)
-
-
 @pytest.mark.parametrize("changed", [{}, {"quick_gelu": True}, {"replace_block": True}], ids=str)
 def test_our_model_and_open_clips_from_it_encode_alike(changed: dict[str, bool]) -> None:
     ours = our_model(**changed)
@@ -102,19 +94,6 @@ def test_vit_b_32_has_open_clips_weights_by_name_and_shape() -> None:
     config, _weights = from_open_clip(theirs.state_dict())
     assert (config.image.arch, config.image.patch_size, config.image.img_size) == ("vit_base", 32, 224)
     assert (config.text.heads, config.text.layers, config.embed_dim) == (8, 12, 512)
-
-
-def test_an_untouched_model_of_open_clip_and_ours_start_with_the_same_spread() -> None:
-    torch.manual_seed(0)
-    sizes = {"text_width": 192, "text_heads": 3, "text_layers": 5, "vocab_size": VOCAB, "context_length": 40}
-    ours = create_clip("vit_micro", 8, "cls", img_size=32, embed_dim=64, **sizes)
-    theirs = open_clip.CLIP(**open_clip_config(ours.config)).state_dict()
-    started = to_open_clip(ours.config, ours.state_dict())
-    for name in (name for name in theirs if not name.startswith("visual.") or name == "visual.proj"):
-        if theirs[name].ndim:
-            spread = theirs[name].std().item()
-            assert started[name].std().item() == pytest.approx(spread, rel=0.15, abs=1e-6), name
-            assert started[name].mean().item() == pytest.approx(theirs[name].mean().item(), abs=0.02), name
 
 
 # Files.

@@ -1,24 +1,21 @@
 """clip/loss.py: the loss of several ranks is that of one with everything, and so are its gradients."""
 
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from two_ranks import TwoRanks
 
 pytest.importorskip("open_clip")
 
 from dino_sparo.clip.loss import clip_loss, require_products, rounded_product
 from dino_sparo.image_text.step import loss_gradients
-from dino_sparo.runtime.collectives import barrier
-from dino_sparo.runtime.launch import init_distributed, shutdown
+from dino_sparo.runtime.launch import rank
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
 
@@ -42,11 +39,6 @@ def slow_loss(images: Tensor, texts: Tensor, scale: Tensor, step: int = 1) -> Te
         of_images = torch.stack([scale * images[j] @ texts[step * i] for j in range(len(images))])
         terms += [of_captions.logsumexp(0) - of_captions[step * i], of_images.logsumexp(0) - of_images[i]]
     return torch.stack(terms).mean()
-
-
-def test_the_loss_is_its_definition() -> None:
-    images, texts, scale = features()
-    assert torch.allclose(clip_loss(images, texts, scale), slow_loss(images, texts, scale), atol=1e-6)
 
 
 @pytest.mark.parametrize("products", ["fp32", "tf32", "bf16"])
@@ -128,30 +120,15 @@ def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:
         assert not own.requires_grad
 
 
-def _peer(number: int, folder: str, step: int, results: "multiprocessing.Queue") -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(number), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(number))
-    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
+def _gradients_of_a_rank(step: int) -> Gradients:
     images, texts, scale = features(step)
-    images, texts = (rows.chunk(NUM_RANKS)[number] for rows in (images, texts))
-    found = feature_gradients(images, texts, scale, partial(clip_loss, texts_per_image=step))
-    results.put((number, *(tensor.tolist() for tensor in found)))
-    barrier()
-    shutdown()
+    images, texts = (rows.chunk(NUM_RANKS)[rank()] for rows in (images, texts))
+    return feature_gradients(images, texts, scale, partial(clip_loss, texts_per_image=step))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
-def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path, step: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    peers = [context.Process(target=_peer, args=(number, str(tmp_path), step, results)) for number in range(NUM_RANKS)]
-    for peer in peers:
-        peer.start()
-    ranks = [list(map(torch.tensor, values)) for _, *values in sorted(results.get(timeout=120) for _ in peers)]
-    for peer in peers:
-        peer.join(timeout=60)
-    loss, images, texts, scale = zip(*ranks, strict=True)
+def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(two_ranks: TwoRanks, step: int) -> None:
+    loss, images, texts, scale = zip(*two_ranks(_gradients_of_a_rank, step), strict=True)
     whole = feature_gradients(*features(step), partial(clip_loss, texts_per_image=step))
     assert torch.allclose(torch.stack(loss).mean(), whole.loss, atol=1e-6)
     # Ranks average their gradients, so each must carry as many times its share as there are ranks.

@@ -1,7 +1,6 @@
 """main_dino.py from the outside: a run, its files, resuming, and what it says about bad input."""
 
 import copy
-import importlib
 import logging
 import math
 import os
@@ -33,7 +32,6 @@ from dino_sparo.runtime import preemption
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import run as training_run
-from dino_sparo.training.compile import CompileError
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
@@ -452,22 +450,6 @@ def test_crops_distorted_on_the_device_are_those_of_the_processes_that_load_them
     run(tmp_path / "device", epochs=1, warmup_epochs=0, distort_on="device", num_workers=1)
     losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("cpu", "device")]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # the device resizes with another rounding
-
-
-# The checks of types in these tests draw random numbers, which Dynamo does not know.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
-@pytest.mark.slow
-def test_where_compilation_fails_the_run_ends_with_the_reason_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: object, **options: object) -> None:
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(importlib.import_module("torch._inductor.compile_fx"), "compile_fx", broken)
-    torch._dynamo.reset()
-    with pytest.raises(CompileError, match=r"no compiler here\); give --compile off"):
-        run(tmp_path, epochs=1, warmup_epochs=0, compile="on")
-    assert not (tmp_path / "checkpoint.pth").exists()
 
 
 @pytest.mark.parametrize(

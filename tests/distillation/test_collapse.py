@@ -123,91 +123,77 @@ def test_what_is_measured_in_a_collapse_is_diagnosed_as_one(out_dim: int) -> Non
 # What it is called.
 
 
-def test_a_run_that_learns_is_left_alone() -> None:
-    assert diagnose_collapse(**HEALTHY) is None
-
-
-def test_a_run_at_its_start_is_left_alone() -> None:
+FLAT, LOW = (1 - COLLAPSE_SHARE) * math.log(1024), COLLAPSE_SHARE * math.log(1024)
+ENOUGH = COLLAPSE_SHARE * math.log(8)  # what a batch of 8 can reach is ln 8, less than ln 1024
+SIMILAR = {"loss": 6.931, "teacher_entropy": 6.897, "marginal_entropy": 6.930, "batch_size": 16}
+UNKNOWN = {"teacher_entropy": math.nan, "marginal_entropy": math.nan}
+SAME = "collapse, the teacher gives every image the same distribution (entropy"
+DIRECTIONS = "loss 5.0000: dimensional collapse, the encodings of a batch span"
+# Case -> how it differs from a healthy run, and what the line says; None: there is no line.
+CASES: dict[str, tuple[dict[str, float], str | None]] = {
+    "a run that learns": ({}, None),
     # Random logits: nearly flat answers that still differ from image to image.
-    assert diagnose_collapse(**{**HEALTHY, "loss": 6.93, "teacher_entropy": 6.0, "marginal_entropy": 6.85}) is None
+    "the start of a run": ({"loss": 6.93, "teacher_entropy": 6.0, "marginal_entropy": 6.85}, None),
+    "uniform": (
+        {
+            **{"loss": 11.0903, "teacher_entropy": 11.0903, "marginal_entropy": 11.09035},
+            **{"feature_rank": 5.0, "out_dim": 65536},
+        },
+        "loss 11.0903, ln 65536 = 11.0904, information 0.0001 nats: uniform collapse",
+    ),
+    "flat up to exactly the share": ({"teacher_entropy": FLAT, "marginal_entropy": FLAT}, f"{SAME} 6.7235)"),
+    "a marginal of exactly the share": ({"teacher_entropy": LOW, "marginal_entropy": LOW}, SAME),
+    "an information of exactly the share": (
+        {"batch_size": 8, "teacher_entropy": 0.0, "marginal_entropy": ENOUGH},
+        None,
+    ),
+    "less information than the share": (
+        {"batch_size": 8, "teacher_entropy": 0.0, "marginal_entropy": math.nextafter(ENOUGH, 0)},
+        "collapse on one prototype",
+    ),
+    "a batch of two": ({"batch_size": 2, "teacher_entropy": 3.0, "marginal_entropy": 3.0}, SAME),
+    # The bug: a run that ended with a loss of ln 1024 and 0.03 of at most 2.77 nats was not called collapsed.
+    "similar images": (SIMILAR, "uniform collapse"),
+    "similar images that are told apart": ({**SIMILAR, "teacher_entropy": 6.47, "marginal_entropy": 6.90}, None),
+    "one prototype": (
+        {"loss": 0.003, "teacher_entropy": 0.001, "marginal_entropy": 0.002},
+        "loss 0.0030, ln 1024 = 6.9315, information 0.0010 nats: collapse on one prototype",
+    ),
+    "one answer, neither flat nor single": (
+        {"teacher_entropy": 3.0, "marginal_entropy": 3.001},
+        f"{SAME} 3.0000)",
+    ),
+    "one direction": ({"feature_rank": 1.0}, f"{DIRECTIONS} 1.00 directions"),
+    "hardly two directions": ({"feature_rank": 1.9}, f"{DIRECTIONS} 1.90 directions"),
+    "two directions": ({"feature_rank": 2.1}, None),
+    # Both views of a single image on the same prototype: right, and indistinguishable from a collapse.
+    "one image per batch": ({"teacher_entropy": 0.5, "marginal_entropy": 0.5, "batch_size": 1}, None),
+    "one image, by rounding": ({"teacher_entropy": 0.5, "marginal_entropy": 0.5 - 1e-7, "batch_size": 1}, None),
+    "no diagnostics": (UNKNOWN, None),
+    "no diagnostics, one direction": ({**UNKNOWN, "feature_rank": 1.0}, "dimensional collapse"),
+}
 
 
-def test_a_uniform_collapse_is_named_with_the_logarithm_of_the_prototypes_and_the_information() -> None:
-    line = diagnose_collapse(
-        loss=11.0903, teacher_entropy=11.0903, marginal_entropy=11.09035, feature_rank=5.0, out_dim=65536, batch_size=64
-    )
-    assert line is not None
-    assert line.startswith("loss 11.0903, ln 65536 = 11.0904, information 0.0001 nats: uniform collapse")
+@pytest.mark.parametrize("case", CASES)
+def test_a_collapse_is_named_and_nothing_else_is(case: str) -> None:
+    changes, words = CASES[case]
+    line = diagnose_collapse(**{**HEALTHY, **changes})
+    assert words in line if words and line else line is words
 
 
-def test_the_remedies_of_a_uniform_collapse_are_those_that_helped_best_first() -> None:
-    """The bug: on images that resemble one another, none of the remedies that the warning named helps."""
-    log_k = math.log(1024)
-    line = diagnose_collapse(**{**HEALTHY, "loss": log_k, "teacher_entropy": log_k - 0.03, "marginal_entropy": log_k})
-    assert line is not None
-    words = ("train-simdino", "--koleo_weight 1 --use_bn_in_head true --teacher_temp 0.02")
-    assert sorted(words, key=line.index) == [*words]
-    assert "--lr" not in line
-
-
-def test_a_teacher_that_is_flat_up_to_exactly_the_share_is_not_called_uniform() -> None:
-    flat = (1 - COLLAPSE_SHARE) * math.log(1024)
-    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": flat, "marginal_entropy": flat})
-    assert line is not None
-    assert "collapse, the teacher gives every image the same distribution (entropy 6.7235)" in line
-
-
-def test_a_marginal_of_exactly_the_share_is_not_called_one_prototype() -> None:
-    low = COLLAPSE_SHARE * math.log(1024)
-    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": low, "marginal_entropy": low})
-    assert line is not None
-    assert "the same distribution" in line
-
-
-def test_an_information_of_exactly_the_share_is_enough() -> None:
-    # What a batch of 8 can reach is ln 8, less than ln 1024.
-    enough = {**HEALTHY, "batch_size": 8, "teacher_entropy": 0.0, "marginal_entropy": COLLAPSE_SHARE * math.log(8)}
-    assert diagnose_collapse(**enough) is None
-    line = diagnose_collapse(**{**enough, "marginal_entropy": math.nextafter(enough["marginal_entropy"], 0)})
-    assert line is not None
-    assert "collapse on one prototype" in line
-
-
-def test_a_batch_of_two_can_already_tell() -> None:
-    line = diagnose_collapse(**{**HEALTHY, "batch_size": 2, "teacher_entropy": 3.0, "marginal_entropy": 3.0})
-    assert line is not None
-    assert "the same distribution" in line
-
-
-def test_what_a_collapsed_run_on_similar_images_keeps_is_no_information() -> None:
-    """The bug: a run that ended with a loss of ln 1024 and 0.03 of at most 2.77 nats was not called collapsed."""
-    ended = {**HEALTHY, "loss": 6.931, "teacher_entropy": 6.897, "marginal_entropy": 6.930, "batch_size": 16}
-    assert "uniform collapse" in (diagnose_collapse(**ended) or "")
-    assert diagnose_collapse(**{**ended, "teacher_entropy": 6.47, "marginal_entropy": 6.90}) is None
-
-
-def test_a_collapse_on_one_prototype_is_named() -> None:
-    line = diagnose_collapse(**{**HEALTHY, "loss": 0.003, "teacher_entropy": 0.001, "marginal_entropy": 0.002})
-    assert line is not None
-    assert line.startswith("loss 0.0030, ln 1024 = 6.9315, information 0.0010 nats: collapse on one prototype")
-    assert "--teacher_temp" in line
-
-
-def test_the_same_answer_for_every_image_is_named_even_if_it_is_neither_flat_nor_single() -> None:
-    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": 3.0, "marginal_entropy": 3.001})
-    assert line is not None
-    assert "every image the same distribution (entropy 3.0000)" in line
-    assert "try" in line
-
-
-@pytest.mark.parametrize(("feature_rank", "collapsed"), [(1.0, True), (1.9, True), (2.1, False), (64.0, False)])
-def test_encodings_that_span_one_direction_are_named(feature_rank: float, collapsed: bool) -> None:
-    line = diagnose_collapse(**{**HEALTHY, "feature_rank": feature_rank})
-    assert (line is not None) == collapsed
-    if line is not None:
-        assert line.startswith(
-            f"loss 5.0000: dimensional collapse, the encodings of a batch span {feature_rank:.2f} directions"
-        )
+@pytest.mark.parametrize(
+    ("case", "remedies"),
+    [
+        # The bug: on images that resemble one another, none of the remedies that the warning named helps.
+        ("similar images", ["train-simdino", "--koleo_weight 1 --use_bn_in_head true --teacher_temp 0.02"]),
+        ("one prototype", ["--teacher_temp"]),
+        ("one answer, neither flat nor single", ["try"]),
+    ],
+)
+def test_the_line_names_the_remedies_that_helped_best_first(case: str, remedies: list[str]) -> None:
+    line = diagnose_collapse(**{**HEALTHY, **CASES[case][0]}) or ""
+    assert sorted(remedies, key=line.index) == remedies
+    assert "--lr" not in line or case != "similar images"
 
 
 @pytest.mark.parametrize("batch_size", [2, 64, 4096])
@@ -226,21 +212,6 @@ def test_the_most_informative_teacher_is_never_called_collapsed(out_dim: int, ba
         )
         is None
     )
-
-
-def test_one_image_per_batch_tells_nothing_about_the_prototypes() -> None:
-    # Both views of a single image on the same prototype: right, and indistinguishable from a collapse.
-    for marginal in (0.5, 0.5 - 1e-7):  # below the entropy by rounding alone
-        alone = {**HEALTHY, "teacher_entropy": 0.5, "marginal_entropy": marginal, "batch_size": 1}
-        assert diagnose_collapse(**alone) is None
-
-
-def test_a_run_without_diagnostics_is_judged_by_its_features_alone() -> None:
-    unknown = {**HEALTHY, "teacher_entropy": math.nan, "marginal_entropy": math.nan}
-    assert diagnose_collapse(**unknown) is None
-    line = diagnose_collapse(**{**unknown, "feature_rank": 1.0})
-    assert line is not None
-    assert "dimensional collapse" in line
 
 
 @pytest.mark.parametrize(

@@ -63,28 +63,6 @@ def test_logits_gradients_and_statistics_equal_the_references(
     torch.testing.assert_close(evaluated, torch.from_numpy(numbers[f"{key}/eval"]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm_last_layer", [True, False])
-def test_the_last_layers_norms_are_trained_only_when_asked(norm_last_layer: bool) -> None:
-    head = DINOHead(7, 5, norm_last_layer=norm_last_layer, hidden_dim=11, bottleneck_dim=3)
-    trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
-    assert ("last_layer.weight_g" in trained) is not norm_last_layer
-    assert "last_layer.weight_v" in trained
-
-
-def test_logits_are_cosines_with_the_prototypes_when_norms_are_one() -> None:
-    torch.manual_seed(0)
-    head = DINOHead(7, 5, hidden_dim=11, bottleneck_dim=3).double()
-    inputs = torch.randn(13, 7, dtype=torch.float64)
-    bottleneck = head.mlp(inputs)
-    direction = head.last_layer.weight_v
-    expected = torch.empty(13, 5, dtype=torch.float64)
-    for image in range(13):
-        for prototype in range(5):
-            lengths = bottleneck[image].norm() * direction[prototype].norm()
-            expected[image, prototype] = (bottleneck[image] * direction[prototype]).sum() / lengths
-    torch.testing.assert_close(head(inputs), expected)
-
-
 def test_initialisation_is_the_references(numbers) -> None:
     torch.manual_seed(1)
     head = DINOHead(67, 1009, hidden_dim=257, bottleneck_dim=101)
@@ -92,22 +70,6 @@ def test_initialisation_is_the_references(numbers) -> None:
         spread, largest = numbers[f"init/{name}"]
         assert parameter.std().item() == pytest.approx(spread, rel=0.03), name
         assert parameter.abs().max().item() == pytest.approx(largest, rel=0.3), name
-
-
-def test_default_widths_are_the_papers() -> None:
-    with torch.device("meta"):
-        head = DINOHead(384, 65536)
-    shapes = {name: tuple(value.shape) for name, value in head.state_dict().items()}
-    assert shapes == {
-        "mlp.0.weight": (2048, 384),
-        "mlp.0.bias": (2048,),
-        "mlp.2.weight": (2048, 2048),
-        "mlp.2.bias": (2048,),
-        "mlp.4.weight": (256, 2048),
-        "mlp.4.bias": (256,),
-        "last_layer.weight_g": (65536, 1),
-        "last_layer.weight_v": (65536, 256),
-    }
 
 
 def test_a_head_can_be_copied_and_built_without_deprecated_weight_norm() -> None:
@@ -118,13 +80,6 @@ def test_a_head_can_be_copied_and_built_without_deprecated_weight_norm() -> None
     head(inputs).sum().backward()
     twin = copy.deepcopy(head)
     assert torch.equal(twin(inputs), head(inputs))
-
-
-def test_the_last_layer_has_no_bias_and_the_activation_is_the_exact_gelu() -> None:
-    head = DINOHead(7, 5, hidden_dim=11, bottleneck_dim=3)
-    assert "last_layer.bias" not in head.state_dict()
-    activations = [module for module in head.modules() if isinstance(module, nn.GELU)]
-    assert [activation.approximate for activation in activations] == ["none", "none"]
 
 
 @pytest.mark.parametrize("name", ["in_dim", "out_dim", "num_layers", "hidden_dim", "bottleneck_dim"])

@@ -1,7 +1,6 @@
 """The loss against its definition over pairs of views, in float64, and against recorded numbers."""
 
 import inspect
-import math
 import re
 
 import numpy as np
@@ -110,12 +109,6 @@ def test_the_teacher_temperature_warms_up_linearly_over_epochs(warmup_epochs: in
         assert len(loss.teacher_temp_schedule) == num_epochs
         expected = over_pairs(student, teacher, torch.zeros(1, 5).double(), temp)
         torch.testing.assert_close(loss(student, teacher, epoch), expected)
-
-
-@pytest.mark.parametrize("out_dim", [3, 64])
-def test_a_uniform_collapse_costs_the_logarithm_of_the_prototypes(out_dim: int) -> None:
-    value = build(4, out_dim)(torch.zeros(12, out_dim).double(), torch.ones(6, out_dim).double(), 0)
-    assert value.item() == pytest.approx(math.log(out_dim), rel=1e-12)
 
 
 def test_no_gradient_reaches_the_teacher_or_the_center() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from clip_fakes import call, paint, parser_of
+from clip_fakes import call, paint
 from PIL import Image, ImageColor
 
 from dino_sparo.__main__ import run as run_command
@@ -344,11 +344,3 @@ def test_only_one_process_draws(monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert run_command("oc-pictures", []) == {}
-
-
-def test_the_options_are_known():
-    assert vars(parser_of("oc-pictures").parse_args([])).keys() == {
-        *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "graphs"),
-        *("max_image_mb", "max_image_mpix", "max_value", "exif"),
-        *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "overwrite", "device", "figure_format"),
-    }

@@ -315,6 +315,7 @@ def test_every_evaluation_of_encoders_takes_the_image_tower(
 
 # ---- refusals: one clear line each
 
+KINDS = ("clip", "oc_clip")
 EVALUATIONS = ("zero-shot", "retrieval", "compositional", "clip-probe")
 
 
@@ -335,44 +336,46 @@ def error_line(caplog: pytest.LogCaptureFixture) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_slots_and_sizes_that_oc_clip_has_no_use_for_are_refused(
-    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, name: str
+FOREIGN = ("--quick_gelu", "true"), ("--text_heads", 2)
+REFUSED = [
+    # model, commands, options, what the line names
+    ("oc_clip", EVALUATIONS, ("--slots", "slots.json"), "--slots with an OC-CLIP: its score is no dot product"),
+    ("oc_clip", EVALUATIONS, ("--img_size", 32), "--img_size 32: the binding was trained for images of 24 px"),
+    ("clip", EVALUATIONS, ("--graphs", "templates"), "--graphs templates with a CLIP"),
+    # Regression: they were parsed and had no effect.
+    *(
+        (kind, ("compositional",), words, f"{words[0]} is for open_clip's weights")
+        for kind in KINDS
+        for words in FOREIGN
+    ),
+    (
+        "oc_clip",
+        ("slots select", "slots mask", "pictures"),
+        ("--output_dir", "o"),
+        "another image-text model than a CLIP",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words", "message"),
+    [(kind, name, words, message) for kind, names, words, message in REFUSED for name in names],
+)
+def test_options_that_a_model_has_no_use_for_are_refused(
+    weights: Path,
+    crepe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    name: str,
+    words: tuple[object, ...],
+    message: str,
 ) -> None:
-    common = ("--pretrained_weights", weights, data_option(name), crepe, "--device", "cpu")
-    refused(name, *common, "--slots", "slots.json")
-    assert "--slots with an OC-CLIP: its score is no dot product" in error_line(caplog)
-    caplog.clear()
-    refused(name, *common, "--img_size", 32)
-    assert "--img_size 32: the binding was trained for images of 24 px" in error_line(caplog)
-
-
-@pytest.mark.parametrize("name", EVALUATIONS)
-def test_graphs_with_a_clip_checkpoint_are_refused(crepe: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    clip = clip_fakes.small_checkpoint(crepe / "clip.pth")
-    refused(name, "--pretrained_weights", clip, data_option(name), crepe, "--device", "cpu", "--graphs", "templates")
-    assert "--graphs templates with a CLIP" in error_line(caplog)
-
-
-@pytest.mark.parametrize("option", [("--quick_gelu", "true"), ("--text_heads", 2)], ids=str)
-@pytest.mark.parametrize("kind", ["clip", "oc_clip"])
-def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
-    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, kind: str, option: tuple[str, object]
-) -> None:
-    """Regression: they were parsed and had no effect."""
+    monkeypatch.chdir(crepe)
     path = weights if kind == "oc_clip" else clip_fakes.small_checkpoint(crepe / "clip.pth")
-    refused("compositional", "--pretrained_weights", path, "--data_root", crepe, "--device", "cpu", *option)
-    assert f"{option[0]} is for open_clip's weights" in error_line(caplog)
-
-
-@pytest.mark.parametrize("name", ["slots select", "slots mask", "pictures"])
-def test_commands_on_slots_refuse_an_oc_clip(
-    weights: Path, crepe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    data = ("--output_dir", tmp_path / "o")
-    path = crepe if name == "slots mask" else "scenes:12:32"
-    refused(name, "--pretrained_weights", weights, data_option(name), path, "--device", "cpu", *data)
-    assert "holds another image-text model than a CLIP" in error_line(caplog)
+    data = "scenes:12:32" if name in ("slots select", "pictures") else crepe
+    refused(name, "--pretrained_weights", path, data_option(name), data, "--device", "cpu", *words)
+    assert message in error_line(caplog)
 
 
 @pytest.mark.parametrize("format", ["open_clip", "sparo_clip"])

@@ -178,14 +178,6 @@ def test_a_pair_without_relations_has_no_gradient_of_the_local_loss() -> None:
             assert all(p.grad is None or not p.grad.any() for p in part.parameters())
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
-    model = small_model().double()
-    plain = gradients(model, [12])
-    model.image.backbone.set_grad_checkpointing(True)
-    model.text.set_grad_checkpointing(True)
-    assert_same_gradients(gradients(model, [12]), plain)
-
-
 @pytest.mark.parametrize("megabytes", [1e-6, 0.01])
 def test_small_chunks_change_no_gradient(megabytes: float) -> None:
     model = small_model().double()
@@ -491,16 +483,6 @@ def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(model.patches(images), clip.image.backbone(images)[:, 1:])
     torch.testing.assert_close(model.text.readout_output(ids).slots, clip.text.readout_output(ids).slots)
     assert model.logit_scale.exp().item() == pytest.approx(1 / 0.07)  # scores are not the file's
-
-
-def test_the_image_encoder_can_start_from_dinos(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    encoder = create_encoder("vit_micro", 8, "cls", img_size=16)
-    torch.save({f"backbone.{k.removeprefix('backbone.')}": v for k, v in encoder.state_dict().items()}, tmp_path / "e")
-    run(tmp_path / "run", max_steps=1, lr=0, pre_norm="false", init_from=tmp_path / "e")
-    found = checkpoint_of(tmp_path / "run")["model"]
-    for name, value in encoder.state_dict().items():
-        assert torch.equal(found[f"image.{name}"], value), name
 
 
 def test_the_text_encoder_can_start_from_a_clip_and_the_image_encoder_of_another_make_from_dinos(

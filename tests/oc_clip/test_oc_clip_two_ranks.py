@@ -1,4 +1,4 @@
-"""OC-CLIP's step and the pairs of a run on two ranks; `test_oc_clip_ranks.py` has more cases and ranks."""
+"""OC-CLIP's step and the pairs of a run on two ranks; `test_oc_clip_ranks.py` has three ranks."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ pytest.importorskip("open_clip")
 
 from PIL import Image
 from runs import options
-from test_oc_clip_ranks import CASES, loss_and_gradients
+from test_oc_clip_ranks import CASES, assert_mean_is_the_whole_batch, loss_and_gradients
 
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.image_text.objective import number_pairs
@@ -23,17 +23,14 @@ def _rank_loss_and_gradients(name: str) -> dict[str, Tensor]:
     return loss_and_gradients(CASES[name], world_size(), rank())
 
 
-@pytest.mark.parametrize("name", ["rank 0 has no relations", "in parts"])
+QUICK = ("rank 0 has no relations", "in parts")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_a_step_of_two_ranks_is_that_of_one_process_with_the_whole_batch(two_ranks: TwoRanks, name: str) -> None:
-    whole, ranks = loss_and_gradients(CASES[name]), two_ranks(_rank_loss_and_gradients, name)
-    mean = torch.stack([found["loss"] for found in ranks]).mean()
-    assert mean.item() == pytest.approx(whole.pop("loss").item(), rel=1e-12)
-    largest = max(float(gradient.abs().max()) for gradient in whole.values())
-    for parameter, expected in whole.items():
-        for found in ranks:
-            assert torch.allclose(found[parameter].double(), expected.double(), rtol=1e-9, atol=1e-11 * largest), (
-                parameter
-            )
+    assert_mean_is_the_whole_batch(name, two_ranks(_rank_loss_and_gradients, name))
 
 
 def _open_pairs(tables: list[str]) -> int:

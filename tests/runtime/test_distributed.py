@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from two_ranks import TwoRanks
 
 from dino_sparo.data.batch import Batch
 from dino_sparo.distillation.loss import DINOLoss
@@ -38,7 +39,6 @@ from dino_sparo.runtime.launch import (
     rank,
     require_one_device_type,
     select_device,
-    shutdown,
     world_size,
 )
 from dino_sparo.submit import FAULT_STATUSES
@@ -263,22 +263,6 @@ def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatc
         init_distributed("cpu", timeout_min=0.01)
 
 
-def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue") -> None:
-    torch.set_num_threads(1)
-    import os
-
-    os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
-    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
-    gathered = all_gather_ragged(torch.full((number + 1, 2), float(number)))
-    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 1)
-    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
-    loss(logits, logits, 0)
-    messages = [_message_of_one_bad_loss(number, others_see_it) for others_see_it in (True, False)]
-    results.put((number, gathered.tolist(), loss.center.tolist(), messages))
-    barrier()
-    shutdown()
-
-
 def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
     """What this rank says when the loss of rank 1 alone is not finite; with fp16's scale the others do not see that."""
     source = SimpleNamespace(location=lambda index: f"image{index}.jpg")
@@ -295,22 +279,17 @@ def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
     return "went on"
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_two_processes_gather_in_order_share_one_center_and_stop_together(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    peers = [context.Process(target=_peer, args=(number, 2, str(tmp_path), results)) for number in range(2)]
-    for peer in peers:
-        peer.start()
-    found = sorted(results.get(timeout=120) for _ in peers)
-    for peer in peers:
-        peer.join(timeout=60)
-    assert [gathered for _, gathered, _, _ in found] == [[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]] * 2
+def _center_and_messages() -> tuple[torch.Tensor, list[str]]:
+    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 1)
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank()))
+    loss(logits, logits, 0)
+    return loss.center, [_message_of_one_bad_loss(rank(), others_see_it) for others_see_it in (True, False)]
+
+
+def test_two_ranks_share_one_center_and_say_the_same_of_a_bad_loss(two_ranks: TwoRanks) -> None:
     together = torch.cat([torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(2)])
-    expected = 0.1 * together.mean(dim=0, keepdim=True)
-    for _, _, center, messages in found:
-        assert torch.allclose(torch.tensor(center), expected, atol=1e-7)
+    for center, messages in two_ranks(_center_and_messages):
+        assert torch.allclose(center, 0.1 * together.mean(dim=0, keepdim=True), atol=1e-7)
         for message in messages:
             assert "the loss is not finite at step 17 (epoch 3), lr 0.125" in message
             assert "rank 1: loss nan, images image11.jpg" in message

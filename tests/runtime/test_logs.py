@@ -79,13 +79,6 @@ def test_meters_keep_no_graph_and_do_not_follow_tensors_that_change() -> None:
     assert meters.means() == {"loss": 2.5}
 
 
-def test_a_first_observation_is_kept_as_it_was() -> None:
-    meters, running = Meters(), torch.tensor(3.0, dtype=torch.float64)
-    meters.update(loss=running)
-    running.fill_(99.0)
-    assert meters.means() == {"loss": 3.0}
-
-
 def test_without_observations_there_are_no_means() -> None:
     assert Meters().means() == {}
 

@@ -8,17 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 import main_dino
-from dino_sparo.clip import options as clip_options
-from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.runtime import lock as run_lock
 from dino_sparo.runtime.lock import OutputDirError, RunLock, this_process
-from dino_sparo.training.run import train
 
 # Takes the lock, forks a process that lives on, as those that load images do for some seconds, and says so.
 HOLDER = """
@@ -58,18 +54,14 @@ def assert_taken_over(folder: Path) -> None:
     assert not list(folder.iterdir()), "the lock is given back"
 
 
-@pytest.mark.parametrize(
-    "trainer", [main_dino.train_dino, partial(train, objective_class=CLIPObjective)], ids=["dino", "clip"]
-)
 def test_a_second_run_in_an_output_dir_is_refused_with_one_line_and_changes_nothing(
-    tmp_path: Path, trainer: object
+    tmp_path: Path,
 ) -> None:
-    parser = main_dino.get_args_parser() if trainer is main_dino.train_dino else clip_options.get_args_parser()
-    args = parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")])
+    args = main_dino.get_args_parser().parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")])
     with RunLock(tmp_path / "run") as lock:
         lock.acquire()
         with pytest.raises(OutputDirError) as caught:
-            trainer(args)
+            main_dino.train_dino(args)
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
     expected = (
         rf"--output_dir .*run is in use by another run \(process {os.getpid()} on \S+, since 20.*\); give another"
@@ -79,17 +71,16 @@ def test_a_second_run_in_an_output_dir_is_refused_with_one_line_and_changes_noth
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "trainer", [main_dino.train_dino, partial(train, objective_class=CLIPObjective)], ids=["dino", "clip"]
-)
-def test_an_output_dir_that_is_a_file_is_called_so_with_a_remedy(tmp_path: Path, trainer: object) -> None:
+def test_an_output_dir_that_is_a_file_is_called_so_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a note")
-    parser = main_dino.get_args_parser() if trainer is main_dino.train_dino else clip_options.get_args_parser()
+    parser = main_dino.get_args_parser()
     with pytest.raises(OutputDirError, match=r"--output_dir .*run is a file; give the path of a folder, or remove"):
-        trainer(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")]))
+        main_dino.train_dino(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")]))
     assert (tmp_path / "run").read_text() == "a note"
     with pytest.raises(OutputDirError, match=r"run/deep cannot be created \(.*Not a directory.*\); choose another"):
-        trainer(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run" / "deep")]))
+        main_dino.train_dino(
+            parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run" / "deep")])
+        )
 
 
 @pytest.mark.slow

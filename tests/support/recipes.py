@@ -100,7 +100,7 @@ RECIPES: dict[str, Recipe] = {
             ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
             ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
         ),
-        (*READOUTS, {"optimizer": "sgd"}, {"optimizer": "lars"}),
+        (*READOUTS, {"optimizer": "sgd"}, {"optimizer": "lars"}, {"koleo_weight": 0.1}),
     ),
     "train-simdino": Recipe(
         {**DISTILLATION, "z_dim": 11},

@@ -111,12 +111,9 @@ def _no_compiler_on_rank_1(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["train", "train-clip"])
-def test_where_one_rank_cannot_compile_the_run_ends_with_the_reason_and_the_remedy(
-    tmp_path: Path, command: str
-) -> None:
-    words = options(tmp_path, command, compile="on", dist_timeout_min=3)
-    with Ranks(tmp_path, words, spoil=_no_compiler_on_rank_1, command=command) as ranks:
+def test_where_one_rank_cannot_compile_the_run_ends_with_the_reason_and_the_remedy(tmp_path: Path) -> None:
+    words = options(tmp_path, compile="on", dist_timeout_min=3)
+    with Ranks(tmp_path, words, spoil=_no_compiler_on_rank_1) as ranks:
         assert ranks.wait(3 * PATIENCE) == [FAULT, 1], ranks.log(0) + ranks.log(1)
         logs = ranks.log(0), ranks.log(1)
     assert re.search(

@@ -48,7 +48,7 @@ from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.data.sources.decode
 import dino_sparo.distillation.loss
-from dino_sparo.distillation import images
+from dino_sparo.evaluation import knn_probe
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.launch import CONTROL_FACTOR
 from dino_sparo.training import run as training_run
@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_
 def kill_rank_1_in_an_evaluation(rank: int) -> None:
     training_run.MUCH_TO_LOSE_S = 0.0
     if rank == 1:
-        images.classify_shards = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        knn_probe.classify_shards = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_in_an_evaluation_loses_no_step_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:

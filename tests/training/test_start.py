@@ -6,39 +6,8 @@ import pytest
 from runs import PATIENCE, Ranks, options
 from two_ranks import TwoRanks
 
-from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime import collectives, launch
 from dino_sparo.runtime.collectives import require_same_options
-
-COMMANDS = ("train", "train-clip", "train-oc-clip")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("words", "missing"),
-    [
-        ([], "give --data_path and --output_dir."),
-        (["--data_path", "scenes"], "give --output_dir."),
-        (["--output_dir", "runs"], "give --data_path."),
-    ],
-)
-def test_a_training_without_data_or_folder_is_refused_and_told_how_to_try(
-    command: str,
-    words: list[str],
-    missing: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The bug: it trained on the built-in scenes, in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        run_command(command, words)
-    assert stopped.value.code == 1
-    assert missing in caplog.text
-    assert "`--data_path scenes`" in caplog.text
-    assert "`dino-sparo demo`" in caplog.text
-    assert list(tmp_path.iterdir()) == []
 
 
 def _start(shared: dict[str, object], own: list[dict[str, object]]) -> None:
@@ -84,18 +53,11 @@ def test_ranks_with_different_versions_are_refused(two_ranks: TwoRanks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "name", "values"),
-    [("train", "freeze_last_layer", (1, 2)), ("train-clip", "seed", (0, 1)), ("train-oc-clip", "max_nodes", (5, 6))],
-)
-def test_a_run_whose_ranks_have_different_options_ends_before_anything_is_built(
-    tmp_path: Path, command: str, name: str, values: tuple[int, int]
-) -> None:
+def test_a_run_whose_ranks_have_different_options_ends_before_anything_is_built(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = [options(folder, command, **{name: value}) for value in values]
-    with Ranks(tmp_path, words, command=command) as ranks:
+    with Ranks(tmp_path, [options(folder, freeze_last_layer=value) for value in (1, 2)]) as ranks:
         assert ranks.wait(PATIENCE) == [1, 1]
         for rank in range(2):
-            assert f"--{name} is {values[0]} on rank 0 and {values[1]} on rank 1" in ranks.log(rank)
+            assert "--freeze_last_layer is 1 on rank 0 and 2 on rank 1" in ranks.log(rank)
             assert "Traceback" not in ranks.log(rank)
     assert not folder.exists()
