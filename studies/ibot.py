@@ -55,7 +55,7 @@ RECIPE: dict[str, Any] = {
     "num_workers": 0,
     "device": "cpu",
 }
-RECIPE |= {"precision": "fp32", "report_to": []}
+RECIPE |= {"device": "cpu", "precision": "fp32", "report_to": []}
 # iBOT's rate scales with the root of the batch. This factor makes the peak rates of all objectives equal.
 IBOT_RATE = (int(str(TRAINING["batch_size_per_gpu"])) / REFERENCE_BATCH) ** 0.5
 IBOT = {"layer_decay": 1, "teacher_temp": 0.04}

@@ -96,11 +96,11 @@ def _column(children: Sequence[Any], gap: int, width: int = 0) -> Any:
     return VPacker(children=[column, DrawingArea(width, 0)], pad=0, align="left") if width else column
 
 
-def _row(children: Sequence[Any], gap: int, align: str = "top", width: int | None = None) -> Any:
+def _row(children: Sequence[Any], gap: int, align: Any = "top", width: int | None = None) -> Any:
     """Boxes beside one another; with `width` the first and the last stand at its ends."""
     from matplotlib.offsetbox import HPacker
 
-    mode = "fixed" if width is None else "expand"
+    mode: Any = "fixed" if width is None else "expand"
     return HPacker(children=list(children), sep=gap, pad=0, align=align, mode=mode, width=width)
 
 
