@@ -1,6 +1,8 @@
-"""Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
+"""Evaluations of a pretrained encoder: accuracy, slots, attention, embeddings.
 
-    task.py      options -> encoder, images, folder and protocol of the result: where every evaluation starts
+    task.py      options -> one evaluation: processes, subject, images, result; where every evaluation starts
+    encoders.py  options -> the encoder
+    result.py    the file of a result: name, protocol, options, and what may be overwritten
     features.py  encoder + images -> features (images, F), labels, indices, over all processes; on disk
     knn.py       features -> weighted k-NN accuracy
     linear/      features -> linear probes, one per learning rate
@@ -8,6 +10,6 @@
     attention/   images -> attention maps, slot atlas
     objects/     maps and true masks -> how well maps find objects
 
-`options.py` has the options of the commands, without torch. Letters are those of `dino_sparo`. Numbers of images,
+`options.py` in each folder has the options of its commands, without torch. Letters are those of `dino_sparo`. Numbers of images,
 classes and probes are spelled out.
 """

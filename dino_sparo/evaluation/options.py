@@ -46,7 +46,7 @@ IMAGES: Group = {
 RESULT: Group = {
     "precision": Option(
         "fp32",
-        "Precision of the encoder; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
+        "Precision of the model; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
         "products on GPUs, including those of k-NN and probes.",
         choices=PRECISIONS,
     ),

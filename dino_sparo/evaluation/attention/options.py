@@ -22,7 +22,7 @@ DRAWN_IMAGES: Group = {
     "num_images": Option(8, "Number of images taken from a folder, evenly spread.", positive_int),
 }
 PICTURES: Group = {
-    "output_dir": Option(".", "Where the files are written."),
+    "output_dir": OUTPUT["output_dir"]._replace(default=".", help="Folder of the files."),
     "overwrite": OUTPUT["overwrite"],
     "threshold": Option(
         None,

@@ -1,7 +1,7 @@
 """The options of `dino-sparo embed`, `cluster` and `predict`; no torch here."""
 
 from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
-from dino_sparo.evaluation.options import evaluation_parser
+from dino_sparo.evaluation.options import OUTPUT, evaluation_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, whole_number
 
 FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
@@ -47,8 +47,8 @@ CLUSTERS: Group = {
     "figure_format": FIGURE_FORMAT,
     **SHOW_CHANNELS,
     "data_path": Option(None, "New path of the images for the page, if they were moved after embedding."),
-    "output_dir": Option(None, "Folder of the result; by default the folder of the embeddings."),
-    "overwrite": Option(False, "Overwrite clusters in --output_dir."),
+    "output_dir": OUTPUT["output_dir"]._replace(help="Folder of the result; by default the folder of the embeddings."),
+    "overwrite": OUTPUT["overwrite"],
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dino_sparo.data.defaults import SCENE_SIZE
 from dino_sparo.data.options import DOWNLOAD
 from dino_sparo.draw.options import FIGURE_FORMAT
-from dino_sparo.evaluation.options import EVALUATION_LIMITS, FEATURE_FILES, OUTPUT
+from dino_sparo.evaluation.options import EVALUATION_LIMITS, FEATURE_FILES, OUTPUT, RESULT
 from dino_sparo.image_text.options import AUTO, PAIR_KEYS
 from dino_sparo.runtime.cli import (
     Group,
@@ -22,7 +22,7 @@ from dino_sparo.runtime.cli import (
     share_below_1,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION, PRECISIONS
+from dino_sparo.runtime.options import DEVICE, DEVICE_OPTION
 
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to look at
@@ -36,12 +36,6 @@ BENCHMARK_NAMES = (
 # Words before the colon of --model.
 OPEN_CLIP, HUGGING_FACE = "open_clip", "hf"
 
-PRECISION = Option(
-    "fp32",
-    "Precision of the model; use fp32 for numbers that you report. tf32: fp32 with less precise matrix "
-    "products on GPUs.",
-    choices=PRECISIONS,
-)
 GRAPHS = Option(
     None, "For an OC-CLIP: scene graphs of the captions, a .jsonl file of dino-sparo parse, templates or spacy."
 )
@@ -120,8 +114,7 @@ COMPUTATION: dict[str, Group] = {
     "computation and result": {
         "img_size": Option(None, "Side of the images in pixels; by default the training size.", positive_int),
         "batch_size_per_gpu": Option(128, "Images or captions per process and step.", positive_int),
-        "precision": PRECISION,
-        **OUTPUT,
+        **RESULT,
     },
     "device and processes": DEVICE,
 }
