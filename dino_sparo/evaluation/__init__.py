@@ -10,6 +10,6 @@
     attention/   images -> attention maps, slot atlas
     objects/     maps and true masks -> how well maps find objects
 
-`options.py` in each folder has the options of its commands, without torch. Letters are those of `dino_sparo`. Numbers of
+Each `options.py` has the options of its commands, without torch. Letters are those of `dino_sparo`. Numbers of
 images, classes and probes are spelled out.
 """
