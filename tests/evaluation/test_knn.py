@@ -535,7 +535,7 @@ def test_features_of_any_precision_are_classified(dtype: torch.dtype) -> None:
 
 def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):
     with pytest.raises(ValueError, match="--pretrained_weights is empty"):
-        evaluate("--data_path", folders)
+        evaluate("--data_path", folders, "--arch", "vit_micro")
     with pytest.raises(ValueError, match="--data_path is empty"):
         evaluate("--pretrained_weights", checkpoint)
     for split in ("train", "val"):

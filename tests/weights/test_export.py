@@ -626,7 +626,7 @@ def test_the_hub_builds_encoders_with_random_weights() -> None:
     assert "random weights" in hubconf.encoder.__doc__
 
 
-def test_the_hub_lists_the_two_entries_and_needs_only_what_is_installed() -> None:
-    entries = {name for name in dir(hubconf) if callable(getattr(hubconf, name)) and not name.startswith("_")}
-    assert entries == {"dino_sparo_encoder", "encoder"}
+def test_the_hub_has_our_two_entries_and_needs_only_what_is_installed() -> None:
+    """The entries of released weights are tested in test_released.py."""
+    assert {"dino_sparo_encoder", "encoder"} <= vars(hubconf).keys()
     assert all(importlib.util.find_spec(name) for name in hubconf.dependencies)
