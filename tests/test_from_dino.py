@@ -1,4 +1,4 @@
-"""Every command of facebookresearch/dino's README: it runs here, made tiny by further options; docs/from_dino.md lists it."""
+"""Every command of facebookresearch/dino's README runs here, made tiny by further options; docs/from_dino.md lists it."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "from_dino.md").read_text()
 CPU = "--device cpu --num_workers 0"
 CROPS = "--global_crops_size 64 --local_crops_size 32 --local_crops_number 1"
 TINY = {
-    "main_dino.py": f"{CPU} {CROPS} --batch_size_per_gpu 2 --out_dim 64 --head_hidden_dim 32 --max_steps 1 --knn_freq 0",
+    "main_dino.py": f"{CPU} {CROPS} --batch_size_per_gpu 2 --out_dim 64 --head_hidden_dim 32 --max_steps 1",
     "run_with_submitit.py": "--dry_run",
     "eval_knn.py": f"{CPU} --img_size 32 --nb_knn 2",
     "eval_linear.py": f"{CPU} --img_size 32 --fast --epochs 1",
