@@ -21,6 +21,7 @@ from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, pr
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
 from dino_sparo.evaluation.options import knn_parser
+from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.ibot import options as ibot_options
 from dino_sparo.image_text.evaluation import options as image_text_options
@@ -191,6 +192,26 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path imagenet",
             "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
+        ),
+    ),
+    "image-retrieval": Command(
+        EVALUATE,
+        "A checkpoint and images of buildings or classes -> mean average precision of searching for others like one.",
+        "evaluation.retrieval.command:evaluate_retrieval",
+        image_retrieval_parser,
+        examples=(
+            "--data_path revisited --dataset roxford5k --imsize 512 --multiscale true",
+            "--pretrained_weights checkpoint.pth --dataset labelled --data_path imagenet",
+        ),
+    ),
+    "copy-detection": Command(
+        EVALUATE,
+        "A checkpoint and Copydays -> mean average precision of searching for the originals of copies.",
+        "evaluation.retrieval.command:detect_copies",
+        copy_detection_parser,
+        examples=(
+            "--data_path copydays --whitening_path other_images",
+            "--pretrained_weights checkpoint.pth --data_path copydays --parts encoding",
         ),
     ),
     "attention": Command(

@@ -27,6 +27,8 @@ SCRIPTS = {
     "run_with_submitit.py": "submit",
     "eval_knn.py": "knn",
     "eval_linear.py": "linear",
+    "eval_image_retrieval.py": "image-retrieval",
+    "eval_copy_detection.py": "copy-detection",
     "visualize_attention.py": "attention",
 }
 # A command as it is typed; group 1 is its name, group 2 its options.

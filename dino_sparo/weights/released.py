@@ -98,20 +98,22 @@ def default_weights(arch: str | None, patch_size: int | None, preferred: str = "
     )
 
 
-def take_released_weights(args: argparse.Namespace, preferred: str = "", patch_size: int | None = None) -> None:
+def take_released_weights(
+    args: argparse.Namespace, preferred: str = "", arch: str = "vit_small", patch_size: int = 16
+) -> None:
     """Without --pretrained_weights and --untrained, put in the weights that the reference's script takes.
 
     Args:
         args: parsed options.
         preferred: as in `default_weights`.
+        arch: the script's default architecture.
         patch_size: the script's default patch size for a vision transformer.
     """
     if args.pretrained_weights or args.untrained or vars(args).get("load_features"):
         return
-    is_timm = (args.arch or "").startswith(TIMM)
-    args.pretrained_weights = default_weights(
-        args.arch, args.patch_size or (None if is_timm else patch_size), preferred
-    )
+    arch = args.arch or arch
+    default = None if arch.startswith(TIMM) else patch_size
+    args.pretrained_weights = default_weights(arch, args.patch_size or default, preferred)
     logger.info("no --pretrained_weights: %s, released by DINO's authors", args.pretrained_weights)
 
 

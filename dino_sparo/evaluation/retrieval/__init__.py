@@ -1,0 +1,1 @@
+"""Search among images: revisited Oxford and Paris, folders with labels, copy detection."""

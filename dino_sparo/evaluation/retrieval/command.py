@@ -1,0 +1,201 @@
+"""`eval_image_retrieval.py` and `eval_copy_detection.py`: checkpoint -> rankings -> mean average precision.
+
+    python eval_image_retrieval.py --data_path revisited --dataset roxford5k --imsize 512 --multiscale true
+    python eval_copy_detection.py --data_path copydays --whitening_path whitening --distractors_path distractors
+
+The protocols are those of facebookresearch/dino, commit 7c446df: equal features give equal numbers.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.data.crops import normalized_tensor
+from dino_sparo.data.labels import require_labels
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.evaluation.features import extract_split
+from dino_sparo.evaluation.retrieval.datasets import (
+    REVISITED,
+    SearchSet,
+    file_source,
+    image_files,
+    labelled_set,
+    open_copydays,
+    open_revisited,
+)
+from dino_sparo.evaluation.retrieval.measures import KAPPAS, Precision, mean_precision, rank_database
+from dino_sparo.evaluation.task import EncoderTask
+from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.faults import UserError
+from dino_sparo.weights.released import LANDMARKS, take_released_weights
+
+SCALES = (1.0, 0.5**0.5, 0.5)  # of an image, whose encodings --multiscale averages
+GEM_POWER = 4  # exponent of the generalised mean over patches
+MIN_VALUE = 1e-6  # of a patch token before the power
+MIN_EIGENVALUE = 1e-5  # of the largest one
+SHOWN = 20  # ranks of a copy detection's ranking that count, as in the reference
+
+
+def evaluate_retrieval(args: argparse.Namespace) -> dict[str, Any]:
+    """Search for the images of the same building, or class; write and print the mean average precision."""
+    take_released_weights(args, LANDMARKS)
+    task = EncoderTask.start(args)
+    file = task.open_result(f"image_retrieval_{args.dataset}")
+    if args.dataset in REVISITED:
+        task.encoder.eval()  # opened before the images: wrong weights are refused first
+        found = open_revisited(args.data_path, args.dataset, task.limits)
+    else:
+        source = task.open_split("val")
+        require_labels(source)
+        found = labelled_set(source)
+    encode = partial(encode_scales, task.encoder, scales=SCALES if args.multiscale else SCALES[:1])
+    view = partial(thumbnail_view, side=args.imsize, task=task)
+    database = features(task, found.database, view, encode)
+    queries = database if found.queries is None else features(task, found.queries, view, encode)
+    scores = search(found, queries, database)
+    return file.write(describe(task, "image retrieval", scores, found, len(database)), table(scores))
+
+
+def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
+    """Search for the originals of strongly changed copies; write and print the mean average precision."""
+    take_released_weights(args, arch="vit_base", patch_size=8)
+    task = EncoderTask.start(args)
+    file = task.open_result("copy_detection")
+    encoder = task.encoder
+    found = open_copydays(args.data_path, task.limits)
+    view = partial(square_view, side=args.imsize, task=task)
+    encode = partial(copy_features, encoder, parts=tuple(args.parts))
+    database, queries = (features(task, source, view, encode) for source in (found.database, found.queries) if source)
+    if args.distractors_path:
+        database = torch.cat((database, features(task, folder(args.distractors_path, task), view, encode)))
+    if args.whitening_path:
+        learned = features(task, folder(args.whitening_path, task), view, encode)
+        whiten = whitening(learned)
+        database, queries = whiten(database), whiten(queries)
+    scores = search(found, F.normalize(queries), F.normalize(database), SHOWN)
+    return file.write(describe(task, "copy detection", scores, found, len(database)), table(scores))
+
+
+def folder(path: str, task: EncoderTask) -> ImageSource:
+    """All images of a folder."""
+    if not Path(path).is_dir():
+        raise UserError(f"{path} is not a folder; give a folder of images, or leave the option out")
+    return file_source(path, Path(path), image_files(Path(path)), task.limits)
+
+
+def features(
+    task: EncoderTask, source: ImageSource, view: Callable[..., list[Tensor]], encode: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "images F"]:
+    """Features of all images of a source, on every process; UserError if an image cannot be read.
+
+    Images of different sizes go through the encoder one by one.
+    """
+    found = extract_split(
+        task.encoder,
+        source,
+        view,
+        task.device,
+        batch_size=task.args.batch_size_per_gpu,
+        num_workers=task.args.num_workers,
+        encode=encode,
+        dtype=task.dtype,
+        storage=task.storage,
+    )
+    if found.num_corrupt:
+        raise UserError(f"{found.num_corrupt} images of {source.name} cannot be read, so ranks cannot be compared")
+    return found.features
+
+
+def search(
+    found: SearchSet, queries: Float[Tensor, "Q F"], database: Float[Tensor, "images F"], most: int | None = None
+) -> dict[str, Precision]:
+    """Protocol -> precision; `most` is the number of first ranks that count."""
+    rankings = rank_database(queries, database)[:, :most]
+    return {name: mean_precision(rankings, answers) for name, answers in found.protocols.items()}
+
+
+def thumbnail_view(image: Image.Image, rng: np.random.Generator, *, side: int, task: EncoderTask) -> list[Tensor]:
+    """The whole image, its longer side at most `side` pixels, in a list."""
+    image = image.copy()
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return [normalized_tensor(image, task.subject.mean, task.subject.std)]
+
+
+def square_view(image: Image.Image, rng: np.random.Generator, *, side: int, task: EncoderTask) -> list[Tensor]:
+    """The whole image, squeezed into a square of `side` pixels, in a list."""
+    square = TF.resize(image, [side, side], InterpolationMode.BICUBIC)
+    return [normalized_tensor(square, task.subject.mean, task.subject.std)]
+
+
+def encode_scales(
+    encoder: Encoder, images: Float[Tensor, "B C H W"], scales: tuple[float, ...] = SCALES
+) -> Float[Tensor, "B F"]:
+    """The mean of the encodings of an image at several scales, of length one."""
+    sizes = (
+        images if scale == 1 else F.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
+        for scale in scales
+    )
+    return F.normalize(torch.stack([encoder(resized) for resized in sizes]).mean(dim=0))
+
+
+def copy_features(
+    encoder: Encoder, images: Float[Tensor, "B C H W"], parts: tuple[str, ...] = ("encoding", "gem")
+) -> Float[Tensor, "B F"]:
+    """Encoding and generalised mean of the patches h_n, one after the other: (mean_n max(h_n, 1e-6)^4)^(1/4)."""
+    found = {"encoding": encoder(images)} if "encoding" in parts else {}
+    if "gem" in parts:
+        tokens = encoder.backbone.intermediate_tokens(images, 1)[0][:, encoder.backbone.num_prefix_tokens :]
+        found["gem"] = tokens.float().clamp(min=MIN_VALUE).pow(GEM_POWER).mean(dim=1).pow(1 / GEM_POWER)
+    return torch.cat([found[part] for part in parts], dim=1)
+
+
+def whitening(learned: Float[Tensor, "images F"]) -> Callable[[Tensor], Tensor]:
+    """The map y = E^-1/2 V (x - m): m is the mean, V and E are eigenvectors and -values of X^T X / images.
+
+    As in the reference, X is not centered, and eigenvalues are at least 1e-5 of the largest.
+    """
+    rows = learned.double()
+    values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+    values = values.clamp(min=float(values.max()) * MIN_EIGENVALUE)
+    matrix = (vectors / values.sqrt()).flip(1)
+    return lambda found: ((found.double() - rows.mean(dim=0)) @ matrix).float()
+
+
+def describe(
+    task: EncoderTask, name: str, scores: dict[str, Precision], found: SearchSet, num_images: int
+) -> dict[str, Any]:
+    """Precision and protocol, as the result holds them."""
+    args = task.args
+    return {
+        "evaluation": name,
+        "results": {
+            protocol: {
+                "map": score.map,
+                **{f"precision_at_{kappa}": value for kappa, value in zip(KAPPAS, score.at, strict=True)},
+                "num_queries": score.num_queries,
+            }
+            for protocol, score in scores.items()
+        },
+        "images": {"data_path": args.data_path, "num_database": num_images},
+        "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
+    }
+
+
+def table(scores: dict[str, Precision]) -> str:
+    """Precision for people."""
+    lines = [f"{'':<12}{'mAP %':>8}" + "".join(f"{f'P@{kappa} %':>9}" for kappa in KAPPAS) + f"{'queries':>9}"]
+    for name, score in scores.items():
+        numbers = "".join(f"{value:>9.2f}" for value in score.at)
+        lines.append(f"{name:<12}{score.map:>8.2f}{numbers}{score.num_queries:>9}")
+    return "\n".join(lines)
