@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
     words = list(sys.argv[1:] if argv is None else argv)
     if (found := find_command(words)) is not None:
         name, words = found
-        return run(command_for(name, words), words)
+        return run(name, words)
     parser = Parser(prog="dino-sparo", description=overview())
     parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> Any:
         except UserError as error:
             parser.error(str(error))
         if named in PUBLIC:
-            return run(command_for(named, words), words)
+            return run(named, words)
         parser.error(f"--config {files[-1]} names no command; give the command first, or a line like `command: train`")
     name = parser.parse_known_args(words)[0].command
     if name is not None:
@@ -108,6 +108,8 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     Returns:
         The command's result; an evaluation returns the content of its result file.
     """
+    words = sys.argv[1:] if words is None else words
+    name = command_for(name, words)
     command = COMMANDS[name]
     if command.parser is None:
         return command.function(words)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.data import options as data_options
+from dino_sparo.demo.options import demo_parser
 from dino_sparo.dino import options as dino_options
 from dino_sparo.evaluation.attention.options import attention_parser
 from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
@@ -26,7 +27,6 @@ from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime.cli import Parser, path, read_config, values_of, with_underscores
-from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.simdino import options as simdino_options
 from dino_sparo.weights import options as weights_options
@@ -394,7 +394,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         DEMOS,
         "Built-in scenes -> a trained model, its evaluation and its pictures, in minutes, without a GPU.",
-        "commands:demo",
+        "demo.run:demo",
         demo_parser,
         needs={"run": "__main__:run"},
         examples=(
@@ -491,21 +491,6 @@ def embed(args: argparse.Namespace) -> Any:
     from dino_sparo.evaluation.embed.command import embed_images
 
     return embed_images(args)
-
-
-def demo(args: argparse.Namespace, run: Callable[..., Any]) -> Any:
-    """Run the demo of a method; see `runtime/demos.py`."""
-    if args.method == "clip":
-        from dino_sparo.clip.demo import demo as demo_clip
-
-        return demo_clip(args, run)
-    if args.method == "oc-clip":
-        from dino_sparo.oc_clip.demo import demo as demo_oc_clip
-
-        return demo_oc_clip(args, run)
-    from dino_sparo.dino.demo import demo as demo_dino
-
-    return demo_dino(args, run)
 
 
 def open_model(args: argparse.Namespace, device: "torch.device", is_one_of_several: bool = False) -> "Scorer":

@@ -19,6 +19,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from dino_sparo.dino.demo import TRAINING
+from dino_sparo.runtime.demos import RunCommand, option_words
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
@@ -29,14 +31,12 @@ from dino_sparo.data.scenes import patterns
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import EvalTransform
-from dino_sparo.dino.demo import TRAINING
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
-from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.report import markdown, mean_and_deviation
 from studies.runs import RESULTS

@@ -11,14 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.clip.demo import TRAINING as CLIP_TRAINING
-from dino_sparo.dino.demo import PROBE
-from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
-from dino_sparo.image_text.demos import scene_scores, write_pairs
-from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.demo.run import RunCommand, evaluate, read_recipe, write_pairs
+from dino_sparo.runtime.cli import option_words
 
 # State of the weights -> score -> percent.
 Scores = dict[str, dict[str, float]]
+
+DINO_DEMO, CLIP_DEMO = read_recipe("dino"), read_recipe("clip")
+(PROBE,) = (
+    option_words({name: value for name, value in step["options"].items() if name not in ("data_path", "seed")})
+    for step in DINO_DEMO["evaluations"]
+    if step["command"] == "linear"
+)
 
 ENCODING_PROBE = "linear probe, encoding alone"
 WIDTH_CONTROL = "20-NN, 4 blocks"
@@ -58,7 +62,7 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
     source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
     own = source.encoder.config
-    sizes: Any = {name: int(str(DINO_TRAINING[option])) for name, option in SLOT_SIZES.items()}
+    sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
     config = replace(own, readout="sparo", replace_block=own.replaces_block or one_block_less, **sizes)
     encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
@@ -107,7 +111,8 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
 def clip_scores(trained: Trained, run: RunCommand) -> Scores:
     """Zero-shot accuracy, and accuracy on true against swapped captions."""
     data_path, pairs = trained.data.split(maxsplit=1)
-    return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}
+    values = {"images": data_path, "pairs": pairs}
+    return {"trained": evaluate(CLIP_DEMO, trained.variant, trained.folder, values, "cpu", run)}
 
 
 @dataclass(frozen=True)
@@ -232,19 +237,19 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
 
 def _scenes_with_captions(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
     """`prepare` for scenes with captions; writes a folder of true and false captions."""
-    train, evaluated = _built_in(str(CLIP_TRAINING["data_path"]), "scenes:4000:48", data_path, folder, run)
+    train, evaluated = _built_in(CLIP_DEMO["training"]["data_path"], "scenes:4000:48", data_path, folder, run)
     pairs = folder / "pairs"
     if not pairs.exists():
-        write_pairs(folder, 2000, run)
+        write_pairs(pairs, 2000, run)
     return train, f"{evaluated} {pairs}"
 
 
 # The demo's recipe when the results were measured; today's has KoLeo, and fewer and larger steps.
-DINO_RECIPE = {name: value for name, value in DINO_TRAINING.items() if name != "koleo_weight"}
+DINO_RECIPE = {name: value for name, value in DINO_DEMO["training"].items() if name != "koleo_weight"}
 DINO_RECIPE |= {"batch_size_per_gpu": 16, "epochs": 7}
 SHARED_DINO = {**DINO_RECIPE, "precision": "fp32", "num_workers": "1"}
 
-CLIP_RECIPE = {name: value for name, value in CLIP_TRAINING.items() if not name.startswith("zero_shot")}
+CLIP_RECIPE = {name: value for name, value in CLIP_DEMO["training"].items() if not name.startswith("zero_shot")}
 CLIP_RECIPE |= {"precision": "fp32", "val_share": "0.04"}
 
 SCENES = partial(_built_in, "scenes:10000:48", "scenes:4000:48")

@@ -13,10 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.dino.demo import TRAINING
+from dino_sparo.demo.run import RunCommand, read_recipe
 from dino_sparo.evaluation.linear.attentive import best_of_each
-from dino_sparo.runtime.cli import Option, Parser, say
-from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.cli import Option, Parser, option_words, say
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.plans import EQUAL_RATE, SLOT_SIZES, STUDIES, Trained, with_random_slots
 from studies.report import markdown, mean_and_deviation
@@ -25,7 +24,7 @@ from studies.runs import RESULTS, Run, is_finished, reported_rows
 ROWS = {"scenes": (EQUAL_RATE, "sparo"), "cifar10": ("cls", "sparo")}  # rows of the studies' tables
 DEMO = "demo"  # the encoder in this package, of the scenes
 PROBES, RANDOM = ("linear", "sparo", "ep", "attention"), "random slots"
-SIZES = {option: TRAINING[option] for option in SLOT_SIZES.values()}
+SIZES = {option: read_recipe("dino")["training"][option] for option in SLOT_SIZES.values()}
 # 90 epochs of the paper have 28,000 steps with batches of 4096; these are few images in small batches.
 RATES = [1, 3, 10, 30, 100]
 PROTOCOL = {

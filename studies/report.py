@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.demo.run import spread
 from dino_sparo.draw.plots import FAINT, colour_of, panels
-from dino_sparo.runtime.demos import spread
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.demos import option_words
+from dino_sparo.runtime.cli import option_words, say
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint

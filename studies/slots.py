@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.cli import Option, Parser, say
-from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.cli import Option, Parser, option_words, say
 from dino_sparo.runtime.files import write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import differences, interval_table, markdown, mean_and_deviation

@@ -31,6 +31,7 @@ TOP = {
     "image_text": set(),
     "clip": {"image_text"},
     "oc_clip": {"image_text"},
+    "demo": set(),
 }
 ROOMS: dict[str, set[str]] = {
     **{room: {"_version", *FLOORS[:number]} for number, room in enumerate(FLOORS)},

@@ -237,7 +237,7 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
 
     for _ in range(2):
         train, evaluated = plans._scenes_with_captions(None, tmp_path, run)
-    assert train == str(plans.CLIP_TRAINING["data_path"])
+    assert train == str(plans.CLIP_DEMO["training"]["data_path"])
     scores = plans.clip_scores(plans.Trained(tmp_path, "sparo", 0, evaluated), run)
     assert scores == {"trained": {"zero-shot shape": 37.0, "swapped objects": 51.0, "swapped attributes": 60.0}}
     assert asked == ["scene-pairs", "zero-shot", "compositional"]

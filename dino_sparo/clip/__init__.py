@@ -8,7 +8,6 @@ evaluations are those of `image_text/`. CLIP adds:
     a whole training               train.py  options.py
     checkpoint -> evaluation       load.py
     analysis of slots              slots/
-    all of these, small            demo.py
 
 Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.
 """

@@ -3,5 +3,4 @@
 options.py    the options of training, without torch
 step.py       one step: the paper's algorithm 1
 train.py      options -> networks with their heads, loss
-demo.py       trained, evaluated and drawn in minutes
 """

@@ -7,7 +7,6 @@
     objective.py       data, validation, optimizer of a training
     step.py            the contrastive loss; one step, whole or in parts
     picture_pairs.py   pairs that are drawn
-    demos.py           the objectives' demos
     pairs/             any pairs of images and captions -> batches
     evaluation/        zero-shot, retrieval, probe, true or false captions
 

@@ -111,6 +111,8 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
     "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
     "plain": ("a photo of a {}.",),
+    # OC-CLIP takes a class as one entity; an entity of the scenes has no background.
+    "scene-entities": tuple(template.rpartition(" on ")[0] for template in scene_templates()),
     **{name: prompts.templates for name, prompts in PROMPT_SETS.items()},
 }
 

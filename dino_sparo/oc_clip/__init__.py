@@ -11,7 +11,6 @@ Encoder, text encoder, trainer and evaluations are those of all objectives. OC-C
     a whole training                       train.py  options.py
     checkpoint -> evaluation               load.py
     checkpoint -> maps of entities         explain.py  pictures.py
-    all of it on built-in scenes           demo.py
 
 Letters: E entities, R relations, U captions are the paper's M, P and B. `dim` is the paper's D, the width of entities,
 keys, values and slots; `rel_dim` is the width of relations; `num_default` is the paper's N_d. Source: OC-CLIP,

@@ -422,6 +422,12 @@ def read_config(file_path: str | os.PathLike[str]) -> dict[str, Any]:
     return values
 
 
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as a command line; several values of one are a list."""
+    values = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [word for name, several in values.items() for word in (f"--{name}", *map(str, several))]
+
+
 def config_text(options: Mapping[str, Any], command: str | None = None) -> str:
     """The configuration file, in YAML, that repeats a command with these options."""
     import yaml  # not above: most commands write none

@@ -11,21 +11,29 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from dino_sparo.demo.run import (
+    IMAGE_SIZE,
+    TRAINING_TABLE,
+    RunCommand,
+    evaluate,
+    read_recipe,
+    write_pairs,
+    write_training_pairs,
+)
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
-from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, write_pairs
 from dino_sparo.image_text.towers import tokenize
-from dino_sparo.oc_clip.demo import MODELS as PAIR_MODELS
-from dino_sparo.oc_clip.demo import NUM_TRAINING, SHARED, TABLE, write_templates, write_training_pairs
 from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
-from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.cli import option_words
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.binding.scenes import PROBED_SHAPES
 from studies.plans import DINO_RECIPE
 
 NUM_DINO_TRAINING = int(str(DINO_RECIPE["data_path"]).split(":")[1])
 DINO = "train"  # command
+DEMO = read_recipe("oc-clip")
+PAIR_MODELS = {"OC-CLIP": "oc_clip", "CLIP cls": "cls", "CLIP sparo": "sparo"}  # names here and in the demo
 SMALLEST_NUM_IMAGES = 64  # one batch of pairs
 
 
@@ -47,8 +55,8 @@ MODELS = {
     "DINO cls": Model(DINO, {**DINO_RECIPE, "readout": "cls"}, NUM_DINO_TRAINING),
     "DINO sparo": Model(DINO, {**DINO_RECIPE, "readout": "sparo"}, NUM_DINO_TRAINING),
     **{
-        name: Model(command, {**SHARED, **options}, NUM_TRAINING)
-        for name, (command, options) in zip(("OC-CLIP", "CLIP cls", "CLIP sparo"), PAIR_MODELS.values(), strict=True)
+        name: Model(own.pop("command"), {**DEMO["training"], **own}, int(DEMO["num_training_pairs"]))
+        for name, own in ((name, {**DEMO["models"][key]}) for name, key in PAIR_MODELS.items())
     },
 }
 
@@ -69,8 +77,9 @@ def train_model(name: str, seed: int, share: float, folder: Path, run: RunComman
     if model.command == DINO:
         own |= {"data_path": f"scenes:{num_images}:{IMAGE_SIZE}", "knn_freq": 0}
     else:
-        own |= {"data_path": pairs / TABLE, "warmup_steps": max(1, round(share * int(SHARED["warmup_steps"])))}
-        table = pairs / TABLE
+        table = pairs / TRAINING_TABLE
+        warmup_steps = round(share * int(DEMO["training"]["warmup_steps"]))
+        own |= {"data_path": table, "warmup_steps": max(1, warmup_steps)}
         if not table.is_file() or len(table.read_text().splitlines()) != num_images:
             write_training_pairs(pairs, num_images)
     run(model.command, option_words({**model.options, **own}))
@@ -86,9 +95,8 @@ def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCom
         return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in found.items()}
     questions = folder.parent / "questions" / "pairs"
     if not questions.exists():
-        write_pairs(questions.parent, num_images // 2, run)
-    templates = str(write_templates(folder)) if name == "OC-CLIP" else "auto"
-    return scene_scores(folder, data_path, questions, "cpu", run, templates)
+        write_pairs(questions, num_images // 2, run)
+    return evaluate(DEMO, PAIR_MODELS[name], folder, {"images": data_path, "pairs": questions}, "cpu", run)
 
 
 BATCH_SIZE = 250

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, start_demo
 from dino_sparo.draw.plots import FAINT, colour_of
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.image_text.demos import IMAGE_SIZE
 from dino_sparo.runtime.cli import Option, Parser, say
-from dino_sparo.runtime.demos import RunCommand, start_demo
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from studies.binding import scenes

@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, read_recipe, spread, start_demo
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
-from dino_sparo.image_text.demos import CLIP_READOUTS, IMAGE_SIZE, SCENE_RECIPE
-from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
-from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
+from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint
@@ -54,11 +53,19 @@ class Model(NamedTuple):
     graphs: str | None = None
 
 
+_DEMO = read_recipe("oc-clip")
+_CLS, _SPARO = (
+    {option: value for option, value in _DEMO["models"][name].items() if option != "command"}
+    for name in ("cls", "sparo")
+)
+SCENE_RECIPE = {
+    option: value for option, value in _DEMO["training"].items() if option not in ("data_path", "num_workers")
+}
 _OC_CLIP = {"preset": "oc-scenes"}
 MODELS: dict[str, Model] = {
-    "clip-cls": Model("train-clip", {"readout": "cls", **CLIP_READOUTS}),
-    "clip-swapped": Model("train-clip", {"readout": "cls", **CLIP_READOUTS, "negative_key": "negative_caption"}),
-    "clip-sparo": Model("train-clip", {"readout": "sparo", **CLIP_READOUTS}),
+    "clip-cls": Model("train-clip", _CLS),
+    "clip-swapped": Model("train-clip", {**_CLS, "negative_key": "negative_caption"}),
+    "clip-sparo": Model("train-clip", _SPARO),
     "oc-clip": Model("train-oc-clip", _OC_CLIP, TRUE_GRAPHS),
     "oc-clip-no-rel": Model("train-oc-clip", {**_OC_CLIP, "rel_loss_weight": "0"}, TRUE_GRAPHS),
     "oc-clip-no-competition": Model(
