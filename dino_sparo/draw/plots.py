@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.draw.pixels import RAMP_COLOURS
-from dino_sparo.draw.sheet import DPI, INK, PAPER, SOFT, require_matplotlib, save_figure
+from dino_sparo.draw.sheet import INK, PAPER, SOFT, require_matplotlib, save_figure
 
+DPI = 200
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
@@ -36,7 +37,7 @@ def panels(
     from matplotlib.figure import Figure
 
     size = size or (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
-    figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor=PAPER)
     if title:
         figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
