@@ -19,8 +19,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from dino_sparo.dino.demo import TRAINING
-from dino_sparo.runtime.demos import RunCommand, option_words
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
@@ -31,12 +29,13 @@ from dino_sparo.data.scenes import patterns
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import EvalTransform
+from dino_sparo.demo.run import RunCommand, read_recipe
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.cli import Option, Parser, positive_int, positive_number, say
+from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.report import markdown, mean_and_deviation
 from studies.runs import RESULTS
@@ -47,10 +46,18 @@ READOUTS = ("cls", "sparo")
 IMAGES, EVALUATED, SIZE, PATCH = 1024, 1000, 32, 8
 CALIBRATION_STEPS = 8
 # All three objectives have KoLeo or its like. Short runs need a low momentum and no warm-up of the temperature.
-RECIPE = {**TRAINING, "epochs": 1, "warmup_epochs": 0.5, "knn_freq": 0, "num_workers": 0, "device": "cpu"}
+TRAINING = read_recipe("dino")["training"]
+RECIPE = {
+    **TRAINING,
+    "epochs": 1,
+    "warmup_epochs": 0.5,
+    "knn_freq": 0,
+    "num_workers": 0,
+    "device": "cpu",
+}
 RECIPE |= {"precision": "fp32", "report_to": []}
 # iBOT's rate scales with the root of the batch. This factor makes the peak rates of all objectives equal.
-IBOT_RATE = (int(str(TRAINING["batch_size_per_gpu"])) / REFERENCE_BATCH) ** 0.5
+IBOT_RATE = (int(TRAINING["batch_size_per_gpu"]) / REFERENCE_BATCH) ** 0.5
 IBOT = {"layer_decay": 1, "teacher_temp": 0.04}
 CONTINUED_LR = 0.001
 OPTIONS = {
