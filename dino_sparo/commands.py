@@ -71,7 +71,7 @@ class Command(NamedTuple):
     kinds: Sequence[str] = ()
 
     @property
-    def function(self) -> Callable[[Any], Any]:
+    def function(self) -> "partial[Any]":
         """The function, imported now, with what it needs besides the options."""
         needs = {name: pkgutil.resolve_name(f"dino_sparo.{value}") for name, value in self.needs.items()}
         return partial(pkgutil.resolve_name(f"dino_sparo.{self.code}"), **needs)

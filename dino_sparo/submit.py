@@ -18,21 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dino_sparo.clip.options import get_args_parser as train_clip_parser
-from dino_sparo.dino.options import get_args_parser as train_parser
-from dino_sparo.ibot.options import get_args_parser as train_ibot_parser
-from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
+from dino_sparo.commands import COMMANDS
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, say, values_of
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import FAULT_STATUS, UserError, is_correctable
-from dino_sparo.simdino.options import get_args_parser as train_simdino_parser
 from dino_sparo.training.options import check_run
 
 if TYPE_CHECKING:  # submitit takes longer to import than --help may take
     import submitit
     from submitit.helpers import DelayedSubmission
-
-    from dino_sparo.training.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -50,32 +44,12 @@ DO_NOT_REQUEUE = "do_not_requeue"
 VOLTA32 = "volta32gb"  # the constraint that the reference's --use_volta32 means
 SCRIPT, SCRIPT_NODES = "run_with_submitit.py", 2  # the reference's script, and its default of --nodes
 
-# `--module` -> the options of that trainer.
-PARSERS = {
-    "main_dino": train_parser,
-    "dino_sparo.simdino.train": train_simdino_parser,
-    "dino_sparo.ibot.train": train_ibot_parser,
-    "dino_sparo.clip.train": train_clip_parser,
-    "dino_sparo.oc_clip.train": train_oc_clip_parser,
+# `--module` -> the command that trains its objective.
+TRAINERS = {
+    "main_dino" if name == "train" else f"dino_sparo.{command.needs['objective_class'].partition(':')[0]}": command
+    for name, command in COMMANDS.items()
+    if "objective_class" in command.needs
 }
-
-
-def objective_of(module: str) -> "type[Objective[Any]]":
-    """The class of the objective that a trainer trains."""
-    from dino_sparo.clip.train import CLIPObjective  # not above: these import torch
-    from dino_sparo.dino.train import DINOObjective
-    from dino_sparo.ibot.train import IBOTObjective
-    from dino_sparo.oc_clip.train import OCCLIPObjective
-    from dino_sparo.simdino.train import SimDINOObjective
-
-    objectives: dict[str, type[Objective[Any]]] = {
-        "main_dino": DINOObjective,
-        "dino_sparo.simdino.train": SimDINOObjective,
-        "dino_sparo.ibot.train": IBOTObjective,
-        "dino_sparo.clip.train": CLIPObjective,
-        "dino_sparo.oc_clip.train": OCCLIPObjective,
-    }
-    return objectives[module]
 
 
 class Trainer:
@@ -94,17 +68,14 @@ class Trainer:
         import torch  # not above: submitting does not need torch
         from submitit.helpers import TorchDistributedEnvironment
 
-        from dino_sparo.training.run import train
-
         job = submitit.JobEnvironment()
-        objective_class = objective_of(self.args.module)
         with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":  # under Slurm, `runtime/launch.py` gives each attempt a port of its own
                 TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
             self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
-            train(self.args, objective_class)
+            TRAINERS[self.args.module].function(self.args)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
     def checkpoint(self) -> "DelayedSubmission":
@@ -144,7 +115,7 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
 
 
 JOB: Group = {
-    "module": Option("main_dino", "The trainer to submit.", choices=sorted(PARSERS)),
+    "module": Option("main_dino", "The trainer to submit.", choices=sorted(TRAINERS)),
     "ngpus": Option(8, "GPUs per node, with one task each.", positive_int),
     "nodes": Option(1, "Nodes.", positive_int),
     "gres": Option(
@@ -181,10 +152,12 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
     """The options of a trainer and those of the job.
 
     Args:
-        module: a key of `PARSERS`.
+        module: a key of `TRAINERS`.
         prog: name of the command in `--help`.
     """
-    parser = PARSERS[module]()
+    make_parser = TRAINERS[module].parser
+    assert make_parser is not None
+    parser = make_parser()
     parser.prog, parser.description = prog, str(__doc__).replace("dino-sparo submit", prog)
     parser.add_options("Slurm job", JOB)
     return parser
@@ -338,7 +311,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     """
     words = sys.argv[1:] if argv is None else argv
     module = (values_of(words, "--module") or ["main_dino"])[-1]
-    parser = get_submission_parser(module if module in PARSERS else "main_dino", prog)
+    parser = get_submission_parser(module if module in TRAINERS else "main_dino", prog)
     if prog == SCRIPT and "--local" not in words:
         parser.set_defaults(nodes=SCRIPT_NODES)
     args = parser.parse_args(words)
@@ -347,7 +320,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     try:
         # Checked now, not after an hour in the queue.
         check_submission(args)
-        objective_of(args.module).check_options(args)
+        TRAINERS[args.module].function.keywords["objective_class"].check_options(args)
         check_run(args)
         if args.dry_run:
             say(batch_script(args))

@@ -57,7 +57,7 @@ RECIPE: dict[str, Any] = {
 }
 RECIPE |= {"device": "cpu", "precision": "fp32", "report_to": []}
 # iBOT's rate scales with the root of the batch. This factor makes the peak rates of all objectives equal.
-IBOT_RATE = (int(str(TRAINING["batch_size_per_gpu"])) / REFERENCE_BATCH) ** 0.5
+IBOT_RATE = (int(TRAINING["batch_size_per_gpu"]) / REFERENCE_BATCH) ** 0.5
 IBOT = {"layer_decay": 1, "teacher_temp": 0.04}
 CONTINUED_LR = 0.001
 OPTIONS = {

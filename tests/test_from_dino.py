@@ -1,4 +1,4 @@
-"""Every command of facebookresearch/dino's README runs here, made tiny by further options; docs/from_dino.md lists it."""
+"""Every command of the README of facebookresearch/dino runs here, made tiny; docs/from_dino.md lists them."""
 
 import importlib
 import json

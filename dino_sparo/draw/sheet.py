@@ -239,7 +239,7 @@ def _tile(tile: Tile, picture: Picture, head: Sequence[Any], cell: int, gap: int
     from matplotlib.offsetbox import PaddedBox
 
     shown = picture if tile.paint is None else tile.paint(picture)
-    below = _words(tile.caption, cell)
+    below = _words(tile.caption, round(0.92 * cell))
     first, second = tile.notes
     if first or second:
         room = max(4, round(0.7 * (letters_in(cell, LABEL_SIZE) - len(first))))

@@ -5,9 +5,8 @@ ids, OpenCLIP the 1000 names in the same order. Images in folders of 200 ids (A,
 ObjectNet has its own names, and lists the 113 of its 313 classes that ImageNet has too.
 
 A template is a sentence with `{}` in place of the name of a class. OpenCLIP's two lists for ImageNet come from its
-package; the lists for torchvision's sets stand here. Templates that CLIP's paper quotes are taken from the paper
-("Learning transferable visual models from natural language supervision", section 3.1.4); the others are ours. Published
-accuracies depend on their templates: give the authors' templates as a file to compare with them.
+package; `prompts.yaml` has the lists for torchvision's sets, and says where they are from. Published accuracies depend
+on their templates: give the authors' templates as a file to compare with them.
 """
 
 import importlib.util
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from jaxtyping import Int64
 from timm.data import ImageNetInfo
 
@@ -44,20 +44,6 @@ DEFAULT_TEMPLATES = "openai"
 # Files in ObjectNet's folder `mappings`: folder -> name, and name -> ImageNet's names.
 OBJECTNET_NAMES = "folder_to_objectnet_label.json"
 OBJECTNET_OVERLAP = "objectnet_to_imagenet_1k.json"
-
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SMALL_PICTURES = (
-    "a photo of a {}.",
-    "a photo of the {}.",
-    "a small photo of a {}.",
-    "a blurry photo of a {}.",
-    "a low resolution photo of a {}.",
-    "a photo of a large {}.",
-    "a photo of a small {}.",
-    "a close-up photo of a {}.",
-    "a bright photo of a {}.",
-    "a dark photo of a {}.",
-)
 
 
 def scene_templates() -> tuple[str, ...]:
@@ -88,21 +74,17 @@ class PromptSet(NamedTuple):
     has_names: bool = True
 
 
+def read_prompt_sets() -> dict[str, PromptSet]:
+    """The prompts of torchvision's sets, from `prompts.yaml`."""
+    text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
+    return {
+        name: PromptSet(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        for name, entry in yaml.safe_load(text).items()
+    }
+
+
 PROMPT_SETS: dict[str, PromptSet] = {
-    "cifar10": PromptSet(SMALL_PICTURES),
-    "cifar100": PromptSet(SMALL_PICTURES),
-    "stl10": PromptSet(("a photo of a {}.", "a photo of the {}.")),
-    "svhn": PromptSet(('a photo of the number "{}".', "a house number with the digit {}."), DIGITS),
-    "mnist": PromptSet(('a photo of the number "{}".', "the handwritten digit {}."), DIGITS),
-    "fashionmnist": PromptSet(("a photo of a {}, a type of clothing.", "a black and white photo of a {}.")),
-    "kmnist": PromptSet(('a photo of the handwritten hiragana character "{}".',)),
-    "food101": PromptSet(("a photo of {}, a type of food.",)),
-    "flowers102": PromptSet(("a photo of a {}, a type of flower.",)),
-    "oxfordpets": PromptSet(("a photo of a {}, a type of pet.",)),
-    "aircraft": PromptSet(("a photo of a {}, a type of aircraft.",)),
-    "dtd": PromptSet(("a photo of a {} texture.", "a photo of a {} pattern.", "a photo of something {}.")),
-    "country211": PromptSet(("a photo taken in {}.", "a photo showing the country of {}."), has_names=False),
-    "gtsrb": PromptSet(('a photo of a "{}" traffic sign.', 'a close-up photo of a "{}" traffic sign.'), None, False),
+    **read_prompt_sets(),
     "imagenette": PromptSet(tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES)),
     "scenes": PromptSet(scene_templates()),
 }
