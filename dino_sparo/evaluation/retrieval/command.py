@@ -118,7 +118,7 @@ def features(
 
 
 def search(
-    found: SearchSet, queries: Float[Tensor, "Q F"], database: Float[Tensor, "images F"], most: int | None = None
+    found: SearchSet, queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], most: int | None = None
 ) -> dict[str, Precision]:
     """Protocol -> precision; `most` is the number of first ranks that count."""
     rankings = rank_database(queries, database)[:, :most]

@@ -33,8 +33,8 @@ class Precision(NamedTuple):
 
 
 def rank_database(
-    queries: Float[Tensor, "Q F"], database: Float[Tensor, "images F"], chunk: int = 256
-) -> Int[Tensor, "Q images"]:
+    queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], chunk: int = 256
+) -> Int[Tensor, "queries images"]:
     """Rows of the database by falling dot product with each query; of equal ones the first row comes first."""
     parts = (part @ database.T for part in queries.split(chunk))
     return torch.cat([part.sort(dim=1, descending=True, stable=True).indices.cpu() for part in parts])
@@ -54,7 +54,7 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
     return float((before + (found + 1) / (positions + 1)).sum() / (2 * num_positives))
 
 
-def mean_precision(rankings: Int[Tensor, "Q images"], queries: Sequence[Query]) -> Precision:
+def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Query]) -> Precision:
     """Mean average precision as filipradenovic/revisitop and the Copydays package compute it.
 
     Junk is taken out of a ranking before positions are counted. Queries without an answer are left out.
