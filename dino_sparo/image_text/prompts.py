@@ -77,11 +77,13 @@ class PromptSet(NamedTuple):
 def read_prompt_sets() -> dict[str, PromptSet]:
     """The prompts of torchvision's sets, from `prompts.yaml`."""
     text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
-    entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return {
-        name: PromptSet(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-        for name, entry in entries.items()
-    }
+    sets = {}
+    for name, entry in yaml.safe_load(text).items():
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+        }
+        sets[name] = PromptSet(**fields)
+    return sets
 
 
 PROMPT_SETS: dict[str, PromptSet] = {
