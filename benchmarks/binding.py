@@ -154,7 +154,7 @@ def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], 
         for leaf in (keys, values, graphs.entities, graphs.relations, *binding.parameters(), *scoring.parameters()):
             leaf.grad = None
 
-    step((keys[:1], values[:1]))  # what libraries allocate once is no part of a step's memory
+    step((keys[:1], values[:1]))  # what libraries allocate once is not part of a step's memory
     return step
 
 

@@ -134,7 +134,7 @@ def time_probe(sizes: Sizes, device: str, rounds: int, reference: Reference | No
 
 
 def jpegs(folder: str | None, number: int) -> list[bytes]:
-    """Image files: about so many of a folder, or built-in scenes."""
+    """Image files: from a folder, or built-in scenes."""
     with tempfile.TemporaryDirectory() as made:
         if folder is None:
             write_images(Path(made), number)

@@ -80,7 +80,7 @@ def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], 
         sparo.zero_grad()
         tokens.grad = None
 
-    step(tokens[:1, :2])  # what libraries allocate once is no part of a step's memory
+    step(tokens[:1, :2])  # what libraries allocate once is not part of a step's memory
     return step
 
 

@@ -25,7 +25,7 @@ class Reference:
         commit: that is checked out, or `unknown`.
 
     Raises:
-        ValueError: the path is no checkout of facebookresearch/dino.
+        ValueError: the path is not a checkout of facebookresearch/dino.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,7 +33,7 @@ class Reference:
         missing = [f"{name}.py" for name in MODULES if not (self.path / f"{name}.py").is_file()]
         if missing:
             raise ValueError(
-                f"--reference {path} is no checkout of facebookresearch/dino: {', '.join(missing)} missing; "
+                f"--reference {path} is not a checkout of facebookresearch/dino: {', '.join(missing)} missing; "
                 f"git clone https://github.com/facebookresearch/dino, and give that folder"
             )
         self.commit = _commit(self.path)

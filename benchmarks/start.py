@@ -63,7 +63,7 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
 
 
 def run_start(folder: Path, processes: int, timeout_min: float) -> list[tuple]:
-    """Start so many processes; returns what they report, by rank."""
+    """Start this number of processes; returns their reports, by rank."""
     (folder / "rendezvous").unlink(missing_ok=True)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as peers:
         reports = [peers.submit(start, number, processes, str(folder), timeout_min) for number in range(processes)]

@@ -494,7 +494,7 @@ OF_FOREIGN_WEIGHTS = dict.fromkeys(("text_heads", "quick_gelu"), FOREIGN_OPTION)
 UNUSED_OPTIONS: dict[str, dict[str, str]] = {
     "clip": {**OF_CAPTIONS, **OF_FOREIGN_WEIGHTS},
     "oc_clip": {
-        "slots": "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose from; leave "
+        "slots": "--slots with an OC-CLIP: its score is not a dot product, so there are no slots to choose from; leave "
         "it out",
         **OF_FOREIGN_WEIGHTS,
     },

@@ -79,7 +79,7 @@ class SparoVisionTransformer(Encoder):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this model's own weights, or those of a checkpoint or an export, as `checkpoint_path` holds them.
 
-        The head of a training, which is no classifier, is left out.
+        The head of a training, which is not a classifier, is left out.
         """
         if set(self.state_dict()) == set(state_dict):
             return super().load_state_dict(state_dict, strict, assign)

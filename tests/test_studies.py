@@ -163,7 +163,7 @@ def test_damaged_results_and_those_of_another_recipe_are_named(
     path = results / "scenes" / "sparo_lr0.002_seed1.json"
     text = path.read_text()
     path.write_text(text[:200])
-    with pytest.raises(ValueError, match=r"sparo_lr0.002_seed1.json is no JSON"):
+    with pytest.raises(ValueError, match=r"sparo_lr0.002_seed1.json is not valid JSON"):
         report.report("scenes", results)
     path.write_text(text)
     monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))

@@ -25,7 +25,7 @@ def encoder() -> Encoder:
 
 
 def save(path: Path, encoder: Encoder) -> Path:
-    """A checkpoint as trainings write it: the teacher has a head, which is no classifier."""
+    """A checkpoint as trainings write it: the teacher has a head, which is not a classifier."""
     teacher = {**encoder.state_dict(), "head.mlp.0.weight": torch.zeros(7, 15)}
     student = {name: torch.zeros_like(value) for name, value in teacher.items()}
     save_checkpoint(

@@ -206,7 +206,7 @@ class MultiCropAugmentation:
             device. False returns finished crops, equal to those of torchvision's pipeline on PIL images.
 
     Raises:
-        ValueError: a scale that is no interval within (0, 1], or a size or number out of range.
+        ValueError: a scale that is not an interval within (0, 1], or a size or number out of range.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ BICUBIC = InterpolationMode.BICUBIC
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224
 MAX_ASPECT = 20  # of an image that is resized for a view
-# Self-attention among so many patches takes about 2 GB per image; more is usually a slip of --image_size.
+# Self-attention among this number of patches takes about 2 GB per image; more is usually a slip of --image_size.
 MAX_PATCHES = 8_192
 
 
@@ -195,7 +195,7 @@ class PatchView:
         if rows * columns > MAX_PATCHES:
             raise UserError(
                 f"image_size={self.size} px makes {rows} x {columns} patches of {self.patch_size} px from an image of "
-                f"{image.width} x {image.height} px; at most {MAX_PATCHES} can be looked at, give a smaller size"
+                f"{image.width} x {image.height} px; at most {MAX_PATCHES} are supported; give a smaller size"
             )
         seen_height, seen_width = rows * self.patch_size, columns * self.patch_size
         right, bottom = left + (right - left) * seen_width / width, top + (bottom - top) * seen_height / height

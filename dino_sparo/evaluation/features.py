@@ -1,4 +1,4 @@
-"""Encoder + images -> features (images, F), labels and indices: each process' share, or gathered over all; on disk.
+"""Encoder + images -> features (images, F), labels and indices, of this process or of all; also on disk.
 
 `task.py` says which encoder; `knn.py` and `linear/` compute the accuracy. Every image counts exactly once,
 whatever the number of processes; images that cannot be read are left out and counted. Features are extracted once and

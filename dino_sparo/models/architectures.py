@@ -31,7 +31,7 @@ HEADS = "_heads"  # before another number of attention heads: vit_small_heads12
 
 
 def size_of(arch: str) -> ViTSize | None:
-    """Sizes of a vision transformer of ours, maybe with another number of heads; None for any other name."""
+    """Sizes of a vision transformer of ours, with the heads that its name says; None for any other name."""
     name, _, heads = arch.partition(HEADS)
     size = ARCHITECTURES.get(name)
     if size is None or name == arch:

@@ -55,8 +55,7 @@ EXPLANATIONS = {
     "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all of them. The share below a map "
     "is the mean over all patches, not an area. A large share says that this entity wins the patch against the others, "
     "not that it is there: compare the cosines.",
-    "keys": f"{SUMMARIES['keys']} Below a map: its attention is as wide as if it lay evenly on so many patches, "
-    "exp(entropy).",
+    "keys": f"{SUMMARIES['keys']} Below a map: the effective number of patches, exp(entropy) of its attention.",
 }
 # Words for the lowest and the highest colour.
 ENDS = {

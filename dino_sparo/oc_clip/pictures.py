@@ -114,7 +114,7 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
 def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_rows: int) -> list[int]:
     """Pairs to show, evenly spread over those whose caption has two relations; where they are too few, one, or none.
 
-    Scores have no part in the choice. At most `max_rows` of `max_pairs`, whose captions are looked at, are chosen.
+    Scores have no part in the choice. At most `max_rows` of `max_pairs`, whose captions are read, are chosen.
     """
     considered = spread_out(source, max_pairs)
     counts: dict[int, int] = {}

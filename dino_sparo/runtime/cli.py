@@ -36,7 +36,7 @@ def printable(words: str, keep: str = "") -> str:
 
 
 def say(text: str) -> None:
-    """Write a result to the standard output, with escaped control characters. A closed pipe is no error."""
+    """Write a result to the standard output, with escaped control characters. A closed pipe is not an error."""
     try:
         sys.stdout.write(printable(text, keep="\n\t") + "\n")
         sys.stdout.flush()
@@ -82,7 +82,7 @@ def path(text: str) -> str:
 
 
 def path_with_name(text: str) -> str:
-    """As `path`, of an option whose default is no path: an empty text would be the working folder."""
+    """As `path`, of an option whose default is not a path: an empty text would be the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a path")
     return path(text)
@@ -397,7 +397,7 @@ def read_config(file_path: str | os.PathLike[str]) -> dict[str, Any]:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:
             raise UserError(f"the file is larger than {MAX_CONFIG_BYTES} bytes; is it a configuration?")
-        # Types are left to the options: 1e-3 is no number in YAML, and `off` would be a boolean.
+        # Types are left to the options: 1e-3 is not a number in YAML, and `off` would be a boolean.
         root = yaml.compose(text, yaml.BaseLoader)
     except RecursionError:
         raise UserError("the file is nested too deeply; give lines like `epochs: 100`") from None

@@ -1,6 +1,6 @@
 """Errors that end a command in one line: missing packages, full memory, and faults after which starting again helps.
 
-A fault is no mistake of the user: a process, a worker, a GPU or the network failed. The command then ends with
+A fault is not a mistake of the user: a process, a worker, a GPU or the network failed. The command then ends with
 `FAULT_STATUS`, and the cluster starts it again. No torch here, since commands catch these errors before they import it.
 """
 

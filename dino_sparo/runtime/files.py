@@ -59,7 +59,7 @@ def require_inputs(options: Mapping[str, Any]) -> None:
 
 
 def parse_json(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply. `hook` makes objects of pairs."""
+    """The value of a JSON text; ValueError if it is not valid JSON or nested too deeply. `hook` makes objects."""
     try:
         return json.loads(text, object_pairs_hook=hook)
     except RecursionError:
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, hook: Callable[[list[tuple[str, Any]]], Any] |
 
 
 def read_json(path: str | os.PathLike[str], has_unique_keys: bool = False) -> Any:
-    """The content of a JSON file; UserError with its path if it is no JSON.
+    """The content of a JSON file; UserError with its path if it is not valid JSON.
 
     `has_unique_keys` refuses objects with a key twice, of which JSON readers drop the first value.
     """
@@ -75,7 +75,7 @@ def read_json(path: str | os.PathLike[str], has_unique_keys: bool = False) -> An
         try:
             return parse_json(file.read(), _unique_keys if has_unique_keys else None)
         except ValueError as error:
-            raise UserError(f"{path} is no JSON ({error}); is the download complete?") from error
+            raise UserError(f"{path} is not valid JSON ({error}); is the download complete?") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{location} is no JSON ({error}); give one object per line") from error
+        raise UserError(f"{location} is not valid JSON ({error}); give one object per line") from error
     if not isinstance(value, dict):
-        raise UserError(f"{location} is no JSON object; give one {{...}} per line")
+        raise UserError(f"{location} is not a JSON object; give one {{...}} per line")
     return value
 
 

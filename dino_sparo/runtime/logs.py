@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Attributes of records: it goes to run.log and not to the terminal; its message has several lines on purpose.
 FILE_ONLY, HAS_LINES = "file_only", "has_lines"
-PROGRESS_SECONDS = 30.0  # between two lines about a long loop when the output is no terminal
+PROGRESS_SECONDS = 30.0  # between two lines about a long loop when the output is not a terminal
 WAIT_REMEDY = " (give more cores and --num_workers, or smaller files)"
 STEP_LINE_SECONDS = 10.0  # between two progress lines of training
 

@@ -53,7 +53,7 @@ def describe(path: str, defaults_of: DefaultsOf, folders: Folders) -> dict[str, 
     """Facts about a file or folder, by their names.
 
     Args:
-        path: anything that this package writes; also "demo", a repository of the hub, and weights of others.
+        path: anything that this package writes; also "demo", a repository of the hub, and weights of other projects.
         defaults_of: name of a training command -> its options' defaults.
         folders: name of a file -> description of a folder that holds such a file.
     """

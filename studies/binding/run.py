@@ -321,7 +321,7 @@ def run_binding(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any
     require_matplotlib()
     share = args.share if args.share is not None else (SHORT_SHARE if args.short else 1.0)
     if not 0 < share <= 1:
-        raise ValueError(f"--share {share} is no part of the demos' images; give a number above 0, up to 1")
+        raise ValueError(f"--share {share} is not part of the demos' images; give a number above 0, up to 1")
     amount = SHORT if args.short else FULL
     start_demo(args, "binding")
     setup_logging()

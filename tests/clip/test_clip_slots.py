@@ -131,8 +131,8 @@ def test_a_choice_may_be_written_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "is no JSON"),
-        ("[1, 2]", "is no JSON object"),
+        ("nothing", "is not valid JSON"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"slots": [1.5]}', "is not a choice of slots"),
         ('{"slots": [true]}', "is not a choice of slots"),
         ('{"mask": ["a"]}', "is not a choice of slots"),

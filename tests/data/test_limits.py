@@ -192,7 +192,7 @@ def test_a_pipe_called_tar_is_a_shard_that_cannot_be_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize("data_path", ["pairs.tar", "coco.json"])
 def test_columns_of_pairs_that_are_no_table_are_refused_not_ignored(tmp_path: Path, data_path: str) -> None:
     (tmp_path / data_path).touch()
-    with pytest.raises(ValueError, match=r"is no table, so it has no column of that name \(path 'a', split 'b'\)"):
+    with pytest.raises(ValueError, match=r"is not a table, so it has no column of that name \(path 'a', split 'b'\)"):
         open_pairs(str(tmp_path / data_path), image_key="a", split_column="b")
 
 

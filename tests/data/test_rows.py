@@ -131,7 +131,7 @@ def test_columns_of_what_is_no_table_are_refused_not_ignored(root: Path, data_pa
     (root / "splits/train.txt").write_text("../1.png\n")
     (root / "splits/val.txt").write_text("../1.png\n")
     path = data_path if ":" in data_path else str(root / data_path)
-    with pytest.raises(ValueError, match=r"is no table, so it has no column of that name \(label 'what'\)"):
+    with pytest.raises(ValueError, match=r"is not a table, so it has no column of that name \(label 'what'\)"):
         open_source(path, columns=TableColumns(label="what"))
 
 
@@ -174,11 +174,11 @@ def test_numbers_in_json_lines_may_be_written_as_pandas_does(root: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"path": "1.png"}\n{"path": \n', "line 2 is no JSON"),
-        ('{"path": "1.png"}\n[1]\n', r"line 2 is no JSON object; give one \{...\} per line"),
+        ('{"path": "1.png"}\n{"path": \n', "line 2 is not valid JSON"),
+        ('{"path": "1.png"}\n[1]\n', r"line 2 is not a JSON object; give one \{...\} per line"),
         ('{"path": "1.png"}\n{"path": ["2.png"]}\n', r"line 2: 'path' holds no text of one line but \"\['2.png'\]\""),
-        ('{"path": "1.png"}\n{"path": ' + "[" * 200_000, "line 2 is no JSON .nested too deeply"),
-        ("[", "line 1 is no JSON"),
+        ('{"path": "1.png"}\n{"path": ' + "[" * 200_000, "line 2 is not valid JSON .nested too deeply"),
+        ("[", "line 1 is not valid JSON"),
         ("", r"no column of paths .*found the columns \[\]"),
     ],
 )

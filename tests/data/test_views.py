@@ -55,7 +55,7 @@ def test_the_picture_shows_what_the_encoder_sees(size: int) -> None:
         ([3], "is smaller than one patch of 5 px; give at least 5"),
         ([50, 2], "is smaller than one patch of 5 px"),
         ([5, 5, 5], r"has 3 numbers; give one \(the short side\) or two"),
-        ([2000], "at most 8192 can be looked at, give a smaller size"),
+        ([2000], "at most 8192 are supported; give a smaller size"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(size: list[int], message: str) -> None:

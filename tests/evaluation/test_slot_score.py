@@ -294,7 +294,7 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
         (lambda p: open_objects(str(p / "empty"), str(p / "nowhere")), "neither a folder nor a .json file"),
         (lambda p: open_objects("scenes", str(p / "empty")), "has masks of its own"),
         (lambda p: open_objects(str(p / "empty"), str(p / "captions.json")), "missing 'categories'"),
-        (lambda p: open_objects(str(p / "empty"), str(p / "broken.json")), "is no JSON"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "broken.json")), "is not valid JSON"),
         (lambda p: open_objects(str(p / "voc")), "has no ImageSets/Segmentation/val.txt"),
     ],
 )

@@ -155,11 +155,11 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
         ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is not text"),
         ("sugarcrepe", 3, "expected a list of filename, caption and negative_caption; found int"),
         ("winoground", {**WINOGROUND, "image_1": None}, "line 1: expected an object with image_0.*None is not text"),
-        ("aro-attribution", [{**relation_entries(RNG, ATTRIBUTES, 1)[0], "attributes": "ab"}], "'ab' is no list"),
+        ("aro-attribution", [{**relation_entries(RNG, ATTRIBUTES, 1)[0], "attributes": "ab"}], "'ab' is not a list"),
         ("aro-relation", [{**relation_entries(RNG, RELATIONS, 1)[0], "bbox_x": 10**400}], "int too large"),
-        ("coco-order", [{"image": "a", "caption_options": "abcde"}], "entry 0: .*'abcde' is no list of 5"),
-        ("vl-checklist", [["a.jpg", {"POS": "brown knob", "NEG": ["b"]}]], "'brown knob' is no list"),
-        ("coco-spatial", ["abc"], "entry 0: .*'abc' is no list of 3"),
+        ("coco-order", [{"image": "a", "caption_options": "abcde"}], "entry 0: .*'abcde' is not a list of 5"),
+        ("vl-checklist", [["a.jpg", {"POS": "brown knob", "NEG": ["b"]}]], "'brown knob' is not a list"),
+        ("coco-spatial", ["abc"], "entry 0: .*'abc' is not a list of 3"),
     ],
 )
 def test_the_message_names_file_entry_and_what_is_valid(name, content, message, tmp_path):

@@ -301,7 +301,7 @@ def test_other_annotations_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no pair"):
         open_pairs(str(coco(tmp_path, annotations=[])))
     (tmp_path / "captions.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         open_pairs(str(tmp_path / "captions.json"))
 
 

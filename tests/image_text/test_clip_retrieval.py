@@ -241,7 +241,7 @@ def test_captions_of_no_image_are_counted_as_in_training(tmp_path, images):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("c.json", "{", "is no JSON"),
+        ("c.json", "{", "is not valid JSON"),
         ("c.json", '{"images": []}', r"has no split 'test'; its splits are \[\]"),
         ("c.json", '{"images": [{"filename": "7.jpg"}]}', r"its keys are \['images'\], missing is 'split'"),
         ("c.json", "[1]", r"neither COCO's"),

@@ -1,4 +1,4 @@
-"""Scorers: a score that is no dot product, in every evaluation, equals a loop; questions; `similarity` for users."""
+"""Scorers: a score that is not a dot product, in every evaluation, equals a loop; questions; `similarity` for users."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -149,7 +149,7 @@ def command(name: str, body: Any, scorer: Scorer, *options: object) -> dict[str,
         shutdown()
 
 
-# --- a score that is no dot product
+# --- a score that is not a dot product
 
 
 def test_zero_shot_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, tmp_path: Path) -> None:

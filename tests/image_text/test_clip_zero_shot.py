@@ -282,7 +282,7 @@ def test_numbers_of_classes_may_begin_with_one_but_where_the_list_begins_is_not_
         ("names.txt", "one\ntwo\nthree\n", "has 3 names, and none for 2 of the 2 classes, the first is 'a'"),
         ("names.txt", "one\ntwo\n", "has 2 names, and none for 2 of the 2 classes"),
         ("names.txt", "\n", "is empty; give a list"),
-        ("names.json", "{", "is no JSON"),
+        ("names.json", "{", "is not valid JSON"),
         ("names.json", '{"a": "x"}', "names no class 'b'"),
         ("names.json", '{"s": ["x", "y"]}', "holds several lists; say which with .*names.json:KEY of s"),
         ("names.json:t", '{"s": ["x", "y"]}', "has no key 't'; its keys are s"),

@@ -288,7 +288,7 @@ def test_vl_checklists_files_are_the_56_of_its_corpus():
     ("name", "content", "message"),
     [
         ("aro-relation", [{"image_path": "a"}], r"entry 0: expected image_path, bbox_x"),
-        ("aro-relation", "{", "is no JSON"),
+        ("aro-relation", "{", "is not valid JSON"),
         ("aro-relation", {}, "expected a list of"),
         ("sugarcrepe", '{"0": {}, "1": {}, "1": {}}', "the key '1' twice in an object"),
         ("coco-order", [{"image": "a", "caption_options": ["b"]}], "entry 0: expected image and caption_options, 5"),

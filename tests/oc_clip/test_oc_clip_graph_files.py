@@ -154,8 +154,8 @@ def test_a_file_that_changed_but_kept_its_time_and_size_is_read_anew(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"caption": "a", "entities": [', "g.jsonl:2 is no JSON"),
-        ("[]", "g.jsonl:2 is no JSON object; give one {...} per line"),
+        ('{"caption": "a", "entities": [', "g.jsonl:2 is not valid JSON"),
+        ("[]", "g.jsonl:2 is not a JSON object; give one {...} per line"),
         ('{"entities": [], "relationships": []}', "g.jsonl:2: 'caption' is None; give the caption's text"),
         ('{"caption": "  ", "entities": [], "relationships": []}', "g.jsonl:2: 'caption' is '  '"),
         ('{"caption": "a", "relationships": []}', "g.jsonl:2: a scene graph is"),

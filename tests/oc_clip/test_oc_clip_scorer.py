@@ -339,7 +339,7 @@ def error_line(caplog: pytest.LogCaptureFixture) -> str:
 FOREIGN = ("--quick_gelu", "true"), ("--text_heads", 2)
 REFUSED = [
     # model, commands, options, what the line names
-    ("oc_clip", EVALUATIONS, ("--slots", "slots.json"), "--slots with an OC-CLIP: its score is no dot product"),
+    ("oc_clip", EVALUATIONS, ("--slots", "slots.json"), "--slots with an OC-CLIP: its score is not a dot product"),
     ("oc_clip", EVALUATIONS, ("--img_size", 32), "--img_size 32: the binding was trained for images of 24 px"),
     ("clip", EVALUATIONS, ("--graphs", "templates"), "--graphs templates with a CLIP"),
     # Regression: they were parsed and had no effect.

@@ -1,4 +1,4 @@
-"""True and false captions of images -> a mask of image encodings that tells them apart, and what it does elsewhere.
+"""True and false captions -> weights for a CLIP's slots that separate them, and the effect of these weights elsewhere.
 
     dino-sparo slots mask --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe/data \
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data

@@ -45,8 +45,8 @@ EXPLANATION = (
     "Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, "
     "grey where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, "
     "the more of the slot's attention it gets; the shares of the caption's start and end stand below. The cosine is "
-    "that of the slot read out of the image and the same slot read out of the caption. “Patches”: the slot's attention "
-    "is as wide as if it lay evenly on so many of an image's patches; exp(entropy), the geometric mean over the pairs."
+    "that of the slot read out of the image and the same slot read out of the caption. “Patches”: the effective "
+    "number of patches, exp(entropy) of the slot's attention, as the geometric mean over the pairs."
 )
 
 

@@ -156,7 +156,7 @@ def _folder_classes(names: list[str], loose: list[str]) -> tuple[list[str] | Non
     if loose:
         return None, "images lie directly in the folder"
     if len(names) == 1:
-        return None, f"all in one subfolder, {names[0]!r}, which is no class"
+        return None, f"all in one subfolder, {names[0]!r}, which is not a class"
     return names, ""
 
 

@@ -115,7 +115,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
         position: where to begin, bytes; `Member.start` of some member.
 
     Raises:
-        DamagedShardError: the file is no plain tar, is truncated, or its headers are absurd.
+        DamagedShardError: the file is not a plain tar, is truncated, or its headers are absurd.
         OSError: it is not a regular file, or cannot be read.
     """
     with open_regular(shard) as file:
@@ -141,7 +141,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
         most = MAX_END_BYTES if end else tarfile.RECORDSIZE
         if total > MAX_TAR_BYTES or total - end > most or file.read().strip(b"\0"):
             raise DamagedShardError(
-                f"tar shard {shard!r} is damaged: what follows byte {end:,} of {total:,} is no end of a tar; fetch or "
+                f"tar shard {shard!r} is damaged: the bytes after {end:,} of {total:,} do not end a tar; fetch or "
                 "write it anew"
             )
 

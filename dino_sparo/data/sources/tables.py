@@ -305,11 +305,11 @@ class TableColumns:
     split: str | None = None
 
     def refuse_for(self, data_path: str) -> None:
-        """ValueError if columns are named although `data_path` is no table."""
+        """ValueError if columns are named although `data_path` is not a table."""
         named = ", ".join(f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None)
         if named:
             raise UserError(
-                f"data_path={data_path!r} is no table, so it has no column of that name ({named}); leave the option "
+                f"data_path={data_path!r} is not a table, so it has no column of that name ({named}); leave the option "
                 "out, or give a table (.csv, .tsv, .jsonl)"
             )
 

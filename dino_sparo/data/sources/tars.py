@@ -167,7 +167,7 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
                 written |= {os.path.join(folder, name): int(size) for name, size in read_json(path).items()}
             except (ValueError, TypeError, AttributeError) as error:
                 raise UserError(
-                    f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
+                    f"{path!r} is not a JSON object of shard names and numbers of samples ({error})"
                 ) from error
     return {shard: written[shard] for shard in shards if shard in written}
 

@@ -92,7 +92,7 @@ class SlotMask:
             self.check_fits(self.encoding_dim)
 
     def check_fits(self, encoding_dim: int) -> None:
-        """Refuse encodings that the mask was not learned for, or that do not fall into so many equal parts."""
+        """Refuse encodings of another model, or encodings that do not divide into this number of equal parts."""
         if self.encoding_dim not in (None, encoding_dim):
             raise UserError(
                 f"mask was learned for encodings of {self.encoding_dim} numbers, the model's have {encoding_dim}; "

@@ -176,7 +176,7 @@ OPENERS: dict[str, Callable[[str, argparse.Namespace, torch.device], Scorer]] = 
 
 
 def is_published(model: str) -> bool:
-    """Whether a model is opened by one of OPENERS, and is no checkpoint."""
+    """Whether a model is opened by one of OPENERS, and is not a checkpoint."""
     return not Path(model).is_file() and (":" in model or Path(model).is_dir())
 
 

@@ -23,7 +23,7 @@ from dino_sparo.runtime.files import versions
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.entries import max_value_of
 
-# The options, the device and maybe `is_one_of_several` -> the model that `--pretrained_weights` names.
+# The options, the device and optionally `is_one_of_several` -> the model that `--pretrained_weights` names.
 OpenScorer = Callable[..., Scorer]
 
 

@@ -116,7 +116,7 @@ class PairTransform:
             faster and rounds differently: some pixels are a level off.
 
     Raises:
-        ValueError: a scale that is no interval within (0, 1].
+        ValueError: a scale that is not an interval within (0, 1].
     """
 
     def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:

@@ -66,7 +66,7 @@ class TarCaptions:
         """The JSON object of image `index`.
 
         Raises:
-            CorruptImageError: the shard cannot be read, or the member is no JSON object.
+            CorruptImageError: the shard cannot be read, or the member is not a JSON object.
         """
         return _json_object(self._read(index), self.location(index))
 

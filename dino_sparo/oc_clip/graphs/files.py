@@ -96,7 +96,7 @@ def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
         caps: `max_nodes`, `max_relations` and `max_missing` of `CaptionGraphs`.
 
     Raises:
-        ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
+        ValueError: there is no such parser or file; the file has no line; a line has no caption or is not a graph
             (`file:line`); or a caption stands there twice with different graphs.
     """
     if spec in PARSERS:

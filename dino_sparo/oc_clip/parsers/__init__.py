@@ -18,8 +18,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         graph: not normalised; None if the parser found none.
-        problem: reason why there is no graph.
-        is_unanswered: whether there is no graph because there was no answer.
+        problem: reason why there is not a graph.
+        is_unanswered: whether there is not a graph because there was no answer.
         dropped: relations left out because they are unary or "and".
     """
 

@@ -52,11 +52,11 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
     """
     answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
     if not answers:
-        raise UserError("there is no JSON between [ANS] and [/ANS]")
+        raise UserError("there is not valid JSON between [ANS] and [/ANS]")
     try:
         record = parse_json(re.sub(r"^\s*```(?:json)?|```\s*$", "", answers[-1]))
     except ValueError as error:
-        raise UserError(f"the text between [ANS] and [/ANS] is no JSON ({error})") from error
+        raise UserError(f"the text between [ANS] and [/ANS] is not valid JSON ({error})") from error
     listed = record.get("relationships") if isinstance(record, dict) else None
     if not isinstance(listed, list):
         return SceneGraph.from_json(record), 0

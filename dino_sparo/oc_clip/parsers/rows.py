@@ -50,7 +50,7 @@ from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 
-# For JSON that is no table. There, "description" and "title" describe whole files.
+# For JSON that is not a table. There, "description" and "title" describe whole files.
 CAPTION_KEYS = frozenset(
     (
         *("caption", "captions", "text", "sentence", "raw", "caption_0", "caption_1", "caption_options"),

@@ -65,7 +65,7 @@ def graph_of_words(words: Sequence[Word]) -> SceneGraph:
                     verb - preposition - noun             a dog sitting on a mat
                     across words of place                 to the left of the cat;  next to the cat
 
-    "and" joins subjects and objects of one relation, and is no relation. A verb, an adjective or a place without a
+    "and" joins subjects and objects of one relation, and is not a relation. A verb, an adjective or a place without a
     second entity stays in the phrase of its entity ("dog running", "the dog is brown", "bench on the left"). "not"
     stays in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
     """

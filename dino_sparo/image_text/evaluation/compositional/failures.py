@@ -2,7 +2,7 @@
 
 An error is an image that scores higher with a false caption than with its own. The page shows the errors with the
 largest margins of each benchmark, one per image, so that neither a large benchmark nor one odd image fills the page. A
-tie is no clear error.
+tie is not a clear error.
 
 A figure shows the image, the true and the false caption with their scores, and below each caption the maps of an
 `ExplainableScorer`.

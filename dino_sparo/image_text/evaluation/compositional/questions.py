@@ -8,7 +8,7 @@ twice   3         (0, 1)       SugarCrepe++: one image, given twice, with two tr
 2 to 9  1         (0, -1)      SPEC: one caption, which is true of one image
 
 The rule: right means strictly greater. Equal scores count as wrong, and ties are counted, so that a model which cannot
-tell captions apart gains nothing.
+distinguish captions gains nothing.
 
 Questions are sorted by the file of their first image, so that an image that several benchmarks share is decoded once.
 `chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
@@ -70,7 +70,7 @@ def questions_of(
         expected: valid content, for messages.
 
     Raises:
-        ValueError: an entry is no question; the message names file and entry.
+        ValueError: an entry is not a question; the message names file and entry.
     """
     for name, entry in entries:
         try:
@@ -119,7 +119,7 @@ def json_reader(
 def list_of(value: Any, length: int | None = None) -> list[Any]:
     """A list in an entry, perhaps of a fixed length; raises ValueError for anything else, such as a text."""
     if not isinstance(value, list) or length not in (None, len(value)):
-        raise UserError(f"{value!r:.80} is no list" + (f" of {length}" if length else ""))
+        raise UserError(f"{value!r:.80} is not a list" + (f" of {length}" if length else ""))
     return value
 
 

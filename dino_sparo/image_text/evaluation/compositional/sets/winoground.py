@@ -40,7 +40,7 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
         image  s(C0, I0) > s(C0, I1)  and  s(C1, I1) > s(C1, I0)     each caption prefers its image
         group  both
 
-    Strictly greater: a model that cannot tell captions apart scores nothing. By chance 25, 25 and 16.7 % are right. A
+    Strictly greater: a model that cannot distinguish captions scores nothing. By chance 25, 25 and 16.7 % are right. A
     score is tied if two that it compares are equal.
     """
     return [outcome for number, answer in enumerate(answers) for outcome in three_scores("", number, answer)]
