@@ -1,8 +1,9 @@
 """Path -> the content of a checkpoint: verified reading, without running any code in the file.
 
-A path is one of our checkpoints or exports, weights of other projects, timm/NAME, a repository of Hugging Face's hub, or
-"demo". `entries.py` describes the content, `file.py` reads these files, `folder.py` writes them, `foreign.py` knows the
-weights of other projects. Exports of `export.py` are read wherever a checkpoint is.
+A path is one of our checkpoints or exports, weights of other projects, timm/NAME, a repository of the Hugging Face hub,
+a name of weights that DINO's authors released, or "demo". `entries.py` describes the content, `file.py` reads these
+files, `folder.py` writes them, `foreign.py` knows the weights of other projects. Exports of `export.py` are read
+wherever a checkpoint is.
 """
 
 import hashlib
