@@ -78,8 +78,8 @@ def read_prompt_sets() -> dict[str, PromptSet]:
     """The prompts of torchvision's sets, from `prompts.yaml`."""
     text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
     return {
-        name: PromptSet(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-        for name, entry in yaml.safe_load(text).items()
+        name: PromptSet(tuple(one["templates"]), tuple(one.get("names", ())) or None, one.get("has_names", True))
+        for name, one in yaml.safe_load(text).items()
     }
 
 
