@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -35,6 +35,8 @@ MIN_CELL, MAX_CELL = 76, 130  # of a tile with its words, where its picture is n
 RAMP_WIDTH, RAMP_HEIGHT = 150, 10
 ELLIPSIS = "…"
 NO_LETTER = "\u25af"  # for a letter that the font lacks
+
+Align = Literal["top", "center", "baseline"]
 
 
 def require_matplotlib() -> None:
@@ -96,11 +98,19 @@ def _column(children: Sequence[Any], gap: int, width: int = 0) -> Any:
     return VPacker(children=[column, DrawingArea(width, 0)], pad=0, align="left") if width else column
 
 
+<<<<<<< HEAD
 def _row(children: Sequence[Any], gap: int, align: Any = "top", width: int | None = None) -> Any:
     """Boxes beside one another; with `width` the first and the last stand at its ends."""
     from matplotlib.offsetbox import HPacker
 
     mode: Any = "fixed" if width is None else "expand"
+=======
+def _row(children: Sequence[Any], gap: int, align: Align = "top", width: int | None = None) -> Any:
+    """Boxes beside one another; with `width` the first and the last stand at its ends."""
+    from matplotlib.offsetbox import HPacker
+
+    mode: Literal["fixed", "expand"] = "fixed" if width is None else "expand"
+>>>>>>> wt-cmd
     return HPacker(children=list(children), sep=gap, pad=0, align=align, mode=mode, width=width)
 
 
@@ -129,10 +139,16 @@ def _words(words: Sequence[Word], width: int, size: float = WORD_SIZE, weight: s
         for word in merge_words(line):
             boxes += [DrawingArea(0.32 * size, 0)] * (word.has_space and bool(boxes))
             mixed = [(255 + word.level * (channel - 255)) / 255 for channel in word.colour]
+<<<<<<< HEAD
             colour: dict[str, Any] = {
                 "bbox": {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": mixed, "edgecolor": "none"}
             }
             boxes.append(_text(word.text, size, weight=weight, **(colour if word.level > 0 else {})))
+=======
+            box = {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": mixed, "edgecolor": "none"}
+            colour: dict[str, Any] = {"bbox": box} if word.level > 0 else {}
+            boxes.append(_text(word.text, size, weight=weight, **colour))
+>>>>>>> wt-cmd
         lines.append(_row(boxes, 0, "baseline"))
     return lines
 
@@ -171,7 +187,7 @@ def _section(section: Section, blocks: Sequence[Any], layout: Layout, width: int
     about = [_text(shorten(section.about, letters_in(width, TEXT_SIZE)), colour=SOFT)] if section.about else []
     bands = [_band(band, block, width) for band, block in zip(section.bands, blocks, strict=True)]
     content = _column([*about, _column(bands, BAND_GAP)], GAP)
-    align = "center" if section.name else "top"
+    align: Align = "center" if section.name else "top"
     return _row([_column(side, LINE_GAP, layout.side), content], 0, align) if layout.side else content
 
 

@@ -77,6 +77,7 @@ class PromptSet(NamedTuple):
 def read_prompt_sets() -> dict[str, PromptSet]:
     """The prompts of torchvision's sets, from `prompts.yaml`."""
     text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
+<<<<<<< HEAD
     sets = {}
     for name, entry in yaml.safe_load(text).items():
         fields: dict[str, Any] = {
@@ -84,6 +85,12 @@ def read_prompt_sets() -> dict[str, PromptSet]:
         }
         sets[name] = PromptSet(**fields)
     return sets
+=======
+    return {
+        name: PromptSet(tuple(one["templates"]), tuple(one.get("names", ())) or None, one.get("has_names", True))
+        for name, one in yaml.safe_load(text).items()
+    }
+>>>>>>> wt-cmd
 
 
 PROMPT_SETS: dict[str, PromptSet] = {
