@@ -35,7 +35,7 @@ def test_every_kind_of_run_gives_a_row(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(ibot, name, value)
     monkeypatch.setitem(ibot.RECIPE, "batch_size_per_gpu", 10)
     monkeypatch.setattr(ibot.patch_miou, "__defaults__", ((30, 10), 64))
-    words = ["--seconds", "0.01", "--seeds", "0", "--epochs", "4", "--output_dir", str(tmp_path / "out")]
+    words = ["--seconds", "0.01", "--seeds", "0", "--output_dir", str(tmp_path / "out")]
     words += ["--results", str(tmp_path), "--data_path", str(photographs(tmp_path / "cifar"))]
     tables = ibot.run_ibot(ibot.get_args_parser().parse_args(words), run)
     for name in NAMES:
