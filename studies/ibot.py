@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from dino_sparo import load_encoder
 from dino_sparo.data.crops import normalized_tensor
@@ -31,11 +33,11 @@ from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.demo.run import RunCommand, read_recipe
 from dino_sparo.distillation.options import REFERENCE_BATCH
-from dino_sparo.evaluation.features import extract_split
+from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
+from dino_sparo.runtime.cli import Option, Parser, option_words, positive_number, say
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.report import markdown, mean_and_deviation
 from studies.runs import RESULTS
@@ -59,7 +61,7 @@ RECIPE |= {"device": "cpu", "precision": "fp32", "report_to": []}
 # iBOT's rate scales with the root of the batch. This factor makes the peak rates of all objectives equal.
 IBOT_RATE = (int(TRAINING["batch_size_per_gpu"]) / REFERENCE_BATCH) ** 0.5
 IBOT = {"layer_decay": 1, "teacher_temp": 0.04}
-CONTINUED_LR = 0.001
+CONTINUED: dict[str, Any] = {"lr": 0.001, "saveckp_freq": 1, "epochs": 4, "freeze_backbone_epochs": 1}
 OPTIONS = {
     "study": {
         "data_path": Option(None, "CIFAR-10 as class folders in train/ and val/; without it the scenes alone."),
@@ -67,7 +69,6 @@ OPTIONS = {
         "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
         "seconds": Option(30.0, "Processor time of a training.", positive_number),
         "seeds": Option([0, 1, 2], "Seeds of the runs.", int, nargs="+"),
-        "epochs": Option(4, "Epochs of a continued run.", positive_int),
         "report": Option(False, "Train nothing: tables of the results so far."),
     }
 }
@@ -99,10 +100,8 @@ def run_ibot(args: argparse.Namespace, run: RunCommand) -> str:
 
 def tasks(data_path: str | None) -> Iterator[str]:
     """Names of the runs of one seed; a continued run follows on that of DINO."""
-    yield from (f"scenes_{objective}_{readout}" for objective in COMMANDS for readout in READOUTS)
-    yield from (f"continued_{objective}_{readout}" for objective in COMMANDS for readout in READOUTS)
-    if data_path:
-        yield from (f"cifar10_{objective}_{readout}" for objective in COMMANDS for readout in READOUTS)
+    kinds = ("scenes", "continued", *(["cifar10"] if data_path else []))
+    yield from (f"{kind}_{objective}_{readout}" for kind in kinds for objective in COMMANDS for readout in READOUTS)
 
 
 def words_of(name: str, seed: int, **changes: object) -> list[str]:
@@ -148,7 +147,13 @@ def from_scratch(
     else:
         held_out = few_photographs(Path(args.data_path, "val"), EVALUATED, folder / "cifar10_val.csv")
         scores = accuracies(encoder, open_source(str(changes["data_path"])), open_source(held_out))
-    return {"scores": scores, "epochs": epochs, "step_s": step_s, "processor_s": round(seconds, 1), **made()}
+    return {
+        "scores": scores,
+        "epochs": epochs,
+        "step_s": step_s,
+        "processor_s": round(seconds, 1),
+        "commit": git_hash(),
+    }
 
 
 def continued(
@@ -158,30 +163,20 @@ def continued(
     _, objective, readout = name.split("_")
     start = folder / f"scenes_dino_{readout}_seed{seed}" / "checkpoint.pth"
     out = folder / f"{name}_seed{seed}"
-    options: dict[str, Any] = {
-        "lr": CONTINUED_LR,
-        "saveckp_freq": 1,
-        "epochs": args.epochs,
-        "freeze_backbone_epochs": 1,
-    }
-    run(COMMANDS[objective], words_of(name, seed, data_path=new / "train", output_dir=out, init_from=start, **options))
+    run(
+        COMMANDS[objective], words_of(name, seed, data_path=new / "train", output_dir=out, init_from=start, **CONTINUED)
+    )
     old = open_source(f"scenes:{IMAGES}:48", "train"), open_source(f"scenes:{EVALUATED}:48", "val")
     others = open_source(str(new / "train")), open_source(str(new / "val"))
-    epochs = []
-    for path in (start, *(out / f"checkpoint{epoch:04}.pth" for epoch in range(args.epochs))):
-        encoder = load_encoder(path).eval()
-        epochs.append({"old": nearest(encoder, *old), "new": nearest(encoder, *others)})
-    return {"epochs": epochs, **made()}
+    paths = (start, *(out / f"checkpoint{epoch:04}.pth" for epoch in range(CONTINUED["epochs"])))
+    encoders = [load_encoder(path).eval() for path in paths]
+    epochs = [{"old": nearest(encoder, *old), "new": nearest(encoder, *others)} for encoder in encoders]
+    return {"epochs": epochs, "commit": git_hash()}
 
 
 def processor_seconds() -> float:
     """Processor time of this process, independent of other load."""
     return sum(os.times()[:2])
-
-
-def made() -> dict[str, Any]:
-    """Versions of a result."""
-    return {"commit": git_hash(), "torch": str(torch.__version__)}
 
 
 def few_photographs(folder: Path, number: int, table: Path) -> str:
@@ -211,24 +206,28 @@ def other_scenes(folder: Path) -> Path:
     return folder
 
 
+def features_of(encoder: Encoder, *sources: ImageSource) -> list[Features]:
+    """Encodings of all images of each source."""
+    return [extract_split(encoder, source, EvalTransform(SIZE), torch.device("cpu")) for source in sources]
+
+
 def nearest(encoder: Encoder, train: ImageSource, val: ImageSource) -> float:
     """20-NN accuracy, percent."""
-    return accuracies(encoder, train, val, with_probe=False)["20-NN"]
+    voters, judged = (found.normalize_() for found in features_of(encoder, train, val))
+    return classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, torch.device("cpu"))[NEIGHBOURS].top1
 
 
-def accuracies(encoder: Encoder, train: ImageSource, val: ImageSource, with_probe: bool = True) -> dict[str, float]:
+def accuracies(encoder: Encoder, train: ImageSource, val: ImageSource) -> dict[str, float]:
     """20-NN and logistic regression on the encodings, percent."""
-    cpu = torch.device("cpu")
-    voters, judged = (extract_split(encoder, source, EvalTransform(SIZE), cpu) for source in (train, val))
-    scores = {}
-    if with_probe:
-        features = [found.features - voters.features.mean(dim=0) for found in (voters, judged)]
-        features = [rows / features[0].std(dim=0).clamp(min=1e-6) for rows in features]
-        probe = LogisticRegression(C=0.01, max_iter=200).fit(features[0], voters.labels)
-        scores["linear"] = 100 * float(probe.score(features[1], judged.labels))
-    voters, judged = voters.normalize_(), judged.normalize_()
-    found = classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, cpu)
-    return {"20-NN": found[NEIGHBOURS].top1, **scores}
+    fitted, judged = features_of(encoder, train, val)
+    probe = linear_probe().fit(fitted.features, fitted.labels)
+    linear = 100 * float(probe.score(judged.features, judged.labels))
+    return {"20-NN": nearest(encoder, train, val), "linear": linear}
+
+
+def linear_probe() -> Any:
+    """Logistic regression on standardised features."""
+    return make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=200))
 
 
 def patch_miou(encoder: Encoder, numbers: tuple[int, int] = (400, 200), size: int = 64) -> float:
@@ -243,10 +242,8 @@ def patch_miou(encoder: Encoder, numbers: tuple[int, int] = (400, 200), size: in
         side = round(tokens.shape[1] ** 0.5)
         labels = [patch_labels(*scenes.object_masks(index), side) for index in range(number)]
         rows.append((tokens.flatten(0, 1).numpy(), np.concatenate(labels)))
-    mean, deviation = rows[0][0].mean(axis=0), rows[0][0].std(axis=0) + 1e-6
-    (x, y), (val_x, val_y) = (((features - mean) / deviation, labels) for features, labels in rows)
-    probe = LogisticRegression(C=0.01, max_iter=200).fit(x, y)
-    return 100 * float(jaccard_score(val_y, probe.predict(val_x), average="macro"))
+    predicted = linear_probe().fit(*rows[0]).predict(rows[1][0])
+    return 100 * float(jaccard_score(rows[1][1], predicted, average="macro"))
 
 
 def patch_labels(masks: np.ndarray, classes: np.ndarray, side: int) -> np.ndarray:

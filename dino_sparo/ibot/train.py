@@ -71,7 +71,7 @@ class IBOTObjective(DistillationObjective):
         if args.gram_teacher:
             self.crop_scale = args.gram_scale
             self.gram_teacher = encoder_from_config(encoder_config(args)).backbone.requires_grad_(False)
-            self.gram_teacher.to(process.device)
+            self.gram_teacher.to(process.device).prepare(self.crop_scale * args.global_crops_size)
         super().__init__(args, process)
 
     @property
@@ -149,13 +149,14 @@ class IBOTObjective(DistillationObjective):
         """Information of crops and patches about the prototypes; the kind of collapse, if there is one."""
         args, values, warnings = self.args, dict[str, float](), []
         masked = self.mask_recipe.most_patches(NUM_TEACHER_CROPS * args.batch_size_per_gpu, 1)
-        for prefix, loss, rows, out_dim, rank in (
-            ("", "image_loss", args.batch_size_per_gpu, args.out_dim, feature_rank),
-            ("patch_", "patch_loss", masked, args.patch_out_dim or args.out_dim, math.inf),
+        patch_out_dim = args.patch_out_dim or args.out_dim
+        for prefix, loss, sizes, rank, weight in (
+            ("", "image_loss", (args.out_dim, args.batch_size_per_gpu), feature_rank, args.image_weight),
+            ("patch_", "patch_loss", (patch_out_dim, masked), math.inf, args.patch_weight),
         ):
             entropies = means[f"{prefix}teacher_entropy"], means[f"{prefix}marginal_entropy"]
             values[f"{prefix}information"] = entropies[1] - entropies[0]
-            collapse = diagnose_collapse(means[loss], *entropies, rank, out_dim, rows)
-            if collapse and self.args.__dict__[f"{prefix or 'image_'}weight"]:
+            collapse = diagnose_collapse(means[loss], *entropies, rank, *sizes)
+            if collapse and weight:
                 warnings.append(f"{'patches: ' if prefix else ''}{collapse}")
         return values, "; ".join(warnings) if warnings and may_warn_of_collapse(args, epoch) else None

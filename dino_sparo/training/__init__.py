@@ -9,5 +9,5 @@
     compile.py     torch.compile of the networks
     options.py     options of a run that all objectives share
 
-`dino/`, `simdino/`, `clip/` and `oc_clip/` each supply an `Objective`.
+`dino/`, `simdino/`, `ibot/`, `clip/` and `oc_clip/` each supply an `Objective`.
 """

@@ -105,6 +105,16 @@ def test_the_commands_for_dinov3_and_dinov2_reach_their_first_step(
     assert load_encoder(tmp_path / "checkpoint.pth")(torch.zeros(1, 3, 224, 224)).isfinite().all()
 
 
+def test_a_checkpoint_of_dino_gives_encoder_head_and_prototypes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    start = train_small("train", tmp_path / "dino", patch_size=4, max_steps=1) / "checkpoint.pth"
+    changes = {"init_from": start, "freeze_backbone_epochs": 0, "max_steps": 1}
+    train_small("train-ibot", tmp_path / "ibot", **changes)
+    assert "heads and center: taken mlp, last_layer; new patches, images, patches (patches." in caplog.text
+
+
 @pytest.mark.parametrize("scale", [1, 2])
 def test_gram_anchoring_keeps_patches_near_a_fixed_teacher_that_resuming_needs_no_more(
     tmp_path: Path, scale: int
