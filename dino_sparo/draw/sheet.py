@@ -98,19 +98,11 @@ def _column(children: Sequence[Any], gap: int, width: int = 0) -> Any:
     return VPacker(children=[column, DrawingArea(width, 0)], pad=0, align="left") if width else column
 
 
-<<<<<<< HEAD
-def _row(children: Sequence[Any], gap: int, align: Any = "top", width: int | None = None) -> Any:
-    """Boxes beside one another; with `width` the first and the last stand at its ends."""
-    from matplotlib.offsetbox import HPacker
-
-    mode: Any = "fixed" if width is None else "expand"
-=======
 def _row(children: Sequence[Any], gap: int, align: Align = "top", width: int | None = None) -> Any:
     """Boxes beside one another; with `width` the first and the last stand at its ends."""
     from matplotlib.offsetbox import HPacker
 
     mode: Literal["fixed", "expand"] = "fixed" if width is None else "expand"
->>>>>>> wt-cmd
     return HPacker(children=list(children), sep=gap, pad=0, align=align, mode=mode, width=width)
 
 
@@ -139,16 +131,9 @@ def _words(words: Sequence[Word], width: int, size: float = WORD_SIZE, weight: s
         for word in merge_words(line):
             boxes += [DrawingArea(0.32 * size, 0)] * (word.has_space and bool(boxes))
             mixed = [(255 + word.level * (channel - 255)) / 255 for channel in word.colour]
-<<<<<<< HEAD
-            colour: dict[str, Any] = {
-                "bbox": {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": mixed, "edgecolor": "none"}
-            }
-            boxes.append(_text(word.text, size, weight=weight, **(colour if word.level > 0 else {})))
-=======
             box = {"boxstyle": "round,pad=0,rounding_size=0.25", "facecolor": mixed, "edgecolor": "none"}
             colour: dict[str, Any] = {"bbox": box} if word.level > 0 else {}
             boxes.append(_text(word.text, size, weight=weight, **colour))
->>>>>>> wt-cmd
         lines.append(_row(boxes, 0, "baseline"))
     return lines
 
@@ -289,7 +274,7 @@ def _letters() -> frozenset[int]:
 
 
 def shorten(words: str, letters: int) -> str:
-    """Shorten words to a number of letters: an ellipsis replaces the middle of longer words."""
+    """Words of at most so many letters: where they are too long, an ellipsis stands for their middle."""
     if len(words) <= letters:
         return words
     end = (letters - 1) // 2

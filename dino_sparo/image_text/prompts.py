@@ -77,20 +77,10 @@ class PromptSet(NamedTuple):
 def read_prompt_sets() -> dict[str, PromptSet]:
     """The prompts of torchvision's sets, from `prompts.yaml`."""
     text = Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8")
-<<<<<<< HEAD
-    sets = {}
-    for name, entry in yaml.safe_load(text).items():
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
-        }
-        sets[name] = PromptSet(**fields)
-    return sets
-=======
     return {
         name: PromptSet(tuple(one["templates"]), tuple(one.get("names", ())) or None, one.get("has_names", True))
         for name, one in yaml.safe_load(text).items()
     }
->>>>>>> wt-cmd
 
 
 PROMPT_SETS: dict[str, PromptSet] = {
@@ -159,7 +149,7 @@ def read_words(where: str) -> Any:
         where: a text file with one name per line, a JSON file, or `FILE.json:KEY` for the value of a key.
 
     Raises:
-        ValueError: the file is not valid JSON, has no such key, or is empty.
+        ValueError: the file is no JSON, has no such key, or is empty.
     """
     path, _, key = (where, "", "") if Path(where).is_file() else where.rpartition(":")
     if not path.endswith(".json"):
