@@ -101,6 +101,7 @@ DAMAGED = {
     "scrambled_header": (MEMBER[:1024] + b"?" * 1024, 0),
     "zeros_in_place_of_a_header": (MEMBER[:1024] + bytes(512) + MEMBER[1024:], 0),
     "negative_size": (MEMBER[:124] + b"-0000000512\0" + MEMBER[136:], 0),
+    "negative_size_with_its_checksum": (header(b"a.jpg", b"-0000000512\0", b"0"), 0),
     "sparse": (header(b"a.jpg", octal(3), b"S") + blocks(b"abc"), 0),
     "compressed": (b"\x1f\x8b" + MEMBER, 0),
     "megabytes_of_zeros_behind_the_end": (MEMBER, 2 << 20),

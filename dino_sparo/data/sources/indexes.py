@@ -127,7 +127,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
                     tar.members = []  # type: ignore[attr-defined]  # else it would keep all
                     if info.issparse():
                         raise tarfile.TarError(f"{info.name!r} is sparse; write it without --sparse")
-                    if info.offset_data + info.size > total:
+                    if info.size < 0 or info.offset_data + info.size > total:
                         raise tarfile.TarError(f"truncated within {info.name!r}")
                     if info.isfile():
                         yield Member(os.fsencode(info.name), info.offset, info.offset_data, info.size)
