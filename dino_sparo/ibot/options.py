@@ -48,6 +48,15 @@ LOSS: Group = {
         choices=("centering", "sinkhorn_knopp"),
     ),
 }
+TEMPERATURE: Group = {
+    **shared.PROTOTYPE_LOSS,
+    "warmup_teacher_temp_epochs": Option(
+        None,
+        "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp. (default: "
+        f"{TEMPERATURE_EPOCHS}, at most {TEMPERATURE_SHARE} of the run)",
+        whole_number,
+    ),
+}
 GRAM: Group = {
     "gram_teacher": Option(
         None,
@@ -76,7 +85,6 @@ DEFAULTS: dict[str, Any] = {
     "norm_last_layer": False,
     "koleo_weight": 0.1,
     "teacher_temp": 0.07,
-    "warmup_teacher_temp_epochs": None,
     "momentum_teacher": 0.992,
     "layer_decay": 0.9,
     "global_crops_scale": (0.32, 1.0),
@@ -86,7 +94,7 @@ DEFAULTS: dict[str, Any] = {
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    return shared.parser_of(HEAD, LOSS | MASKS | shared.PROTOTYPE_LOSS | GRAM, OPTIMIZATION, DEFAULTS)
+    return shared.parser_of(HEAD, LOSS | MASKS | TEMPERATURE | GRAM, OPTIMIZATION, DEFAULTS)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -107,6 +115,8 @@ def check_options(args: argparse.Namespace) -> None:
             f"--mask_probability {args.mask_probability:g} --mask_ratio {low:g} {high:g} mask no patch in the {crops} "
             f"global crops of a step, of {side}x{side} patches; raise one of them, or --batch_size_per_gpu"
         )
+    if args.gram_scale > 1 and not args.gram_teacher:
+        raise UserError(f"--gram_scale {args.gram_scale} needs --gram_teacher FILE; give it, or leave --gram_scale out")
     if args.patch_out_dim and args.separate_heads is False and args.patch_out_dim != args.out_dim:
         raise UserError(
             f"--patch_out_dim {args.patch_out_dim} with --separate_heads false: a shared head has the {args.out_dim} "

@@ -139,6 +139,7 @@ REFUSED = [
     ({"separate_heads": "false", "patch_out_dim": 9}, "--patch_out_dim 9 with --separate_heads false"),
     ({"batch_size_per_gpu": 1}, "--koleo_weight 0.1 with one image per batch"),
     ({"gram_teacher": "nowhere.pth"}, "nowhere.pth"),
+    ({"gram_scale": 2}, "--gram_scale 2 needs --gram_teacher FILE"),
 ]
 
 
