@@ -388,7 +388,7 @@ def check_whole_patches(img_size: int, patch_size: int) -> None:
     """Refuse a side of images, in pixels, that is not cut into whole patches."""
     if img_size < patch_size or img_size % patch_size:
         nearest = max(img_size // patch_size, 1) * patch_size
-        multiple = f"is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
+        multiple = f"is not a multiple of patch_size={patch_size} px; the nearest multiple is {nearest}"
         raise UserError(f"img_size={img_size} px {multiple}")
 
 
