@@ -302,7 +302,7 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(stopped: Path) -> None:
     path = stopped / "checkpoint.pth"
     path.write_bytes(path.read_bytes()[:5000])
     (stopped / "checkpoint_previous1.pth").unlink()
-    with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
+    with pytest.raises(CheckpointError, match="truncated or not a checkpoint"):
         run(stopped)
     assert path.stat().st_size == 5000
 
