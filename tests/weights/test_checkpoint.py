@@ -270,9 +270,7 @@ def test_a_path_without_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint at "):
         load_checkpoint(str(tmp_path))
     (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00\x00")
-    with pytest.raises(
-        CheckpointError, match=r"cut\.safetensors is truncated or not a safetensors .*\(.*[Hh]eader.*\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"truncated or not a safetensors .*\(.*[Hh]eader.*\)"):
         load_checkpoint(tmp_path / "cut.safetensors")
 
 

@@ -208,7 +208,7 @@ def to_image(
 
 
 def _oriented(image: Image.Image, exif: str) -> Image.Image:
-    """An image turned by its EXIF orientation, or as it is stored; the result has no orientation to be applied again."""
+    """An image turned by its EXIF orientation, or as it is stored; the result has no orientation left."""
     image.load()  # a PNG's orientation may follow its pixels, and Pillow turns a TIFF itself as it loads the pixels
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)

@@ -249,7 +249,7 @@ def open_index(kind: Kind, shards: list[str]) -> tuple[ShardIndex, list[Notes]]:
 
 
 def index_shards(kind: Kind, shards: list[str]) -> list[Piece]:
-    """The index of each shard, from the cache if it is current, else built; indexes of very recent shards are not cached."""
+    """The index of each shard, from the cache if it is current, else built. A very recent shard is not cached."""
     pieces, problem, nothing = list[Piece](), "", np.zeros(0, kind.dtype)
     for shard in progress(shards, desc="indexing shards"):
         key, started, stamp = f"{kind.name} in {os.path.abspath(shard)}", time.time(), _stamp(shard)
