@@ -293,7 +293,7 @@ def test_an_empty_path_is_not_the_working_folder(run: Path, say: Say, monkeypatc
 @pytest.mark.parametrize("name", ["config.yaml", "log.txt", "run.log"])
 def test_a_file_that_holds_no_weights_is_not_said_to_run_code(name: str, run: Path, say: Say) -> None:
     error = say(*knn(run / name), statuses=(1,)).errors[0]
-    assert f"{name} is truncated or no checkpoint" in error
+    assert f"{name} is truncated or not a checkpoint" in error
     assert "run code" not in error
 
 

@@ -234,7 +234,7 @@ def _boxes(centered: Shaped[Array, "*B C H W"], weights: Sequence[Any]) -> Shape
 
 
 def solarize_levels(levels: Float[Array, "*B C H W"]) -> Float[Array, "*B C H W"]:
-    """Invert what is at the threshold or above."""
+    """Invert levels at or above the threshold."""
     return _library(levels).where(levels >= SOLARIZE_THRESHOLD, 255 - levels, levels)
 
 
@@ -256,7 +256,7 @@ def _padded(levels: Any, rows: int) -> Any:
 
 
 def _library(array: Any) -> Any:
-    """The module with the functions of this array; numpy starts a function in a third of torch's time."""
+    """The module for this array, numpy or torch; numpy calls a function in a third of torch's time."""
     return np if isinstance(array, np.ndarray) else torch
 
 
@@ -340,7 +340,7 @@ class Distortions(nn.Module):
     def _brightness_and_contrast(
         self, levels: Float[Tensor, "B C H W"], column: Sequence[Tensor]
     ) -> Float[Tensor, "B C H W"]:
-        """The jitter of channels that are no colours."""
+        """The jitter of channels that are not colours."""
         for kind, factor in zip(STAGES, column[FACTORS], strict=True):
             if kind != "hue":
                 base = levels.mean((-2, -1), keepdim=True) if kind == "contrast" else 0.0
@@ -354,6 +354,6 @@ class Distortions(nn.Module):
         done: list[Tensor] = []
         for _, group in itertools.groupby(views, key=lambda view: view.shape):
             crops = list(group)
-            own = parameters[len(done) : len(done) + len(crops)].flatten(0, 1)
-            done += self(torch.cat(crops), own).chunk(len(crops))
+            crop_parameters = parameters[len(done) : len(done) + len(crops)].flatten(0, 1)
+            done += self(torch.cat(crops), crop_parameters).chunk(len(crops))
         return done

@@ -47,14 +47,14 @@ class DeviceBatch:
         return replace(self, **{name: _each_tensor(getattr(self, name), move, nested=False) for name in names})
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of its tensors."""
+        """All tensors of the batch."""
         for member in fields(self):
             value = getattr(self, member.name)
             yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], nested: bool) -> Any:
-    """A value with its tensors changed; those in its tuples and dataclasses only if `nested`."""
+    """A value with its tensors changed; tensors within tuples and dataclasses are changed only if `nested`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list) or (nested and type(value) is tuple):

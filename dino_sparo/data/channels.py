@@ -46,7 +46,7 @@ class ChannelImage(Image.Image):
         return ChannelImage([plane.crop(box) for plane in self.planes])
 
     def transpose(self, method: Any) -> "ChannelImage":
-        """Mirrored or turned."""
+        """The image mirrored or rotated."""
         return ChannelImage([plane.transpose(method) for plane in self.planes])
 
     def resize(self, size: Any, resample: int | None = None, box: Any = None, *_: Any) -> "ChannelImage":
@@ -103,7 +103,7 @@ def planes_of_image(image: Image.Image, in_chans: int) -> list[np.ndarray]:
 
 
 def _planes_of_pages(image: Image.Image, in_chans: int) -> list[np.ndarray]:
-    """The pages of a TIFF, each of which has one channel; further pages are not looked for, since they may be many."""
+    """The pages of a TIFF, each of which has one channel; further pages are not counted, since there may be many."""
     size, planes = image.size, list[np.ndarray]()
     for page in islice(ImageSequence.Iterator(image), in_chans):
         if page.size != size or len(page.getbands()) != 1:
@@ -113,9 +113,7 @@ def _planes_of_pages(image: Image.Image, in_chans: int) -> list[np.ndarray]:
         planes.append(np.array(page))
     with contextlib.suppress(EOFError):
         image.seek(in_chans)
-        raise UserError(
-            f"has more pages than the model takes channels, which are {in_chans}; save one page per channel"
-        )
+        raise UserError(f"has more pages than the {in_chans} channels of the model; save one page per channel")
     if len(planes) < in_chans:
         raise wrong_channels(len(planes), in_chans)
     return planes

@@ -86,7 +86,7 @@ class CropParameters:
 
 
 def require_areas(name: str, scale: Sequence[float]) -> None:
-    """Refuse smallest and largest shares of an image's area that are no interval within (0, 1]."""
+    """Refuse smallest and largest shares of an image's area that are not an interval within (0, 1]."""
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         raise UserError(
             f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
@@ -236,7 +236,7 @@ class MultiCropAugmentation:
         self.defer_color = defer_color
 
     def first(self, number: int) -> "MultiCropAugmentation":
-        """An augmentation that makes the first crops alone; their numbers are drawn first, so they stay the same."""
+        """An augmentation that makes only the first crops; their random numbers are drawn first."""
         shorter = copy.copy(self)
         shorter.recipes = self.recipes[:number]
         return shorter

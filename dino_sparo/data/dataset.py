@@ -36,7 +36,7 @@ def most_corrupt(share: float, total: int) -> float:
 
 
 class EpochDataset(Dataset, ABC):
-    """Items of a source, by (epoch, index), or by index in epoch 0; a subclass makes an item.
+    """Items of a source, by (epoch, index), or by index in epoch 0; a subclass defines `item`.
 
     Args:
         source: images or pairs.

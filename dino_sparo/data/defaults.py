@@ -1,4 +1,4 @@
-"""Limits of what is read, and the normalisation of images, as plain values; no torch here, so that `--help` is fast."""
+"""Limits of image files, and the normalisation of images, as plain values; no torch here, so that `--help` is fast."""
 
 # Up to this many unreadable images are always tolerated: of 100 images, a share would be one or two.
 MIN_CORRUPT = 5

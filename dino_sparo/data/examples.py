@@ -1,4 +1,4 @@
-"""A few images to look at during a training: crops and whole views of images of different classes."""
+"""Example images, for the pictures of a training: crops and whole views of images of different classes."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Examples(NamedTuple):
 
 
 def draw_examples(source: ImageSource, augmentation: MultiCropAugmentation, view: PatchView, seed: int) -> Examples:
-    """Crops and views of a few images of different classes; first crops of these and of others spread over the data."""
+    """Crops and views of a few images of different classes, and first crops of images spread over the data."""
     few = of_different_classes(source, NUM_SHOWN)
     others = [index for index in spread_out(source, NUM_MEASURED) if index not in few][: NUM_MEASURED - len(few)]
     cropped = ImageDataset(source, augmentation, seed)

@@ -1,4 +1,4 @@
-"""Labels of images: every image has one, and two sources number their classes alike."""
+"""Labels of images: checks that every image has a label, and numbers the classes of two sources equally."""
 
 import copy
 
@@ -23,7 +23,7 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
     if len(missing):
         raise UserError(
             f"{source.name}: {len(missing)} of {len(source)} images have no label, the first is "
-            f"{source.location(int(missing[0]))}; label all of them or leave these out"
+            f"{source.location(int(missing[0]))}; label all images, or remove these"
         )
     return source.labels
 
@@ -37,17 +37,17 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
         ValueError: the source has no labels, or images of a class that is not among `classes`.
     """
     labels = require_labels(source)
-    own, number = source.classes or [], {name: i for i, name in enumerate(classes)}
-    unknown = [name for i, name in enumerate(own) if name not in number and (labels == i).any()]
+    source_classes, number = source.classes or [], {name: i for i, name in enumerate(classes)}
+    unknown = [name for i, name in enumerate(source_classes) if name not in number and (labels == i).any()]
     if unknown:
         known = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
         raise UserError(
             f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; "
             f"the training images have {len(classes)}: {known}; give matching splits"
         )
-    if own == classes:
+    if source_classes == classes:
         return source
     aligned = copy.copy(source)
-    aligned.labels = np.array([number.get(name, -1) for name in own], dtype=np.int64)[labels]
+    aligned.labels = np.array([number.get(name, -1) for name in source_classes], dtype=np.int64)[labels]
     aligned.classes = classes
     return aligned

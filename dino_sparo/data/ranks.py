@@ -1,4 +1,4 @@
-"""The same images on all ranks: they index shards together, rank 0 opens first, and all compare what they opened."""
+"""The same images on all ranks: ranks index shards together, rank 0 opens first, and all ranks compare the images."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
 
 @contextlib.contextmanager
 def opened_together(index: Callable[[int, int], None], data_path: str) -> Iterator[None]:
-    """All ranks index shards, each its share; then rank 0 runs the context, with the index in the cache, then the rest.
+    """Each rank indexes its share of the shards; then rank 0 runs the context with the cached index, then other ranks.
 
     Args:
         index: (number, count) -> puts this process' share of the index into the cache.

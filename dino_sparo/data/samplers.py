@@ -83,10 +83,10 @@ class EpochSampler:
         epoch, start_step = self.epoch, self.start_step
         permutation = epoch_order(self.num_images, self.seed, epoch)
         shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
-        own = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)[start_step:, :, self.rank]
-        own = own.reshape(-1, self.batch_size).copy()
-        del permutation  # the loop needs this rank's part alone
-        for micro_batch in own:
+        of_all_ranks = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)
+        micro_batches = of_all_ranks[start_step:, :, self.rank].reshape(-1, self.batch_size).copy()
+        del permutation, of_all_ranks  # the loop needs this rank's part alone
+        for micro_batch in micro_batches:
             yield [(epoch, index) for index in micro_batch.tolist()]
 
 

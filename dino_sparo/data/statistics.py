@@ -29,7 +29,7 @@ def channel_sums(image: Image.Image, rng: np.random.Generator) -> list[Float[Ten
 
 
 def measure_channels(args: argparse.Namespace) -> dict[str, Any]:
-    """`dino-sparo statistics`: every image counts by its pixels, unreadable ones are left out; returns the numbers."""
+    """`dino-sparo statistics`: every image counts by its pixels, unreadable images are skipped; returns the numbers."""
     if is_only_a_peer():
         return {}
     setup_logging()

@@ -1,4 +1,4 @@
-"""Image -> the view of it that a trained encoder sees: DINO's, CLIP's, and the whole patches of attention maps.
+"""Image -> the view that a trained encoder sees: DINO's, CLIP's, and the whole patches of attention maps.
 
 A figure shows the same part of the original at the figure's own size (`view_pixels`). The part is a box in the
 original's coordinates, so that a patch of a map lies exactly over the pixels it was made from.
@@ -143,7 +143,7 @@ class ClipView(EvalTransform):
         if 2 * self.border >= min(image.size):
             raise UserError(
                 f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
-                f"{image.height} px; give a smaller one"
+                f"{image.height} px; give a smaller border"
             )
         return super().__call__(ImageOps.crop(image, self.border))
 
@@ -189,7 +189,7 @@ class PatchView:
         self.square, self.resampling = square and len(size) == 1, resampling
 
     def view(self, image: Image.Image) -> View:
-        """The part that is seen; raises ValueError if it has more than `MAX_PATCHES` patches."""
+        """The part that the encoder sees; raises UserError if it has more than `MAX_PATCHES` patches."""
         (left, top, right, bottom), height, width = self._resized(image)
         rows, columns = height // self.patch_size, width // self.patch_size
         if rows * columns > MAX_PATCHES:

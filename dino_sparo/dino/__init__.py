@@ -1,4 +1,4 @@
-"""DINO: what it adds to student, teacher and trainer; head, loss and KoLeo, which iBOT shares, stand in distillation/.
+"""DINO: its options, step and objective. Head, loss and KoLeo are in distillation/, because iBOT uses them too.
 
 options.py    the options of training, without torch
 step.py       one step: the paper's algorithm 1

@@ -49,7 +49,7 @@ class DINOObjective(DistillationObjective):
 
     @property
     def loss_exchanges(self) -> bool:
-        """KoLeo does."""
+        """Whether the loss exchanges tensors between ranks: KoLeo does."""
         return self.koleo_weight > 0
 
     @staticmethod
@@ -67,7 +67,7 @@ class DINOObjective(DistillationObjective):
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> DINOLoss:
-        """The loss from the options, with a center of zeros; ValueError for KoLeo where an image has no neighbour."""
+        """The loss from the options, with a center of zeros; UserError if KoLeo is on and images have no neighbours."""
         require_neighbours(args)
         return DINOLoss(
             args.out_dim,
@@ -82,7 +82,7 @@ class DINOObjective(DistillationObjective):
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float
     ) -> tuple[dict[str, float], str | None]:
-        """Information, and the loss relative to that of a flat distribution; the kind of collapse, if there is one."""
+        """Information, loss relative to the loss of a flat distribution, and the kind of collapse, if there is one."""
         args, entropies = self.args, (means["teacher_entropy"], means["marginal_entropy"])
         collapse = diagnose_collapse(means["loss"], *entropies, feature_rank, args.out_dim, args.batch_size_per_gpu)
         information = means["marginal_entropy"] - means["teacher_entropy"]

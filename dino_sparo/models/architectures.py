@@ -49,7 +49,7 @@ TORCHVISION_NETWORKS = (
 
 
 def arch_name(text: str) -> str:
-    """The name of an architecture, of one that facebookresearch/dino calls otherwise ours: the type of `--arch`."""
+    """Our name of an architecture, for our name or facebookresearch/dino's: the type of `--arch`."""
     if text in TORCHVISION_NETWORKS:
         return TIMM + text
     if re.fullmatch(r"xcit_\w+_p(8|16)", text):
@@ -61,7 +61,7 @@ PATCH_SIZE = 16  # pixels, of our own vision transformers
 
 
 class CrossAttentionKind(NamedTuple):
-    """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
+    """A row of table 6: its columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection`."""
 
     separate_heads: bool
     slotwise_norm: bool

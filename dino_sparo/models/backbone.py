@@ -146,7 +146,7 @@ class Backbone(nn.Module):
         return self.norm(self._run_blocks(self.embed(images, masked, mask_token), self.depth))
 
     def require_patches(self) -> None:
-        """Nothing to refuse: patches can be masked."""
+        """Does nothing: patches can be masked."""
 
     def embed(
         self, images: Float[Tensor, "B C H W"], masked: Tensor | None = None, mask_token: Tensor | None = None

@@ -19,7 +19,7 @@ from dino_sparo.runtime.faults import UserError
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Architecture of an encoder. Every checkpoint holds it, so no other command needs these options.
+    """Architecture of an encoder. Every checkpoint holds this configuration, so other commands do not ask for it.
 
     Attributes:
         arch: a key of `ARCHITECTURES`, or `timm/NAME`.
@@ -70,7 +70,7 @@ class EncoderConfig:
         for name in known.keys() & values.keys():
             if not isinstance(values[name], known[name]):
                 kind = getattr(known[name], "__name__", str(known[name]))
-                raise UserError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
+                raise UserError(f"the encoder was saved with {name} {values[name]!r}, which is not of type {kind}")
         refuse_unknown("encoder", cls, values.keys() - {"mean", "std"})
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -196,7 +196,7 @@ class Encoder(nn.Module):
         is_pooled = not self.replaces_block
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
-            raise UserError(f"n={n} layers asked of an encoder with {most}, read-out included")
+            raise UserError(f"n={n} layers requested of an encoder with {most}, read-out included")
         # With sparo the read-out replaces the last block, so n - 1 blocks precede it. A read-out that replaces no block
         # pools the last block, so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))

@@ -156,9 +156,7 @@ class ForeignBackbone(nn.Module):
         indices = layer_indices(n, self.depth)
         if self._attends_late:
             if indices != [self.depth - 1]:
-                raise UserError(
-                    f"timm/{self.name} has a class token after its last layer alone; give --n_last_blocks 1"
-                )
+                raise UserError(f"timm/{self.name} has a class token only after its last layer; give --n_last_blocks 1")
             return [self(images)]
         options: dict[str, Any] = {"indices": indices, "norm": norm, "intermediates_only": True, "stop_early": True}
         images = self._whole_patches(images)
@@ -237,14 +235,14 @@ class ForeignBackbone(nn.Module):
     def _check_size(self, height: int, width: int) -> None:
         if not self._reads_any_size and not height == width == self.img_size:
             raise UserError(
-                f"timm/{self.name} reads images of {self.img_size}x{self.img_size} px alone, not of {height}x{width} "
+                f"timm/{self.name} reads only images of {self.img_size}x{self.img_size} px, not of {height}x{width} "
                 "px; give one size (--local_crops_number 0), or a model that resamples its positions"
             )
 
 
 @dataclass(frozen=True)
 class ForeignPlan:
-    """Properties of a timm model of its own sizes.
+    """Properties of a timm model in its default sizes.
 
     Attributes:
         embed_dim: D.
@@ -272,7 +270,7 @@ class ForeignPlan:
     parameters: frozenset[str]
 
     def settings(self, name: str, patch_size: int, img_size: int, drop_path_rate: float) -> dict[str, Any]:
-        """Arguments of `timm.create_model`, of those that the model has.
+        """Arguments of `timm.create_model` that the model accepts.
 
         Raises:
             ValueError: the model has stages of another stride, or no stochastic depth.
@@ -314,7 +312,7 @@ def pretrained_weights(name: str, options: str) -> dict[str, Tensor]:
 
 @lru_cache
 def plan_of(name: str) -> ForeignPlan:
-    """Build a timm model without memory and see what it gives.
+    """Properties of a timm model, which is built without memory.
 
     Raises:
         ValueError: no such model, or it gives neither tokens nor a map of the image.
@@ -388,7 +386,7 @@ def check_whole_patches(img_size: int, patch_size: int) -> None:
     """Refuse a side of images, in pixels, that is not cut into whole patches."""
     if img_size < patch_size or img_size % patch_size:
         nearest = max(img_size // patch_size, 1) * patch_size
-        multiple = f"is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
+        multiple = f"is not a multiple of patch_size={patch_size} px; the nearest multiple is {nearest}"
         raise UserError(f"img_size={img_size} px {multiple}")
 
 
@@ -417,5 +415,5 @@ def layer_indices(n: int | Sequence[int], depth: int) -> list[int]:
     """Indices from 0 of the last `n` of `depth` layers, or of those that `n` lists, without order."""
     indices = range(-n, 0) if isinstance(n, int) else n
     if not indices or not all(-depth <= index < depth for index in indices):
-        raise UserError(f"n={n} intermediate layers asked of a backbone with {depth} blocks")
+        raise UserError(f"n={n} intermediate layers requested of a backbone with {depth} blocks")
     return sorted({index % depth for index in indices})

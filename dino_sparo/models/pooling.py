@@ -1,4 +1,4 @@
-"""Tokens -> slots, read-outs beside SPARO: attentional pooling, its ablations, codebooks, attentive probes.
+"""Tokens -> slots, read-outs other than SPARO: attentional pooling, its ablations, codebooks, attentive probes.
 
 Each turns tokens (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 """
@@ -77,7 +77,7 @@ class CrossAttentionReadout(nn.Module):
 
 
 class EfficientProbing(nn.Module):
-    """Efficient probing: L queries compare themselves with the tokens, and each reads a part of one value projection.
+    """Efficient probing: L queries attend to the tokens, and each query reads its part of one value projection.
 
         slot_l = U_l H^T softmax(H q_l / sqrt(D))
 

@@ -131,7 +131,7 @@ READOUTS: dict[str, ReadoutKind] = {
     "attention": ReadoutKind(_attention, has_slots=True, normalized_per_slot=True),
     "eos": ReadoutKind(lambda sizes: EndTokenReadout(), reads_captions_only=True),
 }
-OWN_READOUTS = frozenset(READOUTS)  # without those of other files
+BUILT_IN_READOUTS = frozenset(READOUTS)  # without read-outs that a user's file registers
 
 
 def readout_kind(name: str) -> ReadoutKind:

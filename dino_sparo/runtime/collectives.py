@@ -89,14 +89,14 @@ T = TypeVar("T")
 
 
 def barrier() -> None:
-    """Wait for all processes, as long as the control group does; no device is waited for."""
+    """Wait for all processes, at most for the control group's time-out; does not synchronise with the device."""
     if world_size() > 1:
         with _control_exchange() as control:
             dist.barrier(group=control)
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The picklable values of all ranks, in rank order, on every rank; through the hosts, so no device waits."""
+    """The picklable values of all ranks, in rank order, on every rank; through the hosts, so devices keep working."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
@@ -106,7 +106,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's picklable value, on every rank; the others' own is not used."""
+    """Rank 0's picklable value, on every rank; the values of other ranks are ignored."""
     if world_size() == 1:
         return value
     values = [value]
@@ -117,7 +117,7 @@ def broadcast_object(value: T) -> T:
 
 @contextlib.contextmanager
 def _control_exchange() -> Iterator[Any]:
-    """The control group; its errors become a `FaultError` that says how long this process waited."""
+    """The control group; within this context its errors become a `FaultError` that names the time-out."""
     control, timeout_min = control_group()
     try:
         yield control
@@ -164,9 +164,9 @@ def on_rank_0(function: Callable[[], None], what: str) -> None:
 
 @contextlib.contextmanager
 def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
-    """Within this context rank 0 works first, then the others: it downloads, or indexes files into a cache.
+    """Within this context rank 0 works first, for instance downloads; then the other ranks work.
 
-    A failure of one rank is a failure of all, as in `all_or_none`. If rank 0 fails, the others do not begin.
+    A failure of one rank is a failure of all, as in `all_or_none`. If rank 0 fails, the other ranks do not begin.
     """
     with all_or_none(what):
         if is_main():
@@ -183,7 +183,7 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
 
 
 def require_same(value: int | str | None, what: str) -> None:
-    """ValueError on every rank unless all ranks have the same value, such as a number of images."""
+    """UserError on every rank unless all ranks have the same value, such as a number of images."""
     values = all_gather_object(value)
     if len(set(values)) > 1:
         shown = f": {values}, by rank" if isinstance(value, int) else ""
@@ -191,10 +191,10 @@ def require_same(value: int | str | None, what: str) -> None:
 
 
 def require_same_options(options: Mapping[str, Any]) -> None:
-    """ValueError on every rank unless all ranks have the same options, and versions of torch and of this package."""
-    own = {"torch": str(torch.__version__), "dino_sparo": __version__}
-    own |= {f"--{name}": value for name, value in options.items() if name not in OPTIONS_OF_ONE_RANK}
-    first, *others = all_gather_object(own)
+    """UserError on every rank unless all ranks have the same options, and versions of torch and of this package."""
+    settings = {"torch": str(torch.__version__), "dino_sparo": __version__}
+    settings |= {f"--{name}": value for name, value in options.items() if name not in OPTIONS_OF_ONE_RANK}
+    first, *others = all_gather_object(settings)
     for number, other in enumerate(others, 1):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):

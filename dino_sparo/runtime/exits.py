@@ -85,7 +85,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def without_traceback(message: str) -> str:
-    """The message of an error in a process that loads images, which torch hands on with that process' traceback."""
+    """The message of an error in a worker of the loader, without the worker's traceback, which torch adds."""
     if "in DataLoader worker process" not in message.partition("\n")[0]:
         return message
     last = message.rpartition("Traceback (most recent call last):\n")[2]
@@ -94,7 +94,7 @@ def without_traceback(message: str) -> str:
 
 
 def end_workers(keep: Collection[Any] = ()) -> None:
-    """Kill the processes that load images for this one: after a request they would run for `TERM_GRACE_SECONDS`.
+    """Kill this process' workers, which load images; after a mere request they would run for `TERM_GRACE_SECONDS`.
 
     Args:
         keep: child processes that somebody else has started.
@@ -125,7 +125,7 @@ def _mark_as_shut_down(workers: Collection[Any]) -> None:
 
 @contextlib.contextmanager
 def ends_unnoticed() -> Iterator[None]:
-    """Within this context workers may end: torch's handler of SIGCHLD would raise an error wherever this process is."""
+    """Within this context workers may end; elsewhere torch's handler of SIGCHLD raises an error in any line of code."""
     handler = signal.getsignal(signal.SIGCHLD)
     # The main thread alone runs handlers.
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

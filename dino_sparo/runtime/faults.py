@@ -1,4 +1,4 @@
-"""Errors that end a command in one line: missing packages, full memory, and faults after which starting again helps.
+"""Errors that end a command in one line: missing packages, full memory, and faults after which a rerun helps.
 
 A fault is not a mistake of the user: a process, a worker, a GPU or the network failed. The command then ends with
 `FAULT_STATUS`, and the cluster starts it again. No torch here, since commands catch these errors before they import it.
@@ -90,7 +90,7 @@ class MissingPackageError(ImportError):
 
 
 class MemoryFullError(MendableError):
-    """The device's memory, or the host's, does not hold what is computed."""
+    """The memory of the device or of the host is full."""
 
 
 class FaultError(RuntimeError):
@@ -98,7 +98,7 @@ class FaultError(RuntimeError):
 
 
 class PeerError(UserError):
-    """The error of another rank, raised on this one too, so that all ranks end."""
+    """The error of another rank, raised on this rank too, so that all ranks end."""
 
 
 def is_passing(error: BaseException) -> bool:
@@ -111,10 +111,10 @@ def is_passing(error: BaseException) -> bool:
 
 
 def retry(function: Callable[[], T], waits: Sequence[float] = RETRY_SECONDS) -> T:
-    """The function's result; after an error that `is_passing` it is called again, once after each of some seconds.
+    """The function's result. After an error that `is_passing` the function is called again, once after each wait.
 
     Raises:
-        FaultError: the last call failed by such an error, too.
+        FaultError: the last call failed with such an error too.
     """
     try:
         return function()
@@ -195,7 +195,7 @@ def is_peer_fault(error: Exception) -> bool:
 
 
 def is_device_fault(error: Exception) -> bool:
-    """Whether an error of CUDA says that the hardware failed; a program's mistake, such as a bad index, does not."""
+    """Whether an error of CUDA reports failed hardware, and not a mistake of the program, such as a bad index."""
     text = str(error)
     return ("CUDA" in text or "NVML" in text) and any(sign in text for sign in DEVICE_SIGNS)
 

@@ -1,4 +1,4 @@
-"""Files: regular files only are read; JSON of bounded depth is read, strict JSON is written; checksums and versions.
+"""Files: reads only regular files and JSON of bounded depth, writes strict JSON; checksums and versions.
 
 Files may come from strangers: reading a named pipe may never end, and deeply nested JSON exhausts the stack.
 """
@@ -160,7 +160,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Path to write a file to, which then is renamed: `path` always holds a whole file, the old or the new."""
+    """Path of a temporary file that is renamed to `path` at the end: `path` always holds a whole file, old or new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
@@ -171,7 +171,7 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file so that `path` always holds a whole one, the old or the new."""
+    """Write a text so that `path` always holds a whole file, old or new."""
     with written_beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -186,18 +186,18 @@ def keep_old(path: Path) -> Path:
 
 
 def write_json(values: dict[str, Any], path: Path) -> None:
-    """Write plain values so that `path` always holds a whole file, the old or the new."""
+    """Write plain values so that `path` always holds a whole file, old or new."""
     write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", path)
 
 
 def write_record(record: Mapping[str, Any], path: Path, files: Iterable[str] = ()) -> None:
-    """Write the record of files beside it: with size and CRC-32 of each, and the CRC-32 of the record itself."""
+    """Write a record of files in the same folder: size and CRC-32 of each file, and the CRC-32 of the record."""
     record = plain({**record, "files": {name: checksum(path.with_name(name)) for name in files}})
     write_json({**record, "crc32": _crc32_of(record)}, path)
 
 
 def read_record(path: Path, verify: bool = True) -> dict[str, Any]:
-    """The record that `write_record` wrote; without the entry "files" an earlier version wrote it, without checksums.
+    """The record that `write_record` wrote. A record of an earlier version has no entry "files" and no checksums.
 
     Raises:
         UserError: the record is damaged, or with `verify` a file is missing, damaged or of another record.
@@ -214,7 +214,7 @@ def read_record(path: Path, verify: bool = True) -> dict[str, Any]:
     for name, recorded in record.get("files", {}).items() if verify else ():
         file = path.parent / name
         if not file.is_file() or checksum(file) != recorded:
-            raise UserError(f"{file} is missing, damaged or of another run: size and checksum in {path.name} differ")
+            raise UserError(f"{file} is missing, damaged or of another run: {path.name} has another size or checksum")
     return record
 
 
@@ -223,13 +223,13 @@ def _crc32_of(record: Mapping[str, Any]) -> str:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:
-    """Each wanted value that differs from the saved one, in words; `before` is such as "in the file"."""
+    """Each wanted value that differs from the saved value, in words; `before` is for example "in the file"."""
     changed = [name for name, value in wanted.items() if saved.get(name) != value]
     return [f"{name} {_shown(saved.get(name))} {before}, {_shown(wanted[name])} {now}" for name in changed]
 
 
 def _shown(value: Any) -> str:
-    """A value in a message; of a SHA-256, its beginning."""
+    """A value as a message shows it; a SHA-256 is shortened."""
     return f"{value[:8]}..." if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""This process among its peers: torchrun or Slurm started them, or it is the only one; how they find each other.
+"""This process and its peers: started by torchrun or Slurm, or one process alone; how processes find each other.
 
 A single process needs no process group: collectives then return their input. Several processes have two groups:
 
@@ -54,7 +54,7 @@ _control: tuple[Any, float] = None, 0.0  # the control group, and the minutes th
 
 
 def control_group() -> tuple[Any, float]:
-    """The control group, None for a process alone, and the minutes that a collective of the main group waits."""
+    """The control group (None without other processes), and the minutes that a collective of the main group waits."""
     return _control
 
 
@@ -107,7 +107,7 @@ def _assignments(variables: Mapping[str, str]) -> str:
 
 
 def is_only_a_peer() -> bool:
-    """Whether a launcher started several processes and this is not the first: one is enough to draw pictures."""
+    """Whether a launcher started several processes and this is not the first: one process suffices to draw pictures."""
     return detect_launcher(os.environ)[1] > 0
 
 
@@ -165,13 +165,13 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             ) from error
         hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
         raise FaultError(
-            f"process {rank} of {size} cannot reach the others within {timeout.total_seconds() / 60:g} minutes; their "
-            f"logs may say why. Nothing is lost: run the same command again{hint} ({text})"
+            f"process {rank} of {size} cannot reach the other processes within {timeout.total_seconds() / 60:g} "
+            f"minutes; their logs may say why. Nothing is lost: run the same command again{hint} ({text})"
         ) from error
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that belongs to this attempt alone; RuntimeError if a process does not come.
+    """The part of a store that belongs to this attempt alone; RuntimeError if a process does not join in time.
 
     torchrun restarts processes after a fault, and may give them the store of the attempt before (torch 2.15 does). It
     still holds the addresses of dead processes. So every attempt puts a name before all of its keys: a random number
@@ -180,34 +180,34 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     TORCHELASTIC_RESTART_COUNT cannot be the name: nodes of one attempt may have different counts (`_invoke_run` of
     torch's elastic agent).
     """
-    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    name, missing = own, set(range(1, size)) if rank == 0 else {rank}
+    random_name, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    name, missing = random_name, set(range(1, size)) if rank == 0 else {rank}
     while missing:
         if time.monotonic() > end:
-            raise RuntimeError(f"processes {sorted(missing)} have not come" if rank == 0 else "process 0 has not come")
+            raise RuntimeError(f"processes {sorted(missing)} did not join" if rank == 0 else "process 0 did not join")
         if rank == 0:
             for other in sorted(missing):
                 if store.check([f"asks{other}"]):
-                    store.set(f"answer{store.get(f'asks{other}').decode()}", own)
-            missing = {other for other in missing if not store.check([f"{own}/joins{other}"])}
+                    store.set(f"answer{store.get(f'asks{other}').decode()}", random_name)
+            missing = {other for other in missing if not store.check([f"{random_name}/joins{other}"])}
         else:
-            store.set(f"asks{rank}", own)  # again and again: rank 0 may have answered the attempt before
-            if store.check([f"answer{own}"]):
-                name, missing = store.get(f"answer{own}").decode(), set()
+            store.set(f"asks{rank}", random_name)  # again and again: rank 0 may have answered the attempt before
+            if store.check([f"answer{random_name}"]):
+                name, missing = store.get(f"answer{random_name}").decode(), set()
                 store.set(f"{name}/joins{rank}", "")
         time.sleep(ASK_SECONDS)
     return dist.PrefixStore(name, store)
 
 
 def require_one_device_type(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """ValueError on every process unless all compute on GPUs, or all on CPUs: NCCL and gloo wait for each other."""
+    """UserError unless all processes compute on GPUs, or all on CPUs: NCCL and gloo would wait for each other."""
     store.set(f"device{rank}", f"{device.type} of {socket.gethostname()}")
     if rank == 0:
         devices = [store.get(f"device{other}").decode() for other in range(size)]
         others = [f"rank {number} on {name}" for number, name in enumerate(devices) if name.split()[0] != device.type]
         message = (
             f"rank 0 computes on {devices[0]}, but {', '.join(others[:3])}; does torch see the GPUs of all machines? "
-            "--device cuda or --device cpu says what all processes take"
+            "Give all processes --device cuda, or --device cpu"
         )
         store.set("devices", message if others else "alike")
     if (message := store.get("devices").decode()) != "alike":
@@ -274,7 +274,7 @@ def _set_slurm_rendezvous() -> None:
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
-    """The model inside DDP, if there are several processes; with a `static_graph` DDP overlaps more."""
+    """The model inside DDP, if there are several processes; a `static_graph` lets DDP overlap more communication."""
     if world_size() == 1:
         return model
     device_ids = [device.index] if device.type == "cuda" else None
@@ -307,5 +307,5 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one that writes."""
+    """Whether this is rank 0, which writes the files."""
     return rank() == 0

@@ -1,4 +1,4 @@
-"""One run per output folder: the run holds a lock (flock) on a file that names it.
+"""One run per output folder: the run holds a lock (flock) on a file that names the run.
 
 The kernel releases the lock when the process ends, however it ends; so does the server of a network disk. The file is
 only read for messages, and to recognise an attempt of the same Slurm job before the last requeue.
@@ -104,7 +104,7 @@ def this_process() -> dict[str, Any]:
 
 
 def read_holder(file: TextIO) -> dict[str, Any]:
-    """The record by `this_process` of the process that holds the lock; "?" for its values if it is not written yet."""
+    """The record of the process that holds the lock, by `this_process`; its values are "?" until it is written."""
     file.seek(0)
     text = file.read()
     return dict(json.loads(text)) if text.endswith("}") else dict.fromkeys(this_process(), "?")
@@ -117,7 +117,7 @@ def is_earlier_attempt(holder: dict[str, Any]) -> bool:
 
 
 def create_output_dir(folder: Path, option: str = "--output_dir ") -> None:
-    """Create a folder and its parents; OutputDirError, which names `option`, if there is a file or no permission."""
+    """Create a folder and its parents; OutputDirError, which names `option`, if the path is a file or not permitted."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

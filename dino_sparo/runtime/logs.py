@@ -72,7 +72,7 @@ class _EscapingFormatter(logging.Formatter):
 
 
 class RunLogHandler(logging.FileHandler):
-    """A full disk costs lines of run.log; the terminal has them."""
+    """Writes run.log. If the disk is full, lines are missing in run.log, but not on the terminal."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a full disk, and report any other error."""
@@ -81,14 +81,14 @@ class RunLogHandler(logging.FileHandler):
 
 
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Name the options that differ from their defaults in one line; run.log also gets all of them, as JSON.
+    """Log the options that differ from their defaults in one line; run.log also gets all options, as JSON.
 
     Args:
         options: names and values.
         defaults: those of the trainer; options that it does not know, such as a job's, are left out of the line.
     """
     changed = [f"{name}={options[name]}" for name in defaults if options[name] != defaults[name]]
-    logger.info("options: %s (all of them: run.log)", ", ".join(changed) or "the defaults")
+    logger.info("options: %s (all options: run.log)", ", ".join(changed) or "the defaults")
     logger.info("all options: %s", json.dumps(options, default=str), extra={FILE_ONLY: True})
 
 
@@ -143,7 +143,7 @@ class EpochClock:
         self.bar = tqdm(total=steps_per_epoch, unit="step") if is_main() and in_notebook() else None
 
     def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
-        """The next `number` items; measures for how long the device had nothing to do meanwhile.
+        """The next `number` items; measures how long the device was idle meanwhile.
 
         On a CPU this is the whole fetch. On a GPU two CUDA events in its queue mark the beginning and the end of the
         fetch. The time between them is 0 if the batch came while the GPU still computed the step before. The events are
@@ -174,7 +174,7 @@ class EpochClock:
         return {"images_per_s": self.images_done / elapsed, "data_wait": self.waited / elapsed}
 
     def tick(self, step: int, epoch: int, num_images: int, loss: Tensor) -> None:
-        """Count a step; write a line if the last one is old enough. Only a line reads the loss from the device.
+        """Count a step; write a line if the last line is old enough. Only a line reads the loss from the device.
 
         Args:
             step: steps of the run done so far.
@@ -216,7 +216,7 @@ def in_notebook() -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process has held: on its GPU, or in main memory if it has none."""
+    """Peak memory of this process in bytes: on its GPU, or in main memory without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
@@ -224,7 +224,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class RunLog:
-    """The logs of a run: log.txt with one JSON line per epoch, and the trackers; nothing on ranks other than 0.
+    """The logs of a run: log.txt with one JSON line per epoch, and the trackers; only rank 0 writes.
 
     Args:
         run: what the trackers track.
@@ -245,7 +245,7 @@ class RunLog:
             backup = keep_old(self.path)
             write_text("".join(kept), self.path)
             logger.warning(
-                "%s: dropped %d lines about epoch %d and later, which are taken again; the file as it was is %s",
+                "%s: removed %d lines about epoch %d and later, which are trained again; the previous file is now %s",
                 self.path,
                 len(lines) - len(kept),
                 epoch,
@@ -274,7 +274,7 @@ class RunLog:
 
 
 def _epoch_of(line: str) -> int:
-    """The epoch that a line of log.txt is about; -1 if it does not say, never if it was cut off in writing."""
+    """The epoch of a line of log.txt; -1 if the line names no epoch, later than any epoch if the line is truncated."""
     try:
         values = json.loads(line)
     except ValueError:

@@ -11,7 +11,7 @@ DEVICE: Group = {
     ),
     "dist_url": Option("env://", "Address at which the processes meet; not needed under torchrun and Slurm.", str),
     "dist_timeout_min": Option(
-        10.0, "Minutes that a process waits for others, or images, before the run ends.", positive_number
+        10.0, "Minutes that a process waits for other processes, or for images, before the run ends.", positive_number
     ),
-    "local_rank": Option(0, "Ignored. Older launchers set it; the rank comes from the environment."),
+    "local_rank": Option(0, "Ignored. Older launchers set this option; the rank comes from the environment."),
 }

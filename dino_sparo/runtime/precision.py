@@ -42,7 +42,7 @@ def choose_precision(precision: str, use_fp16: bool | None, device: torch.device
     if precision == "auto":
         precision = "bf16" if _has_bf16(device) else "fp32"
     if precision == "fp16" and device.type != "cuda":
-        raise UserError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
+        raise UserError(f"fp16 needs a CUDA device, but this run is on {device.type}; use --precision bf16 or fp32")
     return PRECISIONS[precision]
 
 

@@ -41,7 +41,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and has saved.
+    """The run was asked to stop, and has saved a checkpoint.
 
     Attributes:
         status: exit status of the process: 128 + the signal's number, as a shell would report it.
@@ -149,16 +149,16 @@ class Agreement:
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
         interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
         received = self.signals.so_far()
-        own: dict[Any, Tensor | float] = {signum: float(signum in received) for signum in STOP_SIGNALS}
-        own |= {"save": float(wants_save and is_main()), "interval": float(interval * is_main()), **counts}
-        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in own.values()]
-        summed = dict(zip(own, all_reduce_sum(torch.stack(values)).tolist(), strict=True))
+        votes: dict[Any, Tensor | float] = {signum: float(signum in received) for signum in STOP_SIGNALS}
+        votes |= {"save": float(wants_save and is_main()), "interval": float(interval * is_main()), **counts}
+        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in votes.values()]
+        summed = dict(zip(votes, all_reduce_sum(torch.stack(values)).tolist(), strict=True))
         self.interval, self.steps_since, self.last_time = int(summed["interval"]), 0, time.monotonic()
         stop = next((signum for signum in reversed(STOP_SIGNALS) if summed[signum]), None)
         return Decision(stop, summed["save"] > 0, {name: summed[name] for name in counts})
 
     def stop_between_steps(self) -> signal.Signals | None:
-        """A decision outside of the steps, for instance before an evaluation; another one follows the next step."""
+        """A decision between steps, for instance before an evaluation; another decision follows the next step."""
         stop = self.decide().stop
         self.interval = 1
         return stop

@@ -58,7 +58,7 @@ class TrackedRun:
 
     @property
     def title(self) -> str:
-        """Its name, printable."""
+        """The run's name, printable."""
         return printable(self.name or self.folder.resolve().name)
 
     @cached_property
@@ -99,7 +99,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE=offline are its own variables."""
+    """Weights & Biases; the environment may set WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE=offline."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -132,7 +132,7 @@ class WandB:
 
 
 class Trackio(WandB):
-    """Trackio, which keeps runs on this machine; TRACKIO_PROJECT and TRACKIO_SPACE_ID name another place."""
+    """Trackio, which keeps runs on this machine; TRACKIO_PROJECT and TRACKIO_SPACE_ID name another destination."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -162,7 +162,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Any]] = {"tensorboard": TensorBoard, 
 
 
 class Trackers:
-    """All trackers of a run. One that fails is left out from then on: a page is not worth the end of a run.
+    """All trackers of a run. A tracker that fails is dropped from then on, so that its failure does not end the run.
 
     Args:
         names: keys of `TRACKERS`.
@@ -183,7 +183,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _drop_on_failure(self, name: str) -> Iterator[None]:
-        """Within this context any failure is logged, and the tracker is left out from then on."""
+        """Within this context any failure is logged, and the tracker is dropped from then on."""
         try:
             yield
         except Exception as error:

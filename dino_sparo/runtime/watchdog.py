@@ -23,7 +23,7 @@ _watching: list["Watchdog"] = []  # the watchdogs whose contexts are open
 
 
 class Watchdog:
-    """Ends this process after too long without progress, whatever it waits for: a worker, a network, a disk, a device.
+    """Ends this process after too long without progress; it may wait for a worker, a network, a disk or a device.
 
     Collectives and the loader have a time-out of their own, `timeout_min`, and can name the cause. The watchdog waits a
     little longer.
@@ -45,7 +45,7 @@ class Watchdog:
         self.over.set()
 
     def beat(self) -> None:
-        """The run makes progress."""
+        """Note progress of the run."""
         self.last_beat = time.monotonic()
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class Watchdog:
 
     def _say_why(self) -> None:
         logger.error(
-            "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs. "
+            "no progress for %.0f s: a process that loads images, a collective, the disk or the device hangs. "
             "%s. If something is only slow, raise --dist_timeout_min",
             self.seconds,
             RESUME_HINT,

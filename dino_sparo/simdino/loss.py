@@ -82,4 +82,4 @@ class SimDINOLoss(nn.Module):
         return rate * (width + images) / (width * images)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the time goes into matrix products and a factorisation, which no compiler makes faster."""
+        """Does nothing: matrix products and a factorisation dominate, and a compiler does not make them faster."""

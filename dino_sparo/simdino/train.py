@@ -56,7 +56,7 @@ class SimDINOObjective(DistillationObjective):
 
     @property
     def loss_exchanges(self) -> bool:
-        """The coding rate does."""
+        """Whether the loss exchanges tensors between ranks: the coding rate does."""
         return True
 
     @staticmethod
@@ -72,7 +72,7 @@ class SimDINOObjective(DistillationObjective):
         return SimDINOLoss(args.local_crops_number + NUM_TEACHER_CROPS, args.eps, args.coeff, args.expa_type == 1)
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
-        """One step. With several micro-batches, each has a coding rate of its own."""
+        """One step. Each micro-batch has its own coding rate."""
         self.begin_step()
         outputs = compute_gradients(self, self.compute, batches, key=None)
         exchange(self)

@@ -88,7 +88,7 @@ def train_one_epoch(
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Within this context Python's cyclic garbage collector rests: it stops each rank in another step.
+    """Within this context Python's cyclic garbage collector is off: it would pause each rank in another step.
 
     A step leaves no cycles: 2,000 steps of DINO left none.
     """
@@ -128,9 +128,9 @@ def check_unreadable(run: Run) -> None:
     number, total = met + objective.num_left_out, objective.sampler.num_images + objective.num_left_out
     if met and number > (most := most_corrupt(max_corrupt, total)):
         raise TooManyCorruptError(
-            f"{number} of {total} {objective.noun}s are unreadable ({met} were met in this epoch), more than the "
-            f"{most:.0f} that --max_corrupt {max_corrupt} allows; they are named above. Repair them, or raise "
-            f"--max_corrupt"
+            f"{number} of {total} {objective.noun}s are unreadable ({met} in this epoch), more than the {most:.0f} "
+            f"that --max_corrupt {max_corrupt} allows; the log names them above. Repair these {objective.noun}s, or "
+            f"raise --max_corrupt"
         )
 
 
@@ -178,24 +178,24 @@ class UnreadReports:
 
 def raise_nonfinite(unread: UnreadReports, objective: Objective[Any], epoch: int) -> None:
     """Raise NonFiniteLossError on all ranks, with the items of the ranks whose loss is not finite."""
-    noun, own = objective.noun, None
+    noun, failure = objective.noun, None
     # With fp16 only the rank with the bad loss has the flag: on the other ranks its gradients count as an overflow.
     first = next((each for each in unread.steps if each[1].nonfinite), None)
     if first is not None:
         step, report, indices = first
         numbers = [f"{name.replace('_', ' ')} {float(value):.3g}" for name, value in report.scalars.items()]
-        own = f"at step {step - 1} (epoch {epoch}), {', '.join(numbers)}", ""
+        failure = f"at step {step - 1} (epoch {epoch}), {', '.join(numbers)}", ""
         if not math.isfinite(report.loss.item()):
             files = [objective.source.location(index) for index in torch.cat(indices).tolist()]
             logger.error("%ss of the batch whose loss is %s: %s", noun, report.loss.item(), ", ".join(files))
             more = len(files) - NUM_FILES_SHOWN
             shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
-            own = own[0], f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
-    ranks = list(filter(None, all_gather_object(own)))
+            failure = failure[0], f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
+    ranks = list(filter(None, all_gather_object(failure)))
     losses = [text for _, text in ranks if text]
     raise NonFiniteLossError(
         f"the {'loss is' if losses else 'gradients are'} not finite {ranks[0][0]}; "
         f"{'; '.join(losses) or 'the loss was finite on every rank'}. The optimizer changed no weights from this "
-        f"step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look at these "
+        f"step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or inspect these "
         f"{noun}s"
     )

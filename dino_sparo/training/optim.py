@@ -148,9 +148,9 @@ def cosine_schedule(
 
 @torch.no_grad()
 def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float, norms: Float[Tensor, " parameters"]) -> None:
-    """Scale every gradient whose own norm exceeds `max_norm` down to it, in place.
+    """Scale down, in place, every gradient whose norm exceeds `max_norm`.
 
-        g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
+        g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter separately
 
     Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device, and all factors are computed
     together. `norms` are those of `gradient_norms`.

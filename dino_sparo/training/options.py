@@ -14,7 +14,7 @@ COMPUTE: Group = {
     "precision": Option(
         "auto",
         "Precision of the forward passes; the loss is fp32. auto: bf16 if the device supports bf16, else "
-        "fp32. tf32: fp32 with faster matrix products on GPUs, of three correct digits instead of seven.",
+        "fp32. tf32: fp32 with faster matrix products on GPUs, with three correct digits instead of seven.",
         choices=("auto", *PRECISIONS),
     ),
     "compile": Option(
@@ -101,6 +101,6 @@ def check_whole_patches(args: argparse.Namespace, *sizes: str) -> None:
         size = getattr(args, name)
         if patch is not None and (size < patch or size % patch):
             raise UserError(
-                f"--{name} {size} px is not a multiple of --patch_size {patch} px; the nearest that fits is "
+                f"--{name} {size} px is not a multiple of --patch_size {patch} px; the nearest multiple is "
                 f"{max(round(size / patch), 1) * patch}"
             )

@@ -26,7 +26,7 @@ WARM_UP_CALLS = 3  # before a recording: they compile, and fill the caches of CU
 
 
 def cuda_recording(device: torch.device) -> Record:
-    """`record_on_cuda`, after the GPU was given a stream of its own for the whole run.
+    """`record_on_cuda`, after a separate stream of the GPU was selected for the whole run.
 
     CUDA records nothing on its default stream, and memory is reused only on the same stream.
     """

@@ -118,7 +118,7 @@ class Run:
         }
 
     def save_patiently(self, watchdog: Watchdog, copies: Sequence[str] = ()) -> None:
-        """`save`, which may take longer than a step."""
+        """`save`, for which the watchdog waits longer than for a step."""
         with watchdog.patient():
             self.save(copies)
         self.agreement.saved()
@@ -133,7 +133,7 @@ class Run:
             CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
         """
         objective, updater = self.objective, self.objective.updater
-        own = {"rng": random_state(updater.device), "meters": self.meters.state_dict()}
+        rank_state = {"rng": random_state(updater.device), "meters": self.meters.state_dict()}
         checkpoint = {
             **{name: network.state_dict() for name, network in objective.networks.items()},
             "optimizer": updater.optimizer.state_dict(),
@@ -144,7 +144,7 @@ class Run:
             "warning": self.warning,
             objective.score_name: self.best_score,
             **self.counts,
-            "ranks": all_gather_object(own),
+            "ranks": all_gather_object(rank_state),
             **self.sizes,
             **objective.description,
             "args": plain(dict(self.options)),
@@ -175,8 +175,8 @@ class Run:
             self.meters.load_state_dict(ranks[rank()]["meters"])
         elif ranks:
             logger.warning(
-                "%s is of %d processes and is resumed by %d: the rest of the run is not bit-identical, and the means "
-                "of this epoch are those of its rest",
+                "%s was saved by %d processes and is resumed by %d: the rest of the run is not bit-identical, and the "
+                "means of this epoch are of its remaining steps",
                 *(source, len(ranks), world_size()),
             )
 
@@ -234,7 +234,7 @@ def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> 
             logger.info("--%s %s is ignored: %s is resumed", name, value, path)
     for name, value in run.objective.data_hashes.items():
         if checkpoint.get("data_hashes", {}).get(name, value) != value:
-            logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
+            logger.warning("the %s, or their order, differ from those of %s: %s", name, run.checkpoints.newest, after)
     for name, value in versions().items():
         old = checkpoint.get("versions", {}).get(name, value)
         if old != value:
@@ -242,7 +242,7 @@ def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> 
 
 
 def require_same_file(path: Path, step: int, checksum: int) -> None:
-    """Refuse ranks that have read different files: a machine has a disk of its own, or its file server an old copy.
+    """Refuse ranks that have read different files: the folder is local to a machine, or a file server has an old copy.
 
     Raises:
         FaultError: with the steps of the checkpoints.
@@ -281,7 +281,7 @@ def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str, allow
 
 
 def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
-    """Resume with another batch: at the step at which as many items of the epoch were seen, rounded down.
+    """Resume with another batch size, at the step with the same number of items seen in the epoch, rounded down.
 
     The schedules of the new batch start at that step. At an equal number of items seen they have the values of the old
     schedules, except that DINO's learning rate is scaled with the batch.
@@ -295,6 +295,6 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
     run.saved_step = None  # its number is one of the other batch
     run.begin_epoch()
     logger.warning(
-        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; from here on the run has this batch size",
+        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; the run continues with this batch size",
         *(before, batch, noun, updater.step, sampler.global_batch_size),
     )

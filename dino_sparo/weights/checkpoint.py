@@ -137,7 +137,7 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     whose = "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's"
     assumed = f"its images are taken as normalised like {whose}"
     if not published.is_file():
-        logger.info("%s: no %s beside it; %s", path, published.name, assumed)
+        logger.info("%s: no %s next to it; %s", path, published.name, assumed)
         return checkpoint
     try:
         config = parse_object(published.read_bytes(), str(published))
@@ -152,9 +152,9 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         resize_mode = images.get("resize_mode", "shortest")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if not is_clip:
-            logger.info("%s: the %s beside it is not timm's; %s", path, published.name, assumed)
+            logger.info("%s: the %s next to it is not timm's; %s", path, published.name, assumed)
             return checkpoint
-        raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
+        raise CheckpointError(f"{published} does not describe the weights next to it ({error})") from error
     logger.info("%s: %s, quick_gelu %s, as %s says", path, normalization, activation, published.name)
     if resize_mode != "shortest":
         logger.warning(

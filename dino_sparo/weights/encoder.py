@@ -66,7 +66,7 @@ def encoder_of(
     quick_gelu: bool = False,
     is_described: bool = False,
 ) -> Encoder:
-    """`load_encoder` for a checkpoint that was read from `path`; with `is_described` it only tells its sizes."""
+    """`load_encoder` for a checkpoint that was read from `path`; with `is_described` it has no weights, only sizes."""
     is_foreign = encoder_entry(checkpoint, path) is None and image_text_entry(checkpoint) is None
     weights = network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
@@ -83,8 +83,8 @@ def encoder_of(
     if not isinstance(encoder.backbone, ForeignBackbone):
         weights = without_layer_scale(weights)
     elif not any(name.startswith("backbone.model.") for name in weights):
-        own, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
-        weights = {name: value for name, value in fitting.items() if name in own}
+        encoder_state, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
+        weights = {name: value for name, value in fitting.items() if name in encoder_state}
     network = network_name(checkpoint, which) or "encoder"
     remedy = f"; {timm_remedy(weights)}" if is_foreign else ""
     load_strictly(encoder, weights, f"{path} ({network})", remedy, assign=is_described)

@@ -181,7 +181,7 @@ def image_text_kind(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def clip_weights(checkpoint: Mapping[str, Any], path: str) -> dict[str, Tensor] | None:
-    """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP."""
+    """All weights of a CLIP, of any program, under our names `image.*`, `text.*`, ...; None for other checkpoints."""
     weights = top_weights(checkpoint)
     if image_text_entry(checkpoint) is not None:
         return weights

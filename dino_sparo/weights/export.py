@@ -91,7 +91,7 @@ def export(
     content, replacing = load_checkpoint(checkpoint), Replacing(overwrite, checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
-            raise UserError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
+            raise UserError(f"img_size={img_size}: both towers of a CLIP are written as they are, at the training size")
         if arch is not None or patch_size is not None or quick_gelu:
             raise UserError(
                 f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
@@ -144,18 +144,18 @@ def _write_vision_transformer(encoder: Encoder, out: str, record: dict[str, Any]
     if not encoder.is_vanilla:
         raise UserError(
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
-            f"for it; this one can be exported as huggingface, safetensors or onnx"
+            f"for timm; this encoder can be exported as huggingface, safetensors or onnx"
         )
     description = record["encoder"]
-    convert = _foreign_model if isinstance(encoder.backbone, ForeignBackbone) else _own_model
+    convert = _foreign_model if isinstance(encoder.backbone, ForeignBackbone) else _vit_model
     architecture, arguments, weights = convert(encoder)
     model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
     documents = {".json": {**record, "timm": model}}
     return write_safetensors(weights, _with_suffix(out, ".safetensors"), documents, replacing)
 
 
-def _own_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Architecture, arguments and weights of our own vision transformer in timm's words."""
+def _vit_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Architecture, arguments and weights of our vision transformer, under timm's names."""
     config = encoder.config
     arguments = {
         "img_size": config.img_size,
@@ -180,14 +180,14 @@ def _foreign_model(encoder: Encoder) -> tuple[str, dict[str, Any], dict[str, Ten
         timm.create_model(backbone.name, **arguments).load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
         raise UserError(
-            f"timm/{backbone.name} with its class token as output has other weights than with its own pooling; this "
+            f"timm/{backbone.name} with its class token as output has other weights than with timm's pooling; this "
             "encoder can be exported as huggingface, safetensors or onnx"
         ) from error
     return backbone.name, arguments, weights
 
 
 class _OnnxOutputs(nn.Module):
-    """An encoder with the outputs of the ONNX file: encoding, and attention of read-outs whose slots have their own."""
+    """An encoder with the outputs of the ONNX file: encoding, and attention if each slot has its attention."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
     entry = content.get("clip")
     if entry is None:
         raise UserError(
-            f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
+            f"{checkpoint} is not a CLIP of dino_sparo, as format {format!r} needs; choose one of {sorted(WRITERS)}"
         )
     weights = clip_weights(content, str(checkpoint)) or {}
     record = {"clip": entry, **origin_of(content, checkpoint)}

@@ -75,7 +75,7 @@ def _reading(path: Path) -> Iterator[None]:
             ) from error
         reason = str(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason}); "
+            f"{path} is truncated or not a checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason}); "
             "give a .pth or .safetensors file"
         ) from error
 
@@ -145,7 +145,7 @@ def weights_checksum(weights: Mapping[str, Tensor], documents: str = "") -> str:
 
 
 def document_path(path: Path, name: str) -> Path:
-    """Path of a JSON file beside weights: `name` is a suffix (".json") or a file name."""
+    """Path of a JSON file in the folder of weights: `name` is a suffix (".json") or a file name."""
     return path.with_suffix(name) if name.startswith(".") else path.with_name(name)
 
 
@@ -159,7 +159,7 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
-    """Weights of a safetensors file, beside the entries of the JSON file of the same name.
+    """Weights of a safetensors file, together with the entries of the JSON file of the same name.
 
     Our exports repeat their JSON files in the metadata of the weights; both must agree.
 
@@ -171,7 +171,7 @@ def read_safetensors(path: Path) -> dict[str, Any]:
             metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
+        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error})") from error
     checksum, documents = metadata.get(CHECKSUM_KEY), metadata.get(DOCUMENTS_KEY, "")
     actual = weights_checksum(weights, documents)
     if checksum != actual and (checksum or documents):
@@ -193,7 +193,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     try:
         return parse_object(path.read_bytes(), path.name)
     except UserError as error:
-        raise CheckpointError(f"{path} does not describe the weights beside it ({error})") from error
+        raise CheckpointError(f"{path} does not describe the weights next to it ({error})") from error
 
 
 def _unsafe_name(message: str) -> str | None:
@@ -212,9 +212,9 @@ class Replacing:
     def check(self, target: Path, written: Path) -> None:
         """Refuse to replace `target` with `written`."""
         if self.source is not None and target.exists() and target.samefile(self.source):
-            raise UserError(f"{target} is what is exported; give another path of the result")
+            raise UserError(f"{target} is the exported file itself; give another path for the result")
         if target.exists() and not self.overwrite and not _are_equal(target, written):
-            raise UserError(f"{target} exists and is another file; give another path of the result, or --overwrite")
+            raise UserError(f"{target} exists and is another file; give another path for the result, or --overwrite")
 
 
 def _are_equal(first: Path, second: Path) -> bool:
@@ -229,7 +229,7 @@ def _are_equal(first: Path, second: Path) -> bool:
 def write_safetensors(
     weights: Mapping[str, Tensor], path: Path, documents: Mapping[str, Any], replacing: Replacing
 ) -> Path:
-    """Write a safetensors file, whose metadata repeats the JSON files beside it, together with `documents`.
+    """Write a safetensors file and its JSON files `documents`, which the file's metadata repeats.
 
     Args:
         weights: by name.
@@ -247,7 +247,7 @@ def write_safetensors(
 def write_together(
     path: Path, documents: Mapping[str, Any], write: Callable[[Path], None], replacing: Replacing
 ) -> Path:
-    """Write weights and the files that belong to them; a kill never leaves weights beside files of other weights.
+    """Write weights and the files that belong to them; a kill never leaves weights next to files of other weights.
 
     All files are written under temporary names first. The old weights are deleted before the first other file is
     replaced, and the new weights get their name last.
@@ -287,7 +287,7 @@ def write_together(
 def load_strictly(
     module: nn.Module, weights: Mapping[str, Tensor], name: str, remedy: str = "", assign: bool = False
 ) -> None:
-    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not.
+    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not fit.
 
     `assign` puts the weights themselves in the place of the module's, which may be without memory.
     """
@@ -311,7 +311,7 @@ def misfits(wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor], most: i
 
 
 def shortened(names: list[str], most: int = NUM_NAMES_SHOWN) -> str:
-    """The first names of a list and the number of the others, for messages."""
+    """The first names of a list and the number of further names, for messages."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f", ... and {rest} more" if rest > 0 else "")
 

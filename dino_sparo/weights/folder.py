@@ -64,12 +64,12 @@ def _save(checkpoint: Mapping[str, Any], path: Path, previous: Sequence[Path], c
             _link(source, temporary[name])
         os.replace(temporary[path], path)
     except (OSError, RuntimeError, CheckpointError) as error:
-        kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
+        kept = "the previous checkpoint is kept" if path.exists() else "there was no previous checkpoint"
         # torch hides the system's error behind a RuntimeError.
         is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
         raise CheckpointError(
-            f"could not write {path} ({error.__context__ if is_hidden else error}); {kept}; free some space, see that "
-            "the folder can be written, and start again"
+            f"could not write {path} ({error.__context__ if is_hidden else error}); {kept}; free some space, make the "
+            "folder writable, and start again"
         ) from error
     else:
         _rename({temporary[name]: name for name in sources}, path)
@@ -91,7 +91,7 @@ def _link(path: Path, link: Path) -> None:
 
 
 def _rename(names: Mapping[Path, Path], saved: Path) -> None:
-    """Give prepared files their names, up to the first failure: each later one would double the one before.
+    """Give prepared files their names, up to the first failure: a later file would repeat the previous checkpoint.
 
     The new checkpoint has its name already, so a failure does not end the run.
     """
@@ -148,7 +148,7 @@ class CheckpointFolder:
             save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
 
     def find(self) -> Path | None:
-        """The newest undamaged checkpoint, None if there is none; damaged ones before it are reported and renamed.
+        """The newest undamaged checkpoint, None if there is none; newer, damaged checkpoints are reported and renamed.
 
         Raises:
             CheckpointError: all checkpoints are damaged.

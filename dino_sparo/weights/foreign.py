@@ -227,7 +227,7 @@ def flat_weights(weights: Mapping[str, Any], which: str = "teacher") -> dict[str
 
 
 def timm_remedy(weights: Mapping[str, Tensor]) -> str:
-    """The option that reads a network which is none of ours, for messages."""
+    """The option that reads a network which is not one of ours, for messages."""
     if any("_flat_param" in name for name in weights):
         return WHOLE_WEIGHTS
     width, _, _, patch = getattr(weights.get("backbone.patch_embed.proj.weight"), "shape", [0] * 4)
@@ -237,7 +237,7 @@ def timm_remedy(weights: Mapping[str, Tensor]) -> str:
 
 
 def without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """DINOv2's ViT as our own: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
+    """DINOv2's ViT as our ViT: without mask token and LayerScale, gamma * (W x + b) = (gamma W) x + gamma b."""
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
     folded = {name: value for name, value in weights.items() if not name.endswith(MASK_TOKENS)}
     for ending, layer in layers.items():
@@ -300,7 +300,7 @@ def infer_config(
 
 
 def timm_weights(backbone: ForeignBackbone, weights: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
-    """Weights that fit a timm model, under our names: resampled to its grid and channels; maybe more than it has.
+    """Weights that fit a timm model, under our names: resampled to its grid and channels; optionally further weights.
 
     Args:
         backbone: the model.
@@ -329,9 +329,9 @@ def timm_weights(backbone: ForeignBackbone, weights: Mapping[str, Tensor], path:
     fitting = {f"backbone.{name}": value for name, value in adapted.items()}
     wanted = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
     # A classifier, a last norm and removed blocks may be left over; any other part would change the tokens.
-    own = (*wanted, *(name for name in fitting if name.endswith(("_token", "_tokens")) or block_of(name) >= 0))
+    part_names = (*wanted, *(name for name in fitting if name.endswith(("_token", "_tokens")) or block_of(name) >= 0))
     depth, is_biased = num_blocks(wanted), any(name.endswith(("qkv.bias", "q_bias", "q_proj.bias")) for name in fitting)
-    known = {name: fitting[name] for name in own if name in fitting and block_of(name) < depth}
+    known = {name: fitting[name] for name in part_names if name in fitting and block_of(name) < depth}
     if not is_biased:  # of DINOv3's weights timm leaves out these biases, which are zero in published files
         known |= {name: value for name, value in plain.items() if name.endswith("qkv.bias") and value.any()}
     if problems := misfits(wanted, known, most=1):
@@ -352,7 +352,7 @@ def patch_sizes(weights: Mapping[str, Tensor], path: str = "the file") -> tuple[
         )
     if positions is None:
         raise CheckpointError(
-            f"{path} has no pos_embed, so its vision transformer is none of ours (rotary positions?); "
+            f"{path} has no pos_embed, so its vision transformer is not one of ours (rotary positions?); "
             f"{timm_remedy(weights)}"
         )
     embed_dim, in_chans, _, kernel = projection.shape

@@ -19,7 +19,7 @@ from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import architectures, backbone, encoder, foreign_backbone, pooling, readout, readouts
 from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.encoder import Encoder, EncoderConfig
-from dino_sparo.models.readouts import OWN_READOUTS
+from dino_sparo.models.readouts import BUILT_IN_READOUTS
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import Replacing, write_safetensors
@@ -106,12 +106,12 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any], replacin
 
 
 def require_exportable(config: EncoderConfig) -> None:
-    """Refuse a read-out or a backbone of the user's own, whose code the folder cannot hold."""
-    is_own = {f"--readout {config.readout}": config.readout not in OWN_READOUTS}
+    """Refuse a read-out or a backbone of the user's files, whose code the folder cannot hold."""
+    is_custom = {f"--readout {config.readout}": config.readout not in BUILT_IN_READOUTS}
     if config.arch.startswith(TIMM):
         module = model_entrypoint(config.arch.removeprefix(TIMM)).__module__
-        is_own[f"--arch {config.arch}"] = module.partition(".")[0] not in ("timm", "dino_sparo")
-    for part in filter(is_own.get, is_own):
+        is_custom[f"--arch {config.arch}"] = module.partition(".")[0] not in ("timm", "dino_sparo")
+    for part in filter(is_custom.get, is_custom):
         raise UserError(
             f"{part} is code of your own, which a folder for Hugging Face cannot hold; choose --format onnx, or "
             "safetensors, which your file can load"

@@ -83,7 +83,7 @@ class SparoEncoderModel(PreTrainedModel):
         return loaded
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Nothing: the modules draw their own weights."""
+        """Does nothing: the modules initialize their weights themselves."""
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True, **kwargs: Any) -> SparoEncoderOutput | tuple:
         """Encode normalised images (B, C, H, W); see `SparoEncoderOutput`."""

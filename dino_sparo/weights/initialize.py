@@ -97,31 +97,31 @@ def initialize_pretrained(encoder: Encoder) -> InitReport:
 
 def initialize_from(encoder: Encoder, weights: dict[str, Tensor], path: str) -> InitReport:
     """`initialize_encoder` for weights under our names, which were read from `path`."""
-    own, grids, before = encoder.state_dict(), (0, 0), weights
+    encoder_state, grids, before = encoder.state_dict(), (0, 0), weights
     if isinstance(encoder.backbone, ForeignBackbone):
         readout = {name: value for name, value in weights.items() if name.startswith("readout.")}
         weights, norm = {**timm_weights(encoder.backbone, weights, path), **readout}, "backbone.model.norm."
     else:
         weights, norm = without_layer_scale(weights), "backbone.norm."
-    if f"{norm}weight" not in own:  # the read-out has the last LayerNorm, or there is none
+    if f"{norm}weight" not in encoder_state:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace(norm, "readout.norm."): value for name, value in weights.items()}
     if isinstance(encoder.backbone, Backbone):
         weights = _with_channels(weights, encoder.config.in_chans, path)
-        _check_same_make(weights, own, path)
+        _check_same_make(weights, encoder_state, path)
         grids = patch_sizes(weights)[-1], encoder.config.img_size // encoder.config.patch_size
         positions = encoder.backbone.adapt({"pos_embed": weights["backbone.pos_embed"]})["pos_embed"]
         weights = {**weights, "backbone.pos_embed": positions}
-    taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
+    taken = [name for name in encoder_state if name in weights and weights[name].shape == encoder_state[name].shape]
     # A read-out is taken whole or not at all: its queries were trained with its keys.
-    readout_names = {name for name in (*own, *weights) if name.startswith("readout.")}
+    readout_names = {name for name in (*encoder_state, *weights) if name.startswith("readout.")}
     if not readout_names <= set(taken):
         taken = [name for name in taken if name not in readout_names]
-    encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
+    encoder.load_state_dict({**encoder_state, **{name: weights[name] for name in taken}})
     return InitReport(
         path,
         tuple(taken),
         dropped=tuple(name for name in weights if name not in taken),
-        new=tuple(name for name in own if name not in taken),
+        new=tuple(name for name in encoder_state if name not in taken),
         grids=grids,
         projection=_adapted_projection(before, weights),
     )
@@ -157,39 +157,39 @@ def check_same_blocks(checkpoint: Mapping[str, Any], quick_gelu: bool, arch: str
     """Refuse weights that were trained with another activation or number of heads, where the file says which."""
     if activation_of(checkpoint) == (not quick_gelu):
         raise CheckpointError(
-            f"{path} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
-            f"alike: --quick_gelu {str(not quick_gelu).lower()}"
+            f"{path} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build "
+            f"the model with --quick_gelu {str(not quick_gelu).lower()}"
         )
     pair = image_text_entry(checkpoint)
     entry = encoder_entry(checkpoint, path) if pair is None else pair.get("image", {})
     if entry is None:
         say_heads(arch, path)
     elif HEADS in (saved := entry.get("arch", arch)) + arch and size_of(saved) != size_of(arch):
-        raise CheckpointError(f"{path} was trained with --arch {saved}, not {arch}; build the model alike")
+        raise CheckpointError(f"{path} was trained with --arch {saved}, not {arch}; give --arch {saved}")
 
 
-def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], path: str) -> None:
+def _check_same_make(weights: Mapping[str, Tensor], encoder_state: Mapping[str, Tensor], path: str) -> None:
     """Refuse weights of another kind of ViT; number of blocks and grid may differ."""
-    sizes, own_sizes = patch_sizes(weights), patch_sizes(own)
-    if sizes[:3] != own_sizes[:3]:
+    sizes, encoder_sizes = patch_sizes(weights), patch_sizes(encoder_state)
+    if sizes[:3] != encoder_sizes[:3]:
         raise CheckpointError(
-            f"{path} has width, channels and patch size {sizes[:3]}, the encoder {own_sizes[:3]}; choose other "
-            "weights, or build the encoder alike (--arch, --patch_size)"
+            f"{path} has width, channels and patch size {sizes[:3]}, the encoder {encoder_sizes[:3]}; choose other "
+            "weights, or build the encoder for these weights (--arch, --patch_size)"
         )
     positions = tuple(weights["backbone.pos_embed"].shape)
     if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
         raise CheckpointError(
-            f"{path} has positions {positions}; a square grid and one class token are what an encoder starts from; "
+            f"{path} has positions {positions}; an encoder can only start from a square grid and one class token; "
             f"{timm_remedy(weights)}"
         )
-    depth = min(num_blocks(weights), num_blocks(own))
+    depth = min(num_blocks(weights), num_blocks(encoder_state))
 
     def common_part(network: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = (name for name in network if name.startswith("backbone.") and block_of(name) < depth)
         return {name: network[name] for name in names if name != "backbone.pos_embed"}
 
-    if problems := misfits(common_part(own), common_part(weights)):
-        is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
-        alike = f"build the encoder alike: --pre_norm {str(is_clips).lower()}"
-        hint = alike if is_clips != is_own_clips else timm_remedy(weights)
-        raise CheckpointError(f"{path} holds a ViT of another make: {problems}; {hint}")
+    if problems := misfits(common_part(encoder_state), common_part(weights)):
+        wanted, built = ("backbone.norm_pre.weight" in names for names in (weights, encoder_state))
+        pre_norm = f"build the encoder with --pre_norm {str(wanted).lower()}"
+        hint = pre_norm if wanted != built else timm_remedy(weights)
+        raise CheckpointError(f"{path} holds a ViT of another kind: {problems}; {hint}")

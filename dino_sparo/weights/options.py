@@ -10,20 +10,20 @@ CHECKPOINT: Group = {
         "",
         "A checkpoint, an export or released weights; dino_vits16, dino_resnet50, ...: weights of DINO's authors; "
         "timm/NAME: a model of timm with timm's weights; both are downloaded once. demo: the small encoder of this "
-        "package. Without weights, the reference's scripts take those of its authors.",
+        "package. Without weights, the reference's scripts take the weights of its authors.",
     ),
     "checkpoint_key": Option("teacher", "Network in the checkpoint: teacher (usually better) or student.", str),
     "untrained": Option(
         False,
         "Evaluate random weights, as a control. The architecture is the checkpoint's, or without a checkpoint "
-        "that of options such as --arch and --patch_size.",
+        "given by options such as --arch and --patch_size.",
     ),
 }
 FOREIGN_WEIGHTS: Group = {
     "arch": Option(
         None,
         f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the weights' shapes do not determine "
-        "it. vit_small_heads12 has 12 attention heads, as MoCo v3's, a number that no file of weights says.",
+        "it. vit_small_heads12 has 12 attention heads, as MoCo v3's, a number that files of weights do not contain.",
         arch_name,
     ),
     "patch_size": Option(

@@ -1,4 +1,4 @@
-"""A checkpoint -> the origin of its weights: objective, data, recipe, progress, and the scores beside it.
+"""A checkpoint -> the origin of its weights: objective, data, recipe, progress, and the scores in the same folder.
 
 Exports, model cards and `dino-sparo info` state it.
 """

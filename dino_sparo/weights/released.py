@@ -101,7 +101,7 @@ def default_weights(arch: str | None, patch_size: int | None, preferred: str = "
 def take_released_weights(
     args: argparse.Namespace, preferred: str = "", arch: str = "vit_small", patch_size: int = 16
 ) -> None:
-    """Without --pretrained_weights and --untrained, put in the weights that the reference's script takes.
+    """Without --pretrained_weights and --untrained, use the weights that the reference's script uses.
 
     Args:
         args: parsed options.

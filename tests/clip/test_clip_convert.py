@@ -157,7 +157,7 @@ def test_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.
     assert load_clip(path, text_heads=2).mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
     for text in ("[]", "{", '{"preprocess_cfg": {"mean": 3}}', '{"preprocess_cfg": {"mean": ["a"]}}'):
         (tmp_path / "open_clip_config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"open_clip_config.json does not describe the weights beside it"):
+        with pytest.raises(CheckpointError, match=r"open_clip_config.json does not describe the weights next to it"):
             load_clip(path, text_heads=2)
 
 

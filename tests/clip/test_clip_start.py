@@ -140,7 +140,7 @@ def test_dinos_encoder_starts_from_the_image_tower_of_a_clip(tmp_path: Path) -> 
     assert (report.dropped, report.new) == ((), ())
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(encoder(images), source.image(images))
-    with pytest.raises(CheckpointError, match=r"another make: .*norm_pre.*; build the encoder alike: --pre_norm true"):
+    with pytest.raises(CheckpointError, match=r"another kind: .*norm_pre.*; build the encoder with --pre_norm true"):
         initialize_encoder(create_encoder("vit_micro", 8, "cls", img_size=32), foreign(tmp_path, "ours", source))
 
 
@@ -388,7 +388,7 @@ def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path
     with pytest.raises(ValueError, match=r"open_clip has no 'sparo' read-out, only cls; .* exported as safetensors"):
         export(path, tmp_path / "out", format="open_clip")
     torch.save(create_encoder("vit_micro", 8, "cls", img_size=32).state_dict(), tmp_path / "vit.pth")
-    with pytest.raises(ValueError, match="is no CLIP of ours, which format 'open_clip' is for"):
+    with pytest.raises(ValueError, match="is not a CLIP of dino_sparo, as format 'open_clip' needs"):
         export(tmp_path / "vit.pth", tmp_path / "out", format="open_clip")
     with pytest.raises(ValueError, match="both towers of a CLIP are written as they are"):
         export(path, tmp_path / "out", img_size=64)

@@ -126,7 +126,7 @@ def test_a_damaged_shard_is_refused_in_one_line_that_names_it(what: str, tmp_pat
 
 def test_a_tar_larger_than_its_index_can_count_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexes, "MAX_TAR_BYTES", 5000)
-    with pytest.raises(DamagedShardError, match="of 10,240 is no end of a tar"):
+    with pytest.raises(DamagedShardError, match="of 10,240 do not end a tar"):
         list(tar_members(str(write_tar(tmp_path / "a.tar", [("a.jpg", b"a")]))))
 
 

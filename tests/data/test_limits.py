@@ -57,7 +57,7 @@ def test_postscript_named_jpg_starts_no_program(monkeypatch: pytest.MonkeyPatch)
     started = []
     monkeypatch.setattr(subprocess, "check_call", lambda command, **_: started.append(command))
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
-    with pytest.raises(CorruptImageError, match="is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP"):
+    with pytest.raises(CorruptImageError, match="is not one of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP"):
         decode_image(postscript, "photo.jpg")
     assert not started
 
@@ -228,9 +228,9 @@ def test_folders_that_link_to_one_another_are_listed_once_not_in_an_endless_walk
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("x-{0..9999999999}.tar", "means 10,000,000,000 shards; give 1 to 1,048,576"),
+        ("x-{0..9999999999}.tar", "expands to 10,000,000,000 shards; give 1 to 1,048,576"),
         ("{0..9}" * 30 + ".tar", "shards; give 1 to"),
-        ("{5..1}.tar", "means 0 shards"),
+        ("{5..1}.tar", "expands to 0 shards"),
         ("x-{0..999999}.tar", r"x-0\.tar' does not exist"),
         ("{a,b}" * 5 + "{0..0}" * 2000, "does not exist"),
     ],

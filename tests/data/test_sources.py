@@ -156,7 +156,7 @@ def test_shards_beside_a_few_images_are_named(root: Path, caplog: pytest.LogCapt
     write(root / "preview.png")
     write_tar(root / "0.tar", labelled(range(3)))
     assert len(open_source(str(root))) == 1
-    assert "holds 1 images and, beside them, 1 tar shards, which are left out" in caplog.text
+    assert "holds 1 images and 1 tar shards, which are skipped" in caplog.text
     assert len(open_source(f"{root}/*.tar")) == 3
 
 
@@ -587,7 +587,7 @@ LARGE_JPEG, LARGE_PNG = (encoded(picture(0).resize((350, 250)), kind) for kind i
     ("content", "reason"),
     [
         (b"", r"the file is empty \(0 bytes\)"),
-        (b"<html>not found</html>", "is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP; convert it to one$"),
+        (b"<html>not found</html>", "is not one of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP; convert it$"),
         (LARGE_JPEG[: len(LARGE_JPEG) // 2], "image file is truncated"),
         (LARGE_PNG[: len(LARGE_PNG) // 2], "truncated|broken"),
         (encoded(Image.new("F", (3, 2), 0.5), "TIFF"), "F pixels from 0.5 to 0.5 have no known range"),

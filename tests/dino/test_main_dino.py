@@ -224,11 +224,11 @@ def test_other_images_of_the_same_number_and_other_versions_are_named_when_resum
     folder = tmp_path / "after" / "images"
     run(tmp_path / "out", data_path=str(folder), epochs=2)
     assert "--data_path was" in caplog.text
-    assert "are not those of" not in caplog.text  # they have moved together
+    assert "differ from those of" not in caplog.text  # they have moved together
     (folder / "03.png").rename(folder / "033.png")
     monkeypatch.setattr("dino_sparo.training.resume.versions", lambda: {"torch": "1.0"})
     run(tmp_path / "out", data_path=str(folder), epochs=3)
-    assert "the images, or their order, are not those of" in caplog.text
+    assert "the images, or their order, differ from those of" in caplog.text
     assert "and is now 1.0: the rest of the run differs from its beginning, if only by rounding" in caplog.text
 
 
@@ -302,7 +302,7 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(stopped: Path) -> None:
     path = stopped / "checkpoint.pth"
     path.write_bytes(path.read_bytes()[:5000])
     (stopped / "checkpoint_previous1.pth").unlink()
-    with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
+    with pytest.raises(CheckpointError, match="truncated or not a checkpoint"):
         run(stopped)
     assert path.stat().st_size == 5000
 

@@ -357,7 +357,7 @@ def test_only_the_first_of_several_processes_draws(
     ("options", "message"),
     [
         (["--image_path", "nowhere.jpg"], "data_path='nowhere.jpg' does not exist"),
-        (["--image_path", "broken.png"], "broken.png: is none of BMP"),
+        (["--image_path", "broken.png"], "broken.png: is not one of BMP"),
         (["--image_path", "empty.png"], "empty.png: the file is empty"),
         (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
         (["--image_size", "4"], "smaller than one patch of 5 px"),

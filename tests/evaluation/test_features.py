@@ -195,7 +195,7 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shape \(7, 3\) and testlabels.pth \(5,\)"):
         load_features(tmp_path)
     (tmp_path / "trainfeat.pth").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match=r"trainfeat\.pth is truncated or no checkpoint"):
+    with pytest.raises(ValueError, match=r"trainfeat\.pth is truncated or not a checkpoint"):
         load_features(tmp_path)
     torch.save({"a": 1}, tmp_path / "trainfeat.pth")
     with pytest.raises(ValueError, match="holds a dict, not a tensor"):

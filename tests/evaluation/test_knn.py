@@ -387,7 +387,7 @@ def test_more_layers_are_searched_side_by_side(folders, checkpoint):
     assert results == {"knn_checkpoint_data.json": one, "knn_3blocks_checkpoint_data.json": three}
     assert three["feature"]["name"] == "class tokens of 3 layers, the last of them the encoding"
     assert three["feature"]["dim"] == 2 * 128 + 5 * 3
-    with pytest.raises(ValueError, match="n=9 layers asked"):
+    with pytest.raises(ValueError, match="n=9 layers requested"):
         evaluate(*options, "--n_last_blocks", 9)
 
 

@@ -226,8 +226,8 @@ def test_stochastic_depth_only_acts_in_training() -> None:
     ("changed", "message"),
     [
         ({"patch_size": 0}, "patch_size=0 px; give a positive number"),
-        ({"img_size": 31}, r"img_size=31 px is not a multiple of patch_size=8 px; the nearest that fits is 24$"),
-        ({"img_size": 7}, r"img_size=7 px is not a multiple of patch_size=8 px; the nearest that fits is 8$"),
+        ({"img_size": 31}, r"img_size=31 px is not a multiple of patch_size=8 px; the nearest multiple is 24$"),
+        ({"img_size": 7}, r"img_size=7 px is not a multiple of patch_size=8 px; the nearest multiple is 8$"),
         ({"img_size": 0}, "img_size=0 px is not a multiple"),
         ({"in_chans": 0}, "in_chans=0; an image has at least one channel"),
         ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 is not a rate"),

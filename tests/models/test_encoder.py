@@ -193,7 +193,7 @@ def test_intermediate_layers_equal_those_of_timms_vision_transformer(n, norm: bo
 
 @pytest.mark.parametrize("n", [0, 5, [4], [-5], []], ids=str)
 def test_intermediate_layers_that_do_not_exist_are_refused(n) -> None:
-    with pytest.raises(ValueError, match="intermediate layers asked of a backbone with 4 blocks"):
+    with pytest.raises(ValueError, match="intermediate layers requested of a backbone with 4 blocks"):
         small("cls").get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
 
 

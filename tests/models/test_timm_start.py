@@ -215,7 +215,7 @@ def test_a_default_drop_path_rate_is_0_without_stochastic_depth_and_another_is_r
 
 def test_a_model_of_one_image_size_is_refused_before_anything_is_opened_if_local_crops_have_another() -> None:
     words = ["--arch", "timm/mixer_s32_224", "--readout", "gap"]
-    with pytest.raises(ValueError, match=r"timm/mixer_s32_224 reads images of 224x224 px alone, not of 96x96 px; give"):
+    with pytest.raises(ValueError, match=r"timm/mixer_s32_224 reads only images of 224x224 px, not of 96x96 px; give"):
         DINOObjective.check_options(dino_options.get_args_parser().parse_args(words))
     DINOObjective.check_options(dino_options.get_args_parser().parse_args([*words, "--local_crops_number", "0"]))
 

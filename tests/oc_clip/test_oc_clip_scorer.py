@@ -383,7 +383,7 @@ def test_both_towers_are_not_exported_as_a_clip(
     weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
 ) -> None:
     refused("export", weights, tmp_path / "out", "--format", format)
-    assert f"is no CLIP of ours, which format {format!r} is for" in error_line(caplog)
+    assert f"is not a CLIP of dino_sparo, as format {format!r} needs" in error_line(caplog)
 
 
 def test_the_image_tower_is_exported_as_any_encoder(weights: Path, tmp_path: Path) -> None:

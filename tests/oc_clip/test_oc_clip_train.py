@@ -235,12 +235,12 @@ def test_a_clip_checkpoint_is_not_resumed_and_other_graphs_are_another_run_not_a
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "run", max_steps=3, data_path=tmp_path / "pairs.csv", graphs=tmp_path / "graphs.jsonl")
     assert "--graphs was templates and is now" in caplog.text
-    assert "are not those of" not in caplog.text
+    assert "differ from those of" not in caplog.text
     lines = (tmp_path / "graphs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "graphs.jsonl").write_text("".join(lines[::-1]))
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "run", max_steps=4, data_path=tmp_path / "pairs.csv", graphs=tmp_path / "graphs.jsonl")
-    assert "the graphs, or their order, are not those of" in caplog.text
+    assert "the graphs, or their order, differ from those of" in caplog.text
     clip_fakes.small_checkpoint(tmp_path / "clip" / "checkpoint.pth")
     with pytest.raises(CheckpointError, match="holds no OC-CLIP, so it cannot be resumed; choose another --output_dir"):
         run(tmp_path / "clip")

@@ -186,7 +186,7 @@ def test_attempts_that_share_a_store_do_not_read_each_others_addresses() -> None
 
 
 def test_a_process_that_does_not_come_is_named() -> None:
-    for number, message in ((0, r"processes \[1, 2\] have not come"), (1, "process 0 has not come")):
+    for number, message in ((0, r"processes \[1, 2\] did not join"), (1, "process 0 did not join")):
         with pytest.raises(RuntimeError, match=message):
             fresh_store(dist.HashStore(), number, 3, timedelta(seconds=0.1))
 
@@ -259,7 +259,7 @@ def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatc
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(FaultError, match=r"process 1 of 2 cannot reach the others within 0\.01 minutes"):
+    with pytest.raises(FaultError, match=r"process 1 of 2 cannot reach the other processes within 0\.01 minutes"):
         init_distributed("cpu", timeout_min=0.01)
 
 

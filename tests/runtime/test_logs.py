@@ -119,7 +119,7 @@ def test_a_resumed_log_drops_the_epochs_that_are_taken_again(tmp_path: Path, cap
     RunLog(TrackedRun(tmp_path, step=8), epoch=2).close()
     assert [json.loads(line)["step"] for line in (tmp_path / "log.txt").read_text().splitlines()] == [4, 8]
     assert (tmp_path / "log.txt.old").read_text() == whole
-    assert "dropped 2 lines about epoch 2 and later" in caplog.text
+    assert "removed 2 lines about epoch 2 and later" in caplog.text
 
 
 def test_a_line_is_on_the_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
         assert ranks.wait() == [0, 0], ranks.log()
     before = {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint*.pth")}
     (tmp_path / "rank0.log").unlink()
-    message = "could not write .*checkpoint.pth.* the checkpoint before it is kept"
+    message = "could not write .*checkpoint.pth.* the previous checkpoint is kept"
     seconds = _assert_save_fails(tmp_path, tmp_path, message, _allow_files_of_1_mib)
     assert (tmp_path / "checkpoint.pth").read_bytes() == before["checkpoint.pth"]
     assert assert_whole_checkpoints(tmp_path) == 18
@@ -292,7 +292,7 @@ def small_disk(tmp_path: Path, whole: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Path) -> None:
-    seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* checkpoint before it is kept; free some")
+    seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* previous checkpoint is kept; free some")
     assert assert_whole_checkpoints(small_disk) > 0
     record("the disk is full", seconds_from_start=round(seconds, 2))
 

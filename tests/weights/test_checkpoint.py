@@ -143,7 +143,7 @@ def test_a_save_that_fails_leaves_what_was_there_and_says_why_and_what_to_do(
         save_checkpoint(contents(), path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     monkeypatch.setattr(*FAILURES[failure])
-    kept = "there was none before it; free some space, see that the folder can be" if is_first else "before it is kept"
+    kept = "no previous checkpoint; free some space, make the folder w" if is_first else "previous checkpoint is kept"
     with pytest.raises(
         CheckpointError, match=rf"could not write .*checkpoint\.pth \(.*(No space left|denied).*\); .*{kept}"
     ):
@@ -223,7 +223,7 @@ def test_truncated_and_other_files_are_called_so_and_not_accused_of_wanting_to_r
 ) -> None:
     path = tmp_path / "other.pth"
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"(truncated|damaged) or no checkpoint") as caught:
+    with pytest.raises(CheckpointError, match=r"(truncated|damaged) or not a checkpoint") as caught:
         load_checkpoint(path)
     assert str(path) in str(caught.value)
     assert f"{len(data)} bytes" in str(caught.value)
@@ -270,7 +270,7 @@ def test_a_path_without_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint at "):
         load_checkpoint(str(tmp_path))
     (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00\x00")
-    with pytest.raises(CheckpointError, match=r"cut\.safetensors is truncated or no safetensors .*\(.*[Hh]eader.*\)"):
+    with pytest.raises(CheckpointError, match=r"truncated or not a safetensors .*\(.*[Hh]eader.*\)"):
         load_checkpoint(tmp_path / "cut.safetensors")
 
 
@@ -789,9 +789,9 @@ def test_a_checkpoint_of_another_readout_does_not_load_as_this_one(tmp_path: Pat
         (3, "a int, not a dict"),
         ("vit_small", "a str, not a dict"),
         ([1, 2], "a list, not a dict"),
-        ({"arch": 5}, "arch 5, which is no str"),
-        ({"num_slots": "many"}, "num_slots 'many', which is no int"),
-        ({"img_size": None}, "img_size None, which is no int"),
+        ({"arch": 5}, "arch 5, which is not of type str"),
+        ({"num_slots": "many"}, "num_slots 'many', which is not of type int"),
+        ({"img_size": None}, "img_size None, which is not of type int"),
         ({"blocks": 3}, "blocks, which this version does not know"),
         ({"mean": 0.5}, r"mean is 0\.5, not one number per channel"),
         ({"std": ["a"]}, r"std is \['a'\], not one number per channel"),
@@ -849,7 +849,7 @@ def test_timms_weights_are_read_as_they_were_published(tmp_path: Path, caplog: p
     torch.save(build(readout="cls", pre_norm=True, quick_gelu=True).backbone.state_dict(), path)
     with caplog.at_level(logging.INFO):
         assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
-    assert "no config.json beside it; its images are taken as normalised like OpenAI's" in caplog.text
+    assert "no config.json next to it; its images are taken as normalised like OpenAI's" in caplog.text
     assert not load_encoder(path).config.quick_gelu
     assert load_encoder(path, quick_gelu=True).config.quick_gelu
     images = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.25]}

@@ -191,7 +191,7 @@ def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_l
                 break
             # zipfile has words of its own for what it cannot read back.
             assert os.strerror(number) in error or name == "read", error
-            assert "the checkpoint before it is kept" in error
+            assert "the previous checkpoint is kept" in error
             assert bytes_in(folder) == before, name
             failed.append(name)
         assert len(set(steps_in(folder))) == KEEP, name
@@ -238,7 +238,7 @@ def test_a_file_that_is_not_what_was_written_takes_no_checkpoints_place(
 
     monkeypatch.setattr(torch, "save", save_badly)
     with pytest.raises(
-        CheckpointError, match=r"could not write .*the checksum of its part .* is wrong.*before it is kept"
+        CheckpointError, match=r"could not write .*the checksum of its part .* is wrong.*previous checkpoint is kept"
     ):
         checkpoints.save(content(4))
     assert bytes_in(checkpoints.folder) == before
@@ -342,7 +342,7 @@ def test_on_a_full_disk_no_save_uses_up_a_fallback(small_disk: Path) -> None:
         checkpoints.save(content(step))
     before = bytes_in(small_disk)
     for step in range(4, 8):
-        with pytest.raises(CheckpointError, match=r"No space left.*before it is kept; free some space"):
+        with pytest.raises(CheckpointError, match=r"No space left.*previous checkpoint is kept; free some space"):
             checkpoints.save(content(step))
         assert bytes_in(small_disk) == before
     assert steps_in(small_disk) == [3, 2, 1]

@@ -30,7 +30,7 @@ def test_the_demo_encoder_is_small_and_encodes_images() -> None:
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").write_bytes(b"no checkpoint")
-    with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
+    with pytest.raises(CheckpointError, match="truncated or not a checkpoint"):
         dino_sparo.load_encoder("demo")
 
 

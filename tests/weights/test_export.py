@@ -142,7 +142,7 @@ def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None
     once = export(checkpoint, tmp_path / "out", "student")
     before, said = load_file(once), json.loads(once.with_suffix(".json").read_text())
     before = {name: value.clone() for name, value in before.items()}
-    with pytest.raises(UserError, match=r"out\.safetensors is what is exported; give another path"):
+    with pytest.raises(UserError, match=r"out\.safetensors is the exported file itself; give another path"):
         export(once, tmp_path / "out.safetensors", overwrite=True)
     twice = export(once, tmp_path / "twice")
     after, again = load_file(twice), json.loads(twice.with_suffix(".json").read_text())
@@ -192,11 +192,11 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     description = exported.with_suffix(".json")
     text = description.read_text()
     description.write_text("[1]")
-    with pytest.raises(CheckpointError, match=r"out\.json does not describe the weights beside it"):
+    with pytest.raises(CheckpointError, match=r"out\.json does not describe the weights next to it"):
         load_encoder(exported)
     description.write_text(text)
     exported.write_bytes(exported.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"out\.safetensors is truncated or no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"out\.safetensors is truncated or not a safetensors file"):
         load_encoder(exported)
 
 
@@ -268,7 +268,7 @@ def test_every_flipped_digit_of_an_export_is_detected(tmp_path: Path, format: st
             flipped = bytearray(content)
             flipped[place] ^= 1
             path.write_bytes(flipped)
-            with pytest.raises(CheckpointError, match=r"damaged|does not (belong to|describe)|no safetensors file"):
+            with pytest.raises(CheckpointError, match=r"damaged|does not (belong to|describe)|not a safetensors file"):
                 load_checkpoint(exported)
         path.write_bytes(content)
     exported.with_suffix(".json").unlink()

@@ -139,7 +139,7 @@ def truncate(path: Path) -> None:
         ("out.json", None, "is not a result of an evaluation"),
         ("nothing.pth", None, r"no checkpoint at .*nothing\.pth"),
         ("empty", Path.mkdir, "holds no checkpoint, export, embeddings or cached features"),
-        ("text.txt", lambda path: path.write_text("hello"), r"text\.txt is truncated or no checkpoint"),
+        ("text.txt", lambda path: path.write_text("hello"), r"text\.txt is truncated or not a checkpoint"),
         ("list.json", lambda path: path.write_text("[1]"), r"list\.json is not a JSON object"),
         ("odd.json", lambda path: path.write_text('{"encoder": {}, "measures": 1}'), "is not a result of this version"),
     ],

@@ -160,9 +160,9 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
     [
         (
             {"blocks.0.attn.q_norm.weight": torch.ones(128)},
-            r"another make: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
+            r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
         ),
-        ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another make: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
+        ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
         ({"pos_embed": torch.ones(1, 9, 128)}, r"has positions \(1, 9, 128\); a square grid and one class token"),
         ({"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
     ],
@@ -177,7 +177,7 @@ def test_a_vit_of_another_make_is_refused(tmp_path: Path, changed: dict[str, Any
 @pytest.mark.parametrize("is_clips", [True, False])
 def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_path: Path, is_clips: bool) -> None:
     path = raw(tmp_path, build(readout="cls", pre_norm=is_clips))
-    with pytest.raises(CheckpointError, match=f"build the encoder alike: --pre_norm {str(is_clips).lower()}$"):
+    with pytest.raises(CheckpointError, match=f"build the encoder with --pre_norm {str(is_clips).lower()}$"):
         initialize_encoder(build(1, **SPARO, pre_norm=not is_clips), path)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers -> description of a scene -> caption: what a built-in scene shows, and its words.
+"""Random numbers -> description of a scene -> caption, for the built-in scenes.
 
     caption  = object [relation object] "on" background      a red striped star left of a blue dotted ring on sand
     object   = ("a" | "an") colour texture shape             an orange plain heart
@@ -174,7 +174,7 @@ def turned_object(rng: np.random.Generator, shape: str, colour: str, texture: st
 
 
 def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneDescription:
-    """Draw what a scene of class `label` shows."""
+    """Draw the content of a scene of class `label`."""
     shape = SHAPES[label]
     background = _choose(rng, BACKGROUNDS, BACKGROUNDS[label % len(BACKGROUNDS)], ties.background)
     if rng.random() >= SECOND_OBJECT_PROBABILITY:

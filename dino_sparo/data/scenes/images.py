@@ -106,7 +106,7 @@ class Scenes:
         return sample_graph(self._rng(index), index % len(SHAPES), self.ties)
 
     def caption(self, index: int) -> str:
-        """Scene `index` in words."""
+        """The caption of scene `index`."""
         return self.scene_graph(index).caption
 
     def object_masks(self, index: int) -> tuple[Bool[np.ndarray, "objects H W"], Int64[np.ndarray, " objects"]]:
@@ -222,7 +222,7 @@ def _offsets(thing: SceneObject, x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _upright(thing: SceneObject, dx: Array, dy: Array) -> tuple[Array, Array]:
-    """The same steps as the object sees them before it is turned, (H, W) each."""
+    """The same steps in the frame of the object, before its rotation, (H, W) each."""
     cos, sin = np.float32(np.cos(thing.rotation)), np.float32(np.sin(thing.rotation))
     return cos * dx + sin * dy, cos * dy - sin * dx
 

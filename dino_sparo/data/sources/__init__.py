@@ -118,7 +118,7 @@ def open_source(
 
 
 def require_channels(source: ImageSource, limits: ImageLimits) -> None:
-    """Refuse images that are not files, of other channels than the model takes. Files are checked one by one."""
+    """Refuse a set whose images have other channels than the model takes. Files are checked one by one, when read."""
     if isinstance(source, FileSource | TarSource) or limits.in_chans == DEFAULT_LIMITS.in_chans:
         return  # to three channels every image is converted
     try:

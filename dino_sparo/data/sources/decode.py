@@ -127,13 +127,13 @@ def refuse_large_file(length: int, location: str, limits: ImageLimits) -> None:
 
 
 def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
-    """Decode an image file to what `limits.in_chans` asks for, for three channels the pixels of the reference's loader.
+    """Decode an image file to `limits.in_chans` channels; three channels have the pixels of the reference's loader.
 
     As there, transparency is dropped rather than composited. 16-bit grayscale is scaled to 8 bit by `limits.max_value`;
     the reference clips it, which turns most such images white. The reference ignores the EXIF orientation.
 
     Raises:
-        CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS` and no `.npy`, too large, with pixels of
+        CorruptImageError: empty, truncated, neither of `IMAGE_FORMATS` nor a `.npy`, too large, with pixels of
             unknown range, or of another number of channels.
     """
     if not data:
@@ -152,7 +152,7 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         image.info.pop("transparency", None)
         return to_image(image, limits.in_chans, limits.max_value, limits.exif)
     except UnidentifiedImageError as error:
-        raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}; convert it to one") from error
+        raise CorruptImageError(location, f"is not one of {', '.join(IMAGE_FORMATS)}; convert it") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
         has_words = isinstance(error, OSError | ValueError | Image.DecompressionBombError)
         raise CorruptImageError(location, str(error) if has_words else repr(error)) from error
@@ -208,7 +208,7 @@ def to_image(
 
 
 def _oriented(image: Image.Image, exif: str) -> Image.Image:
-    """An image turned by its EXIF orientation, or as it is stored; without the orientation, so that it turns once."""
+    """An image turned by its EXIF orientation, or as it is stored; the result has no orientation left."""
     image.load()  # a PNG's orientation may follow its pixels, and Pillow turns a TIFF itself as it loads the pixels
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)

@@ -102,7 +102,7 @@ def resolve_split(data_path: str, split: str | None, default_split: str) -> tupl
 def open_folder(
     root: str, max_lost: float = 0.0, limits: ImageLimits = DEFAULT_LIMITS
 ) -> tuple[FileSource | TarSource, str]:
-    """A folder of images, or of tar shards; also the log's words for how it was opened.
+    """A folder of images, or of tar shards; also a note for the log about how the folder was opened.
 
     Args:
         root: the folder.
@@ -125,7 +125,7 @@ def open_folder(
         )
     if shards:
         _logger.warning(
-            "%s holds %d images and, beside them, %d tar shards, which are left out; give '%s/*.tar' to read these",
+            "%s holds %d images and %d tar shards, which are skipped; give '%s/*.tar' to read the shards",
             *(root, number, len(shards), root),
         )
     # ImageFolder's order: by class, then by folder, then by name.
@@ -161,7 +161,7 @@ def _folder_classes(names: list[str], loose: list[str]) -> tuple[list[str] | Non
 
 
 def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> tuple[dict[bytes, list[bytes]], Counter[str]]:
-    """Path of each folder below -> names of its images, links followed once; and endings of the other files."""
+    """Path of each folder below -> names of its images, links followed once; and the endings of all other files."""
     images, visited, broken = dict[bytes, list[bytes]](), set[tuple[int, int]](), list[bytes]()
     others = Counter[str]()
     list_one = partial(_list_folder, root, tuple(map(str.encode, extensions)))

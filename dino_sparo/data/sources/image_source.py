@@ -131,7 +131,7 @@ class FileSource:
 
 
 class Subset:
-    """Some images of a source in a new order, perhaps with other labels and classes."""
+    """Some images of a source in a new order, optionally with other labels and classes."""
 
     def __init__(
         self,
@@ -158,13 +158,13 @@ class Subset:
         return self.source.location(int(self.indices[index]))
 
     def fingerprint(self) -> str | None:
-        """A hash of the source's and of the indices; None if the source has none."""
+        """A hash of the source's fingerprint and the indices; None if the source has no fingerprint."""
         whole = fingerprint_of(self.source)
         return None if whole is None else f"{whole} {hash_of(self.indices)}"
 
 
 def spread_out(source: ImageSource, max_images: int) -> list[int]:
-    """At most `max_images` indices, evenly spaced: folders are sorted by class, so the first would be of one class."""
+    """At most `max_images` indices, evenly spaced: the first images of a folder, sorted by class, are of one class."""
     count = min(max_images, len(source))
     return [i * len(source) // count for i in range(count)]
 

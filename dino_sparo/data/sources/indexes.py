@@ -1,4 +1,4 @@
-"""Indexes in the user's cache, and the index of tar shards: the places of everything in them.
+"""Indexes in the user's cache, and the index of tar shards: the positions of their members.
 
 The cache is $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo. A missing or damaged index is
 built again, and the log says so.
@@ -88,7 +88,7 @@ def _versioned(key: str) -> bytes:
 
 
 class DamagedShardError(UserError):
-    """A tar shard that is damaged, truncated or no tar; the message names it."""
+    """A tar shard that is damaged, truncated or not a tar; the message names the shard."""
 
 
 class Member(NamedTuple):
@@ -175,7 +175,7 @@ def shard_samples(shard: str) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
 def _by_stem(key: bytes, members: dict[bytes, Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
     """Neighbours of one key as samples: `a.jpg`, `a.cls` and `a.mask.png` are one, and so are `a.1.jpg` and `a.1.cls`.
 
-    A name with several dots is a sample of its own, by all but its last ending, if it is an image with a `.cls` or
+    A name with several dots is a separate sample, by all but its last ending, if it is an image with a `.cls` or
     `.txt`, or if none of its neighbours has one dot.
     """
     stems = dict[bytes, dict[bytes, Member]]()
@@ -183,11 +183,11 @@ def _by_stem(key: bytes, members: dict[bytes, Member]) -> Iterator[tuple[bytes, 
         stem, dot, last = ending.rpartition(b".")
         stems.setdefault(stem, {})[dot + last] = member
     shared = dict(members)
-    for stem, own in stems.items():
-        is_sample = own.keys() & set(IMAGE_ENDINGS) and own.keys() & {b".cls", b".txt"}
+    for stem, stem_members in stems.items():
+        is_sample = stem_members.keys() & set(IMAGE_ENDINGS) and stem_members.keys() & {b".cls", b".txt"}
         if stem and (b"" not in stems or is_sample):
-            yield key + stem, own
-            for ending in own:
+            yield key + stem, stem_members
+            for ending in stem_members:
                 del shared[stem + ending]
     if shared:
         yield key, shared
@@ -249,7 +249,7 @@ def open_index(kind: Kind, shards: list[str]) -> tuple[ShardIndex, list[Notes]]:
 
 
 def index_shards(kind: Kind, shards: list[str]) -> list[Piece]:
-    """The index of each shard, from the cache if it is current, else built; that of a new shard is not cached."""
+    """The index of each shard, from the cache if it is current, else built. A very recent shard is not cached."""
     pieces, problem, nothing = list[Piece](), "", np.zeros(0, kind.dtype)
     for shard in progress(shards, desc="indexing shards"):
         key, started, stamp = f"{kind.name} in {os.path.abspath(shard)}", time.time(), _stamp(shard)

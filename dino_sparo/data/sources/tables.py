@@ -31,7 +31,7 @@ _HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # of a surrogate p
 
 @dataclass(frozen=True)
 class Column:
-    """A column to look for.
+    """A column of a table, and the names by which it is found.
 
     Attributes:
         holds: its content, for messages.
@@ -60,7 +60,7 @@ class Column:
         return replace(self, name=name)
 
     def find(self, header: Sequence[str]) -> str | None:
-        """Its name in a header."""
+        """The column's name in a header."""
         if self.name is not None:
             return self.name if self.name in header else None
         written = {word.lower(): word for word in reversed(header)}
@@ -160,7 +160,7 @@ class TableRows:
         )
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """First line and cells of all rows, the split's last."""
+        """Line number and cells of all rows; the cell of the split is the last."""
         with open_text(self.path) as file:
             for line, row in self._json_rows(file) if self.is_jsonl else self._csv_rows(file):
                 cells = zip(self.columns, map(row.get, self.names), strict=True)
@@ -253,7 +253,7 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
 
 
 def open_text(path: str) -> io.TextIOWrapper:
-    """Open a text file, or raise UserError; bytes that are no UTF-8 are kept, since file names may hold them."""
+    """Open a text file, or raise UserError; bytes that are not UTF-8 are kept, since file names may hold them."""
     file = open_regular(path)
     if b"\0" in file.peek(1 << 12):
         file.close()

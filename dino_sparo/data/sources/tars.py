@@ -1,4 +1,4 @@
-"""Tar shards, webdataset's way -> the source of the images in them, read at their offsets.
+"""Tar shards in webdataset's layout -> the source of the images in them, read at their offsets.
 
 A shard's headers are walked once, and the places of its images kept (`indexes.py`); nothing is ever extracted to disk.
 `a.jpg` and its label `a.cls` belong together, as `indexes.shard_samples` says.
@@ -110,7 +110,7 @@ class TarSource:
 def open_shards(
     shards: list[str], name: str, max_lost: float = 0.0, limits: ImageLimits = DEFAULT_LIMITS
 ) -> tuple[TarSource, str]:
-    """Tar shards, and the log's words for how they were opened.
+    """Tar shards, and a note for the log about how they were opened.
 
     Args:
         shards: paths.
@@ -197,7 +197,7 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
 
 
 def images_kind(limits: ImageLimits) -> Kind:
-    """The index of the images in shards for a model; a model that also reads arrays has an index of its own."""
+    """The index of the images in shards for a model; models that also read arrays have a separate index."""
     name = "images" if limits.in_chans == DEFAULT_LIMITS.in_chans else "images and arrays"
     return Kind(name, IMAGE_RECORD, partial(_index_images, extensions=limits.extensions))
 
@@ -261,7 +261,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
     ]
     count = math.prod(map(len, options))
     if not 0 < count <= MAX_SHARDS:
-        raise UserError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
+        raise UserError(f"data_path={pattern!r} expands to {count:,} shards; give 1 to {MAX_SHARDS:,}")
     for choice in itertools.product(*options):
         words = (f"{word:0>{len(first or '')}}" for word, first in zip(choice, firsts, strict=True))
         yield "".join(itertools.chain(*zip(texts, words, strict=False), texts[-1:]))
