@@ -196,7 +196,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "image-retrieval": Command(
         EVALUATE,
-        "A checkpoint and images of buildings or classes -> mean average precision of searching for others like one.",
+        "A checkpoint and images of buildings or classes -> mean average precision of image retrieval.",
         "evaluation.retrieval.command:evaluate_retrieval",
         image_retrieval_parser,
         examples=(
