@@ -25,6 +25,7 @@ NEEDS = {
     "data.md": "no commands that end",
     "extending.md": "run by test_extending.py",
     "configuration.md": "run by tests/runtime/test_cli.py",
+    "from_dino.md": "run by test_from_dino.py",
     "gpu.md": "a GPU",
     "large_models.md": "several nodes",
     "channels.md": "stacks of five channels; run by tests/evaluation/test_channels_run.py",

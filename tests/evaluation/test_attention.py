@@ -361,7 +361,6 @@ def test_only_the_first_of_several_processes_draws(
         (["--image_path", "empty.png"], "empty.png: the file is empty"),
         (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
         (["--image_size", "4"], "smaller than one patch of 5 px"),
-        (["--pretrained_weights", ""], "--pretrained_weights is empty"),
         (["--pretrained_weights", "none.pth"], "no checkpoint at none.pth"),
         (["--pretrained_weights", "run"], "no checkpoint at run; give the path of run/checkpoint.pth, or demo"),
     ],

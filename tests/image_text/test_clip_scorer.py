@@ -204,7 +204,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
         for number, (colour, both) in enumerate(captions.items())
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
-    result, _ = evaluate(scorer, find_benchmarks(["sugarcrepe"], ImageRules(colours)), 100, 0, False, 0)
+    result, *_ = evaluate(scorer, find_benchmarks(["sugarcrepe"], ImageRules(colours)), 100, 0, False, 0)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
         for colour, both in captions.items()
@@ -223,7 +223,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     keys = ("image_0", "image_1", "caption_0", "caption_1")
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
-    result, _ = evaluate(scorer, find_benchmarks(["winoground"], ImageRules(colours)), 100, 0, False, 0)
+    result, *_ = evaluate(scorer, find_benchmarks(["winoground"], ImageRules(colours)), 100, 0, False, 0)
     text = image = group = 0
     for a, b, *captions in rows:
         pictures = [tuple(map(float, COLOURS[colour])) for colour in (a, b)]

@@ -273,7 +273,7 @@ def test_graphs_of_other_captions_end_an_evaluation(
     message = error_line(caplog)
     assert "others.jsonl; at most 0.01 of them may be missing. Parse these captions" in message
     assert "or raise --max_missing_graphs" in message
-    assert not list(weights.parent.glob("compositional_*"))
+    assert not list(weights.parent.glob("compositional_*.json"))
     evaluate("compositional", *words, "--max_missing_graphs", 1)
 
 

@@ -43,13 +43,13 @@ COPIES: Group = {
 }
 
 
-def search_parser(images: Group) -> Parser:
-    """The options of a search among images."""
+def search_parser(images: Group, columns: Group) -> Parser:
+    """The options of a search among images; `columns` are those of tables of images."""
     return Parser(
         {
             "encoder: what is evaluated": ENCODER,
             "images": images,
-            "files of images": COLUMNS | EVALUATION_LIMITS,
+            "files of images": columns | EVALUATION_LIMITS,
             "computation and result": RESULT,
             "foreign weights": FOREIGN_WEIGHTS,
             "device and processes": DEVICE,
@@ -59,9 +59,9 @@ def search_parser(images: Group) -> Parser:
 
 def image_retrieval_parser() -> Parser:
     """The options of `eval_image_retrieval.py`."""
-    return search_parser(RETRIEVAL)
+    return search_parser(RETRIEVAL, COLUMNS)
 
 
 def copy_detection_parser() -> Parser:
     """The options of `eval_copy_detection.py`."""
-    return search_parser(COPIES)
+    return search_parser(COPIES, {})
