@@ -92,7 +92,7 @@ class CLIP(nn.Module):
         self._frozen = [
             module
             for module in self.modules()
-            if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own)
+            if (weights := list(module.parameters())) and not any(weight.requires_grad for weight in weights)
         ]
         self.train(self.training)
 
@@ -188,7 +188,7 @@ def create_clip(
 
 
 def clip_from_config(config: CLIPConfig) -> CLIP:
-    """Build the model a configuration describes, with random weights; see `create_clip`."""
+    """Build the model that a configuration describes, with random weights; see `create_clip`."""
     codebook = None
     if config.image.kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
@@ -222,7 +222,7 @@ class LoadedClip(LoadedModel):
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
-        """How well each image and each caption fit: the numbers that every evaluation compares.
+        """The similarity of each image and each caption: the scores that every evaluation compares.
 
             S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
 

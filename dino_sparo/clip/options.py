@@ -81,7 +81,7 @@ FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Criteria(NamedTuple):
-    """When a slot of a pair is worth a look.
+    """Conditions under which the picture of a slot of a pair is worth showing.
 
     Attributes:
         min_cosine: the cosine of image and caption slot is greater. (The paper's 0.75.)
@@ -201,7 +201,7 @@ def mask_parser() -> Parser:
     """The options of `slots/mask.py`, in data-flow order."""
     evaluate = Option(
         [],
-        "Labelled images to classify with and without the mask, each with its own class names and templates; for "
+        "Labelled images to classify with and without the mask, each with its class names and templates; for "
         "others run dino-sparo zero-shot with and without --slots FILE.",
         metavar="DATA_PATH",
     )

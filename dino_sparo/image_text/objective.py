@@ -56,7 +56,7 @@ class PairObjective(Objective[AnyBatch]):
     Attributes:
         model_name: for messages.
         model_key: the checkpoint's entry that says how the model is built.
-        own_checks: refuses options that do not fit each other.
+        check_combinations: refuses options that do not fit each other.
         patch_size: of our own vision transformers by default, pixels.
         model: the model, inside DDP where there are several processes.
         network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
@@ -73,7 +73,7 @@ class PairObjective(Objective[AnyBatch]):
 
     model_name: ClassVar[str]
     model_key: ClassVar[str]
-    own_checks: ClassVar[Callable[[argparse.Namespace], None]]
+    check_combinations: ClassVar[Callable[[argparse.Namespace], None]]
     patch_size: ClassVar[int] = PATCH_SIZE
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
@@ -132,7 +132,7 @@ class PairObjective(Objective[AnyBatch]):
         require("open_clip", "captions")
         if args.patch_size is None:
             args.patch_size = own_patch_size(args.arch, cls.patch_size)
-        cls.own_checks(args)
+        cls.check_combinations(args)
         with torch.device("meta"):  # takes no memory
             cls.build_model(args)
 
@@ -371,10 +371,10 @@ def updater_of_parts(
     schedules: list[dict[str, Any]] = []
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for prefixes, rate, warmup_steps in parts:
-        own = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+        part = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
         lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
         # The last part comes first: what is logged is the rate of the first group.
-        groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
+        groups[:0] = param_groups(part, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
     factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)

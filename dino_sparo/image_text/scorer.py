@@ -336,10 +336,10 @@ class DotProductScorer(ImageRows):
         tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
         by_class = self.trim(tokens.ids).unflatten(0, (len(names), len(templates)))
 
-        def encode(own: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
+        def encode(token_ids: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
             features = []
             # Some classes at a time, so that memory does not grow with their number.
-            for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))):
+            for ids in token_ids.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))):
                 encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
                 features.append(F.normalize(encoded.mean(dim=1), dim=-1))
             return torch.cat(features)

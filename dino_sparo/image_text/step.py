@@ -104,8 +104,8 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
         lambda leaves: objective.loss(leaves, batches), features, objective.loss_parameters
     )
     sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
-    own_gradients = zip(*(gradient.split(size) for gradient, size in zip(of_features, sizes, strict=True)), strict=True)
-    for index, (batch, gradients) in enumerate(zip(batches, own_gradients, strict=True)):
+    by_batch = zip(*(gradient.split(size) for gradient, size in zip(of_features, sizes, strict=True)), strict=True)
+    for index, (batch, gradients) in enumerate(zip(batches, by_batch, strict=True)):
         is_last = index == len(batches) - 1
         with objective.updater.gradient_sync(objective.model, is_last):
             output = objective.encode(objective.model, batch)

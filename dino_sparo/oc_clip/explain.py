@@ -46,15 +46,15 @@ SUMMARIES = {
     "queries": "The entities of a caption and default tokens compete for each patch of the image. The first map shows "
     "which entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. "
     "The framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
-    'entities alone. In the panel "default tokens" a veil covers what they take.',
+    'entities alone. In the panel "default tokens" a veil covers the share of default tokens.',
     "keys": "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
     "not compete.",
 }
 # The same with the limits of the tiles, for the page.
 EXPLANATIONS = {
-    "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all of them. The share below a map "
-    "is the mean over all patches, not an area. A large share says that this entity wins the patch against the others, "
-    "not that it is there: compare the cosines.",
+    "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all maps. The share below a map "
+    "is the mean over all patches, not an area. A large share says that this entity wins the patch against other entities, "
+    "not that the image shows it: compare the cosines.",
     "keys": f"{SUMMARIES['keys']} Below a map: the effective number of patches, exp(entropy) of its attention.",
 }
 # Words for the lowest and the highest colour.
@@ -118,7 +118,7 @@ class PairMaps:
         return np.where(winner < len(self.shares), winner, -1)
 
     def size(self, shares: Float[np.ndarray, "h w"]) -> str:
-        """How much of the image a map takes, in words."""
+        """The share of the image that a map takes, in words."""
         if self.competition == "queries":
             return f"share {100 * shares.mean():.0f} %"
         return f"{float(effective_patches(shares)):.1f} patches"

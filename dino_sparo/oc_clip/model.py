@@ -24,7 +24,7 @@ from dino_sparo.oc_clip.scoring import Scoring
 
 @dataclass(frozen=True)
 class OCCLIPConfig:
-    """How an OC-CLIP model is built; every checkpoint holds it, so that no command needs these options again.
+    """How an OC-CLIP model is built; every checkpoint holds this configuration, so other commands do not ask for it.
 
     Attributes:
         image: the image encoder; its patch tokens are bound; its read-out is that of evaluations of the encoder alone.
@@ -38,7 +38,7 @@ class OCCLIPConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "OCCLIPConfig":
-        """The configuration a checkpoint carries, beside the mean and std of its images.
+        """The configuration in a checkpoint's entry, which also holds the mean and std of its images.
 
         Raises:
             ValueError: it says something that this version does not know.

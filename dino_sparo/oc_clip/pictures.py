@@ -1,4 +1,4 @@
-"""Pairs of image and caption -> what the entities of each caption take of its image, and all scores.
+"""Pairs of image and caption -> the share of the image that each entity of the caption takes, and all scores.
 
     dino-sparo attention --pretrained_weights output/checkpoint.pth --output_dir pictures
     dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path photos.csv --pairs 0 3 4
@@ -39,7 +39,7 @@ SCORES_EXPLANATION = (
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of oc_pictures.json."""
+    """Draw the pictures of the options; returns the content of oc_pictures.json."""
     task = PicturesTask.start_on_first(args, load_oc_clip)
     if task is None:
         return {}
@@ -97,7 +97,7 @@ def pairs_figure(
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
-    """The pairs that `--pairs` names, each once; none where it is not given.
+    """The pairs that `--pairs` names, each once; none without this option.
 
     Raises:
         ValueError: there is no such pair.
@@ -112,7 +112,7 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
 
 
 def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_rows: int) -> list[int]:
-    """Pairs to show, evenly spread over those whose caption has two relations; where they are too few, one, or none.
+    """Pairs to show, evenly spread; pairs with two relations come first, then pairs with one relation, then all others.
 
     Scores have no part in the choice. At most `max_rows` of `max_pairs`, whose captions are read, are chosen.
     """

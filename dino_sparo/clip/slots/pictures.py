@@ -51,7 +51,7 @@ EXPLANATION = (
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of pictures.json."""
+    """Draw the pictures of the options; returns the content of pictures.json."""
     task = PicturesTask.start_on_first(args, load_clip)
     if task is None:
         return {}
@@ -140,14 +140,14 @@ def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int
 def rule_in_words(choice: Choice, is_given: bool, criteria: Criteria) -> str:
     """How slots and pairs were chosen."""
     if is_given:
-        return "The slots were asked for; of the pairs those are shown in which they are sharpest and most alike."
+        return "The slots were given; in the pairs shown, their cosines and their sharpness are highest."
     wanted = (
         f"give at least {100 * criteria.min_sharpness:g}% of their attention to one word, attend to different words "
         f"and have a cosine above {criteria.min_cosine:g}"
     )
     if choice.num_fitting == len(choice.slots):
         return f"The slots were chosen because in {choice.num_common:,} pairs they {wanted}."
-    return f"Slots were wanted that {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the others come nearest."
+    return f"Slots should {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the other slots come nearest."
 
 
 def pairs_to_json(slot: int, pairs: Sequence[PairAttention], criteria: Criteria) -> list[dict[str, Any]]:

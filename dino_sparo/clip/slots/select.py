@@ -1,4 +1,4 @@
-"""Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
+"""Labelled images -> which slots separate the classes best, and how many slots to keep.
 
     dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
     dino-sparo compositional --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe \
@@ -219,7 +219,7 @@ def describe(
 
 
 def table(scores: SlotScores, number: int) -> str:
-    """The best slots, and their accuracy together, for people."""
+    """The best slots and their common accuracy, as lines to print."""
     alone = [scores.alone[slot] for slot in scores.ranking]
     lines = best_slots({"alone top-1 %": alone, "together top-1 %": scores.curve}, scores.ranking)
     for curve, count, name in (

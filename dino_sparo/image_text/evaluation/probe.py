@@ -117,12 +117,12 @@ def choose_weight_decay(train: Features, val_share: float, settings: ProbeSettin
         raise UserError(f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2")
     order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
     val_rows, rows = (part.sort().values for part in order.tensor_split([num_val]))
-    own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
+    rank_rows = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
 
     def accuracies_of(indices: list[int]) -> list[float]:
         decays = [WEIGHT_DECAYS[index] for index in indices]
         probe = train_probes(train, rows, decays, settings)
-        accuracies = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
+        accuracies = [row["top1"] for row in probe_accuracy(probe, train.features[rank_rows], train.labels[rank_rows])]
         words = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, accuracies, strict=True))
         logger.info("top-1 by weight decay on %d training images: %s", num_val, words)
         return accuracies

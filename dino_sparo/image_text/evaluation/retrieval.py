@@ -103,11 +103,11 @@ def _mean_recall(
 ) -> dict[int, Recall]:
     """Both definitions of recall, for each k."""
     shares, numbers = [], torch.tensor(list(k), device=scores.device)
-    for some, is_own in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
+    for some, is_true in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
         # Those behind the max(k) highest are no hits.
-        own, others = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_own, is_own))
-        ahead = (others[:, None] >= own[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
-        is_hit = (ahead[:, :, None] < numbers) & (own > -torch.inf)[:, :, None]
+        true, false = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_true, is_true))
+        ahead = (false[:, None] >= true[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
+        is_hit = (ahead[:, :, None] < numbers) & (true > -torch.inf)[:, :, None]
         shares.append(is_hit.sum(dim=1).double() / numbers)
     share = torch.cat(shares)
     means = 100 * torch.stack((share > 0, share), dim=2).sum(dim=0) / len(share)

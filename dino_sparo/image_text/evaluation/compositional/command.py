@@ -155,10 +155,10 @@ class Evaluation(NamedTuple):
 
 def all_questions(benchmarks: Sequence[LocalBenchmark], seed: int, blind: bool) -> list[Question]:
     """The questions of all benchmarks; with `blind` followed by the same with the images of other questions."""
-    own = [question for local in benchmarks for question in local.questions]
+    questions = [question for local in benchmarks for question in local.questions]
     for local in benchmarks if blind else ():
-        own += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
-    return own
+        questions += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
+    return questions
 
 
 def evaluate(

@@ -107,7 +107,7 @@ def crops(name: str, file: str, split_of: Callable[[Any], str], split_field: str
         REPOSITORY,
         licence="MIT; images: CC BY 4.0",
         size="1.2 GB",
-        is_own=lambda folder: not (folder.parent / "swapped_data").is_dir(),  # a file of the hard positives
+        accepts=lambda folder: not (folder.parent / "swapped_data").is_dir(),  # a file of the hard positives
         **more,
     )
 
@@ -199,7 +199,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     except LookupError as error:
         raise MissingPackageError(f"{PURPOSE} need nltk's punkt_tab; install it with: {INSTALL['nltk']}") from error
     captions_of, _, split = read_captions(Path(args.captions), args.split)
-    pairs = [(image, caption.strip()) for image, own in captions_of.items() for caption in own if caption.strip()]
+    pairs = [(image, text.strip()) for image, texts in captions_of.items() for text in texts if text.strip()]
     entries, unchanged = [], dict.fromkeys(PERTURBATIONS, 0)
     documents = spacy_documents(caption for _, caption in pairs)
     for number, document in enumerate(progress(documents, len(pairs), "shuffling")):

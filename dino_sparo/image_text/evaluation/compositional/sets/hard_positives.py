@@ -75,7 +75,7 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Macro averages of the three scores; SWAP and REPLACE count the same."""
     splits = {score: [split for split in counts if split.endswith(score)] for score in SCORES}
-    found = {score: nested(own) for score, own in splits.items() if own}
+    found = {score: nested(parts) for score, parts in splits.items() if parts}
     return {"macro": found["augmented"], "original": found["original"], "brittle": found["brittle"]} if found else {}
 
 
@@ -95,6 +95,6 @@ BENCHMARKS = (
         means=means,
         outcomes=outcomes,
         part_of=lambda question: file_of(question.images[0]).split("/")[1],
-        is_own=lambda folder: any((folder / FOLDERS[1] / f"{name}.json").is_file() for name in NAMES.values()),
+        accepts=lambda folder: any((folder / FOLDERS[1] / f"{name}.json").is_file() for name in NAMES.values()),
     ),
 )

@@ -65,6 +65,6 @@ BENCHMARKS = (
         chance=25.0,
         total=135,
         outcomes=outcomes,
-        is_own=lambda folder: rows_of(folder)[:1] == [HEADER],
+        accepts=lambda folder: rows_of(folder)[:1] == [HEADER],
     ),
 )

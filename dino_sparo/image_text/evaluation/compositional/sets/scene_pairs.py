@@ -113,7 +113,7 @@ BENCHMARKS = (
         read,
         ("images",),
         "the command scene-pairs",
-        is_own=is_scene_pairs,
+        accepts=is_scene_pairs,
     ),
     Benchmark(
         "oc-splits",
@@ -122,6 +122,6 @@ BENCHMARKS = (
         lambda folder: read(folder / "tests"),
         ("tests/images",),
         "python -m studies oc-splits",
-        is_own=lambda folder: (folder / "tests").is_dir(),
+        accepts=lambda folder: (folder / "tests").is_dir(),
     ),
 )

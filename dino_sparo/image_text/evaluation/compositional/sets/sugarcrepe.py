@@ -58,8 +58,8 @@ def is_sugarcrepe(folder: Path) -> bool:
 
 def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """SPARO's average, the mean over splits, and the mean of each group of splits."""
-    own = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
-    groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in own.items() if splits}
+    splits_of = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
+    groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in splits_of.items() if splits}
     return {**equal_means(counts), **groups}
 
 
@@ -75,7 +75,7 @@ BENCHMARKS = (
         means=group_means,
         licence="MIT; images: COCO's terms",
         size="2 MB, images 0.8 GB",
-        is_own=is_sugarcrepe,
+        accepts=is_sugarcrepe,
         other_files="*.json",
     ),
 )

@@ -35,6 +35,6 @@ BENCHMARKS = (
         size="1.3 MB, images 0.8 GB",
         chance=100 / 3,
         counts=COUNTS,
-        is_own=lambda folder: any("caption2" in first_keys(folder / file) for file in FILES.values()),
+        accepts=lambda folder: any("caption2" in first_keys(folder / file) for file in FILES.values()),
     ),
 )
