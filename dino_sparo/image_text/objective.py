@@ -193,7 +193,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The checkpoint's entry `model_key`."""
+        """The checkpoint's entry under `model_key`."""
         return {self.model_key: self.model_description}
 
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
@@ -208,7 +208,7 @@ class PairObjective(Objective[AnyBatch]):
         check_same_description(complete, self.model_description, source)
 
     def initialize_encoders(self, with_rest: bool = True) -> set[str]:
-        """Start the image encoder, or both encoders, from other weights; with both options each from its own.
+        """Start the image encoder, or both encoders, from other weights; with both options each encoder from its file.
 
         Returns the names of the weights that come from a file; `with_rest` as in `initialize_towers`.
         """
@@ -224,7 +224,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @property
     def scorer_settings(self) -> tuple[ClipView, torch.device, int, int, torch.dtype]:
-        """A scorer's settings beside the model: view, device, batch size, loading processes, precision."""
+        """Settings of a scorer other than the model: view, device, batch size, loading processes, precision."""
         args, updater = self.args, self.updater
         view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
         return view, updater.device, self.sampler.batch_size, min(args.num_workers, 2), updater.dtype
@@ -264,7 +264,7 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     if batch_size % parts:
         raise UserError(
             f"--batch_size {batch_size} cannot be shared by {num_processes} process(es) with --grad_accum_steps "
-            f"{accum_steps}; the nearest that can is {max(round(batch_size / parts), 1) * parts}"
+            f"{accum_steps}; the nearest possible batch size is {max(round(batch_size / parts), 1) * parts}"
         )
     return batch_size // parts
 
@@ -307,7 +307,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
 
 
 def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
-    """How a loader works."""
+    """The settings of a loader."""
     pin_memory = process.device.type == "cuda"
     return {"num_workers": args.num_workers, "pin_memory": pin_memory, "timeout_min": args.dist_timeout_min}
 

@@ -232,9 +232,9 @@ def check_pair_options(args: argparse.Namespace) -> None:
             "the number of pairs to call an epoch, and indexed takes none"
         )
     if args.shard_weights is not None and args.shards != "streamed":
-        raise UserError("--shard_weights is for --shards streamed alone")
+        raise UserError("--shard_weights is only for --shards streamed")
     if args.shards == "streamed" and args.caption_templates is not None:
-        raise UserError("--caption_templates with --shards streamed: a stream has written captions alone")
+        raise UserError("--caption_templates with --shards streamed: a stream has only written captions")
     if args.shards == "streamed" and args.val_share:
         raise UserError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:

@@ -80,7 +80,7 @@ class EncodedTexts:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A model, and all that its scores depend on.
+    """A model, and all settings that determine its scores.
 
     Every process of a run calls the `encode_` methods together. Scores need no other process. Captions that the model
     cannot tell apart have the same score to the last bit, so that a tie is seen as one.
@@ -248,7 +248,7 @@ class ImageRows(ABC):
 
 @dataclass(frozen=True)
 class DotProductScorer(ImageRows):
-    """A model with one encoder per side, and all that its features depend on; its payloads are matrices of features.
+    """A model with one encoder per side, and the settings that determine its features; payloads are feature matrices.
 
     Attributes:
         model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features

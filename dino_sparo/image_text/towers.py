@@ -341,14 +341,14 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
 
 
 def _fitting_text(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The text encoder's weights before its read-out, of the blocks that both have."""
+    """The text encoder's weights before its read-out, of the blocks that both models have."""
     before_readout = (name for name in wanted if name.startswith("text.") and not name.startswith("text.readout."))
     text = {name: weights[name] for name in before_readout if name in weights}
     text["text.pos_embed"] = weights["text.pos_embed"][: len(wanted["text.pos_embed"])]
     if wrong := [name for name, value in text.items() if value.shape != wanted[name].shape]:
         shapes = ", ".join(f"{name} {tuple(text[name].shape)}, not {tuple(wanted[name].shape)}" for name in wrong[:2])
         raise CheckpointError(
-            f"{source} has a text encoder of another make: {shapes}; build it alike (--text_width, --context_length)"
+            f"{source} has a text encoder of another kind: {shapes}; build it alike (--text_width, --context_length)"
         )
     return text
 

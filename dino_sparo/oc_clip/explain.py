@@ -53,7 +53,7 @@ SUMMARIES = {
 # The same with the limits of the tiles, for the page.
 EXPLANATIONS = {
     "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all maps. The share below a map "
-    "is the mean over all patches, not an area. A large share says that this entity wins the patch against other entities, "
+    "is the mean over all patches, not an area. A large share says that this entity wins the patch against others, "
     "not that the image shows it: compare the cosines.",
     "keys": f"{SUMMARIES['keys']} Below a map: the effective number of patches, exp(entropy) of its attention.",
 }

@@ -121,7 +121,7 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
     try:
         for name, captions in rows:
             if not isinstance(captions, list) or not all(isinstance(text, str) for text in (name, *captions)):
-                raise UserError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
+                raise UserError(f"the captions of image {name!r:.80}, {captions!r:.80}, are not a list of texts")
             captions_of[name] += captions
     except (AttributeError, KeyError, TypeError) as error:
         keys = sorted(content) if isinstance(content, dict) else []
@@ -172,7 +172,7 @@ def _karpathy(content: dict[str, Any], split: str) -> Rows:
 
 
 def _together(pairs: PairSource) -> CaptionSet:
-    """Pairs with the captions of one image put together.
+    """Pairs -> images, each with all of its captions.
 
     A text member of a shard holds a caption per line, as in CLIP benchmark's shards.
     """
@@ -198,7 +198,7 @@ def _together(pairs: PairSource) -> CaptionSet:
 
 
 def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str, int]) -> CaptionSet:
-    """Captions one after the other, without empty ones, and without images that have none."""
+    """All captions in one list, without empty captions and without images that have no caption."""
     all_captions = list(captions)
     worded = [[text for text in texts if text.strip()] for texts in all_captions]
     chosen = [index for index, texts in enumerate(worded) if texts]
@@ -207,7 +207,7 @@ def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str
     empty = sum(map(len, all_captions)) - sum(map(len, worded))
     without = len(images) - len(chosen)
     if empty or without:
-        logger.warning("%s: left out %d empty captions and %d images without any", images.name, empty, without)
+        logger.warning("%s: left out %d empty captions and %d images without captions", images.name, empty, without)
         images = Subset(images, np.array(chosen, dtype=np.int64)) if without else images
     image_of = np.repeat(np.arange(len(chosen)), [len(worded[index]) for index in chosen])
     counts = {**left_out, "empty captions": empty, "images without caption": without}

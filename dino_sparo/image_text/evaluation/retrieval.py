@@ -104,7 +104,7 @@ def _mean_recall(
     """Both definitions of recall, for each k."""
     shares, numbers = [], torch.tensor(list(k), device=scores.device)
     for some, is_true in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
-        # Those behind the max(k) highest are no hits.
+        # Captions beyond the max(k) highest scores are not hits.
         true, false = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_true, is_true))
         ahead = (false[:, None] >= true[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
         is_hit = (ahead[:, :, None] < numbers) & (true > -torch.inf)[:, :, None]
@@ -146,7 +146,7 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, show the table."""
+    """Evaluate the model and the data of the options, write the result, show the table."""
     task = ScorerTask.start(args, open_model)
     scorer = task.scorer
     file = task.open_result("retrieval")
@@ -181,7 +181,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
 
 
 def table(outcome: RetrievalResult) -> str:
-    """Recall for people."""
+    """Recall as a table to print."""
     lines = [f"{'':>24}" + "".join(f"  {'R@' + str(k) + ' %':>8}" for k in outcome.text)]
     for name, recalls in (("captions by image", outcome.text), ("images by caption", outcome.image)):
         for definition in ("any", "share"):

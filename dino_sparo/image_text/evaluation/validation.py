@@ -91,7 +91,7 @@ def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, P
     number = min(round(share * len(source)), MAX_PAIRS)
     if not 0 < number < len(source):
         raise UserError(
-            f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves some on both sides"
+            f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves both sides pairs"
         )
     order = np.random.default_rng(seed).permutation(len(source))
     return some_pairs(source, np.sort(order[number:])), some_pairs(source, np.sort(order[:number]))

@@ -122,7 +122,7 @@ class _Tree:
         return is_noun and not self.is_place(token) and not self.is_of(word.head, token)
 
     def is_inside(self, token: int) -> bool:
-        """Whether a noun is an attribute of another noun, or "and" joins the noun to one: "a salt and pepper shaker"."""
+        """Whether a noun is an attribute of another noun, or "and" joins it to one: "a salt and pepper shaker"."""
         word = self.words[token]
         if word.dep == "conj" and word.head != token:
             return self.words[word.head].pos in NOUNS and self.is_inside(word.head)

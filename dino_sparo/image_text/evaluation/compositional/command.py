@@ -65,7 +65,7 @@ def tasks_of(task: ScorerTask) -> list[ScorerTask]:
 
 
 def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
-    """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
+    """Evaluate the models of the options, write a result for each, show the table; returns the content of the files."""
     task = ScorerTask.start(args, open_model)
     rules, names = ImageRules.of(args, Path(args.data_root)), args.benchmarks or list(BENCHMARKS)
     if args.list:
@@ -154,7 +154,7 @@ class Evaluation(NamedTuple):
 
 
 def all_questions(benchmarks: Sequence[LocalBenchmark], seed: int, blind: bool) -> list[Question]:
-    """The questions of all benchmarks; with `blind` followed by the same with the images of other questions."""
+    """The questions of all benchmarks; with `blind` followed by these questions with the images of other questions."""
     questions = [question for local in benchmarks for question in local.questions]
     for local in benchmarks if blind else ():
         questions += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
@@ -254,7 +254,7 @@ def add_blind(result: Result, shuffled: Result) -> None:
 
 
 def table(results: Mapping[str, Result]) -> str:
-    """Accuracies for people: a row per split or mean, a column per model."""
+    """The accuracies as a table to print: a row per split or mean, a column per model."""
 
     def row(label: str, count: object, chance: str, cells: Sequence[str]) -> str:
         aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, results, strict=True))

@@ -1,4 +1,4 @@
-"""Answers -> the clearest errors of a benchmark -> an HTML page and sheets: `compositional --failures N`.
+"""Answers -> the clearest errors of a benchmark -> an HTML page and sheets of pictures: `compositional --failures N`.
 
 An error is an image that scores higher with a false caption than with its own. The page shows the errors with the
 largest margins of each benchmark, one per image, so that neither a large benchmark nor one odd image fills the page. A
@@ -39,7 +39,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that scores higher with a false caption, the best of them, than with its own.
+    """An image that scores higher with a false caption (the best false caption) than with the true caption.
 
     Attributes:
         box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
@@ -142,7 +142,7 @@ def write_failures(
 
 
 def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
-    """The image of an error, and beside it the true and the false caption with their scores and maps."""
+    """The image of an error, and next to it the true and the false caption with their scores and maps."""
     kinds: tuple[Literal["true", "false"], ...] = ("true", "false")
     true, false = (text[:MAX_LETTERS] for text in (failure.true_caption, failure.false_caption))
     captions = differing(true.split(), false.split())

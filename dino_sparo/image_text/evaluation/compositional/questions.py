@@ -42,7 +42,7 @@ CHUNK_IMAGES = 2048
 
 
 class Question(NamedTuple):
-    """Images, captions, and which of them match.
+    """Images, captions, and which image matches which caption.
 
     Attributes:
         split: kind of the question; accuracy is reported per split.
@@ -117,7 +117,7 @@ def json_reader(
 
 
 def list_of(value: Any, length: int | None = None) -> list[Any]:
-    """A list in an entry, perhaps of a fixed length; raises ValueError for anything else, such as a text."""
+    """A list in an entry, optionally of a fixed length; raises ValueError for anything else, such as a text."""
     if not isinstance(value, list) or length not in (None, len(value)):
         raise UserError(f"{value!r:.80} is not a list" + (f" of {length}" if length else ""))
     return value
@@ -322,7 +322,7 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
-    """Share of images that prefer their own caption, per split; raises ValueError for scores that are not finite."""
+    """Share of images that prefer their true caption, per split; raises ValueError for scores that are not finite."""
     by_split: dict[str, list[Answer]] = defaultdict(list)
     for question, answer in zip(encoded.questions, answers_to(encoded, score_pairs), strict=True):
         by_split[question.split].append(answer)
@@ -362,7 +362,7 @@ def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits:
 
 @runtime_checkable
 class Parts(Protocol):
-    """Parts that were answered before, and a record of new ones."""
+    """Parts that were answered before, and a record of new parts."""
 
     def read(self) -> list[Part]:
         """The parts that are answered."""

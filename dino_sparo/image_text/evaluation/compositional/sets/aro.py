@@ -77,7 +77,7 @@ def attribute_means(counts: Mapping[str, int]) -> dict[str, Weights]:
 
 
 def attributes_of(entry: Any) -> str:
-    """Split of an entry about attributes: the first two, in their order."""
+    """Split of an entry about attributes: its first two attributes, in their order."""
     first, second = list_of(entry["attributes"])[:2]
     return "_".join((first, second))
 
@@ -157,7 +157,7 @@ Draw = Callable[[int], Any]
 
 
 def options_of(caption: str, tagged: Sequence[tuple[str, str]], plain: Sequence[str], draw: Draw) -> list[str]:
-    """The caption and its four shuffled ones, in the order of `PERTURBATIONS`, which is the authors'.
+    """The caption and its four shuffled versions, in the authors' order, which `PERTURBATIONS` has.
 
     Nouns change places with nouns and adjectives with adjectives; all other words; words within each three; threes, of
     which the last may be shorter. spaCy's words have their tags in the Penn Treebank; nltk's words are plain.
@@ -173,7 +173,7 @@ def options_of(caption: str, tagged: Sequence[tuple[str, str]], plain: Sequence[
 
 
 def _permuted(texts: Sequence[str], is_moved: Sequence[bool], draw: Draw) -> list[str]:
-    """Texts, some of which change places with one another."""
+    """Texts, some of which are exchanged with one another."""
     moved = [number for number, moves in enumerate(is_moved) if moves]
     result = list(texts)
     for target, source in zip(moved, draw(len(moved)), strict=True):
@@ -188,7 +188,7 @@ def cleaned(caption: str) -> str:
 
 
 def write_order(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the questions, and a record beside them; returns the record."""
+    """Write the questions, and a record in the same folder; returns the record."""
     setup_logging()
     require("nltk", PURPOSE)
     tools = spacy_record(PURPOSE)

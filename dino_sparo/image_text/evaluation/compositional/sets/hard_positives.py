@@ -1,4 +1,4 @@
-"""Hard positives: a caption, a false caption, and a true caption that is as close to the first as the false one.
+"""Hard positives: a caption, a false caption, and a true caption that is as close to the first as the false caption.
 
     data/visual_genome_attribution.json and two more          [{"true_caption", "false_caption", "image_path"}]
     swapped_data/visual_genome_attribution.json and two more  the same questions, with the other true caption
@@ -34,7 +34,7 @@ SCORES = {"original": 50.0, "augmented": 100 / 3, "brittle": 100 / 3}  # -> accu
 
 
 def _question(split: str, entry: Any) -> Question:
-    """True and false caption of an entry; SWAP shows a crop of one of ARO's images."""
+    """True and false caption of an entry; SWAP shows a crop of an image of ARO."""
     image: Any = entry["image_path"]
     if split.startswith("swap"):
         left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
@@ -43,7 +43,7 @@ def _question(split: str, entry: Any) -> Question:
 
 
 def read(folder: Path) -> Iterator[Question]:
-    """The image twice, with both true captions; then the false captions of either file."""
+    """Questions with the image twice, for both true captions; then the false captions of either file."""
     for split, name in NAMES.items():
         files = [f"{part}/{name}.json" for part in FOLDERS]
         if not all((folder / file).is_file() for file in files):

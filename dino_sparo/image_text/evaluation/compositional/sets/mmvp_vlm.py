@@ -1,4 +1,4 @@
-"""MMVP-VLM: pairs of photographs that CLIP sees as alike, in nine visual patterns.
+"""MMVP-VLM: pairs of photographs with similar encodings by CLIP, in nine visual patterns.
 
     Questions.csv                    Question ID,Type,Statement; two lines are a pair
     MLLM_VLM Images/TYPE/ID.jpg

@@ -28,7 +28,7 @@ FILES = {f"{subset}/{direction}": f"{subset}/{direction}.json" for subset in SUB
 
 
 def question(split: str, entry: Any) -> Question:
-    """One image with all captions, or all images with one caption, which only the true image has as its own."""
+    """One image with all captions, or all images with one caption, which is true for one image."""
     subset, direction = split.split("/")
     query, keys, label = entry["query"], list_of(entry["keys"]), range(len(entry["keys"]))[entry["label"]]
     if direction == DIRECTIONS[0]:

@@ -1,4 +1,4 @@
-"""SugarCrepe++: two true captions of different words, and a false one that is close to the first.
+"""SugarCrepe++: two true captions of different words, and a false caption that is close to the first.
 
     replace_att.json and four more   [{"filename", "caption", "caption2", "negative_caption"}], images of COCO val2017
 

@@ -42,7 +42,7 @@ def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
 
 
 def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dict[str, float]:
-    """Share of pairs, and of sets, whose questions are all right, in percent; incomplete ones do not count.
+    """Share of pairs, and of sets, whose questions are all answered correctly, in percent; if they are complete.
 
     Args:
         questions: of controlled images.
