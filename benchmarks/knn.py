@@ -45,7 +45,7 @@ QUICK = (Sizes(301, 103, 13, 11, 1.0, (2, 5)),)
 
 
 def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training features and labels, test features and labels; features of length one, as the reference wants them."""
+    """Training features and labels, test features and labels; features of length one, as the reference needs."""
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(sizes.classes, sizes.dim, generator=generator)
     found = []

@@ -131,13 +131,13 @@ def on_host(batch: B, device: torch.device | str) -> B:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for what was launched."""
+    """Wait until the device has finished."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu", fresh: bool = True) -> int:
-    """By how many bytes memory grows at most during one call.
+    """Largest growth of memory during one call, bytes.
 
     On a CPU the resident memory of the process, of a fresh one so that no memory is there to be used again; on a GPU
     what torch allocates.

@@ -50,7 +50,7 @@ class Trained:
 
 
 def with_random_slots(trained: Trained, one_block_less: bool = False, weights: Path | str | None = None) -> Path:
-    """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide slots that learned nothing.
+    """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide, untrained slots.
 
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
     `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
@@ -61,9 +61,9 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
 
     source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
-    own = source.encoder.config
+    old = source.encoder.config
     sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
-    config = replace(own, readout="sparo", replace_block=own.replaces_block or one_block_less, **sizes)
+    config = replace(old, readout="sparo", replace_block=old.replaces_block or one_block_less, **sizes)
     encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
     encoder.backbone.load_state_dict({name: blocks[name] for name in names})

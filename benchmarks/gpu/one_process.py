@@ -21,7 +21,7 @@ FORMS: dict[str, dict[str, object]] = {
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """Losses with DDP against those without."""
+    """Losses with DDP against losses without DDP."""
     backend = "gloo" if args.device == "cpu" else "nccl"
     section = Section("DDP in a group of one process", f"{backend}, on {args.device}, fp32, small sizes.")
     with process_group(args.device):

@@ -95,7 +95,7 @@ def measure_resume(section: Section, args: argparse.Namespace, folder: Path) -> 
 
 
 def resumed_checks(name: str, whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> list[Check]:
-    """Whether a run that was stopped did the epochs and steps of one that was not, and with about its losses.
+    """Check that a resumed run has the epochs and steps of a whole run, and about the same losses.
 
     Args:
         name: of the signal.
@@ -182,7 +182,7 @@ TITLES = {
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """One of them, in a folder of its own."""
+    """Measure one kind of run, in a separate folder."""
     section = Section(TITLES[args.what], f"On {args.device}, torch {torch.__version__}.")
     # Not in /tmp, which may be small: checkpoints take about 8 GB. The runner removes it after a part that was ended.
     folder = Path(args.json).resolve().with_suffix(".tmp") if args.json else Path(tempfile.mkdtemp())

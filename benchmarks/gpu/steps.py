@@ -39,7 +39,7 @@ COMPILED_FORMS = ("", "fp16")  # compiling one takes about a minute
 
 @contextlib.contextmanager
 def no_synchronisation(device: str) -> Iterator[None]:
-    """Whatever waits for the device raises a RuntimeError; without effect on a CPU."""
+    """Within this context any wait for the device raises a RuntimeError; without effect on a CPU."""
     if device == "cpu":
         yield
         return
@@ -112,7 +112,7 @@ TITLES = {"losses": "Losses by device, precision and compilation", "waiting": "D
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """One of them."""
+    """One of the two checks."""
     section = Section(TITLES[args.what], f"On {args.device}, built-in scenes.")
     MEASURES[args.what](section, args)
     if args.device == "cpu" and args.what == "waiting":

@@ -133,7 +133,7 @@ def write_split(folder: Path, split: Split, num_images: int, num_questions: int,
     if record.is_file():
         saved = json.loads(record.read_text(encoding="utf-8"))
         if {name: saved.get(name) for name in expected} != expected:
-            raise ValueError(f"{folder} holds another split, or one of another version; choose another folder")
+            raise ValueError(f"{folder} holds another split, or a split of another version; choose another folder")
         return folder
     _write_training(folder / "train", split, num_images, image_size)
     num_overlaps = _write_tests(folder, split, num_questions, image_size)
