@@ -215,7 +215,7 @@ def run(
 
     Args:
         measure: options and checkout, if one is given -> the script's section.
-        parser: `options`, perhaps with the script's own.
+        parser: `options`, optionally with options of the script.
         argv: None: the command line.
     """
     args = parser.parse_args(argv)

@@ -4,7 +4,7 @@ python -m studies scenes
 python -m studies binding --help        # which encoders know which colour belongs to which shape
 python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
 python -m studies drawn-sets --help     # scenes in the layouts of compositional benchmarks
-python -m studies ibot --help          # iBOT beside DINO and SimDINO, and continued trainings
+python -m studies ibot --help          # iBOT compared with DINO and SimDINO, and continued trainings
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
 """

@@ -119,8 +119,8 @@ def write_caption_sets(root: Path, drawn: list[Sample]) -> None:
             ("vl_checklist_relations", f"data/VG_100K/{name}", opposite, {}),
         ):
             for folder, caption in (("data", true), ("swapped_data", other)):
-                entry = {"image_path": path, "true_caption": caption, "false_caption": negative, **more}
-                hard.setdefault(f"{folder}/{file}.json", []).append(entry)
+                case = {"image_path": path, "true_caption": caption, "false_caption": negative, **more}
+                hard.setdefault(f"{folder}/{file}.json", []).append(case)
         sample.save(root / "valse" / "data" / "relations" / "test_images" / name)
         votes: dict[str, Any] = {"mturk": {"foil": 0, "caption": 3 if sample.number % 4 else 1, "other": 0}}
         valse[f"relations:{sample.number}"] = {"image_file": name, "caption": true, "foil": opposite, **votes}

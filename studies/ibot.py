@@ -1,4 +1,4 @@
-"""iBOT beside DINO and SimDINO, from random weights at equal time, and continued on other images.
+"""iBOT compared with DINO and SimDINO, from random weights at equal time, and continued on other images.
 
     python -m studies ibot --data_path cifar10                # class folders of CIFAR-10 in train/ and val/
     python -m studies ibot --report                           # tables of the results so far

@@ -1,7 +1,7 @@
 """All measurements and checks that need a GPU, by one command, in parts that can be rerun.
 
     python -m benchmarks.gpu                                    # `make gpu`: an hour on one GPU
-    python -m benchmarks.gpu --reference ../dino                # the speeds beside the reference's
+    python -m benchmarks.gpu --reference ../dino                # the speeds next to the reference's
     python -m benchmarks.gpu --minutes 12                       # the first parts that are not done
     python -m benchmarks.gpu --part losses profile               # these parts
     python -m benchmarks.gpu --device cpu --short               # do the parts work? No number of it counts

@@ -25,7 +25,7 @@ WARM_STEPS = 2
 # How far losses of several nats may be apart: of fp32 on a CPU and on a device, and of other precisions from fp32.
 FP32, BF16, FP16, COMPILED = 1e-3, 5e-2, 2e-2, 1e-3
 CLIP_FP16 = 5e-2  # 0.015 on a CPU
-# Forms of DINO beside the plain one whose steps must not wait for the device.
+# Further forms of DINO whose steps must not wait for the device.
 DINO_FORMS: dict[str, dict[str, object]] = {
     "": {},
     "vanilla": {"readout": "cls"},

@@ -38,7 +38,7 @@ class CLIPConfig:
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
 
     Raises:
-        ValueError: no block of the text encoder is left beside the read-out.
+        ValueError: no block of the text encoder is left before the read-out.
     """
 
     image: EncoderConfig

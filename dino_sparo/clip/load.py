@@ -172,7 +172,7 @@ def load_for_benchmark(
 ) -> tuple[CLIP | ReducedClip, Callable[..., Tensor], Callable[..., Tensor]]:
     """Load a checkpoint for CLIP benchmark, which names the arguments: the model, its transform and its tokenizer.
 
-    `model_name` is `normalized`, perhaps with `:FILE.json`; `cache_dir` is unused.
+    `model_name` is `normalized`, optionally with `:FILE.json`; `cache_dir` is unused.
     """
     kind, _, slots = model_name.partition(":")
     if kind != NORMALIZED:

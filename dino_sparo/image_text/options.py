@@ -182,10 +182,10 @@ def training_parser(
     Args:
         presets: folder of recipes, one configuration file each.
         model: groups of the model behind both encoders.
-        optimization: options of an objective beside `OPTIMIZATION`.
-        pairs: beside `PAIRS`.
+        optimization: options of an objective in addition to `OPTIMIZATION`.
+        pairs: in addition to `PAIRS`.
         captions: groups that say what becomes of captions.
-        image: beside `IMAGE_ENCODER`.
+        image: in addition to `IMAGE_ENCODER`.
         defaults: other defaults than those of the tables.
     """
     files = {path.stem: path for path in presets.glob("*.yaml")}

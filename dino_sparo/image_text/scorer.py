@@ -83,7 +83,7 @@ class Scorer(Protocol):
     """A model, and all settings that determine its scores.
 
     Every process of a run calls the `encode_` methods together. Scores need no other process. Captions that the model
-    cannot tell apart have the same score to the last bit, so that a tie is seen as one.
+    cannot distinguish have bit-identical scores, so that ties are recognised.
     """
 
     @property

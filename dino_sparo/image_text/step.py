@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 INITIAL_LOGIT_SCALE = 1 / 0.07  # CLIP, section 2.5
 MAX_LOGIT_SCALE = 100.0  # a larger one makes training unstable; CLIP, section 2.5
 
-# Features -> loss of this rank in nats, and what is logged beside it.
+# Features -> loss of this rank in nats, and further numbers for the log.
 Loss = Callable[[Sequence[Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Maps = Float[np.ndarray, "maps h w"]
 
-# Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
+# Colours of Okabe and Ito, which colour-blind eyes distinguish, and a violet.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8a5fbf")
 VEIL = "#ece8f6"
 PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey

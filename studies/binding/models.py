@@ -68,7 +68,7 @@ def train_model(name: str, seed: int, share: float, folder: Path, run: RunComman
         name: a key of `MODELS`.
         seed: of the run.
         share: of the demo's training images and of its warmup steps; the epochs stay.
-        folder: of the run; the training pairs lie beside it.
+        folder: of the run; the training pairs lie in its parent folder.
         run: (command, words) -> what the command returns.
     """
     model, pairs = MODELS[name], folder.parent / "pairs"

@@ -44,7 +44,7 @@ class Model(NamedTuple):
 
     Attributes:
         command: that trains it.
-        options: beside those that all models share.
+        options: in addition to the options that all models share.
         graphs: source of OC-CLIP's graphs, TRUE_GRAPHS or a parser; None for a model of captions.
     """
 

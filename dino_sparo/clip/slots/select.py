@@ -7,7 +7,7 @@
 Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
 k; without --keep the best k is taken. Prints a table, writes slots_WEIGHTS_DATA.json (the selection, which every
 evaluation takes as --slots, the scores, the curve and all that they depend on) and a plot of that name. Images that
-chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+chose the slots cannot test the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
 """
 
 import argparse

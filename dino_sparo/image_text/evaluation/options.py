@@ -187,13 +187,13 @@ COMPARISON: Group = {
     "failures": Option(
         0,
         "Draw the N clearest errors of each benchmark, and where the model attended, on a page and on sheets "
-        "beside the result. Typical values are 5 to 20.",
+        "next to the result. Typical values are 5 to 20.",
         metavar="N",
     ),
     "short": Option(
         None,
-        "One line per benchmark and model, with the significance of the difference from the first model: a file beside "
-        "the first result, per format. plot is a figure for a talk.",
+        "One line per benchmark and model, with the significance of the difference from the first model: a file next "
+        "to the first result, per format. plot is a figure for a talk.",
         str,
         choices=("markdown", "latex", "csv", "plot"),
         nargs="+",

@@ -41,7 +41,7 @@ from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
-# If a larger share of the samples are no pairs, something is wrong with the data.
+# If a larger share of the samples are not pairs, something is wrong with the data.
 MAX_LEFT_OUT = 0.01
 # Attributes that captions of training scenes mention: half of the captions name shapes and relation alone. Without
 # colour and background, only shapes identify the image of a caption in a batch; shapes are hardly learned otherwise.

@@ -3,7 +3,7 @@
 Any data with captions:
 
 captions.txt                       a caption per line
-table.csv, table.tsv, .jsonl       a column of captions, perhaps one of images
+table.csv, table.tsv, .jsonl       a column of captions, optionally a column of images
 any other .json, .jsonl            every text under a key that captions usually have: COCO's annotations, Karpathy's
                                    splits, true and false captions of SugarCrepe, ARO, What'sUp, Winoground, ...
 everything else                    data of `image_text.pairs.sources.open_pairs`: shards, scenes, class folders

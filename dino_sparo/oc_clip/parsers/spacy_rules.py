@@ -67,7 +67,7 @@ def graph_of_words(words: Sequence[Word]) -> SceneGraph:
 
     "and" joins subjects and objects of one relation, and is not a relation. A verb, an adjective or a place without a
     second entity stays in the phrase of its entity ("dog running", "the dog is brown", "bench on the left"). "not"
-    stays in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
+    stays in the relation or phrase. Pronouns are not entities; a relative pronoun is the noun that its clause modifies.
     """
     return _Tree(words).graph()
 

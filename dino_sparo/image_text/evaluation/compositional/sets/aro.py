@@ -11,7 +11,7 @@ files once:
     dino-sparo order-captions --captions coco_karpathy_test.json --output data/coco/coco_order.json
     dino-sparo order-captions --captions flickr30k_test.json --output data/flickr30k/flickr_order.json
 
-The draw depends on the seed and the caption's number alone, and a file beside the output records the tools that tagged
+The draw depends on the seed and the caption's number alone, and a file next to the output records the tools that tagged
 the words. A caption whose words cannot be shuffled stays as it is, and is then a true caption among the false ones. The
 command writes such questions, as the authors do, and counts them.
 
