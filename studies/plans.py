@@ -61,9 +61,9 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
 
     source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
-    old = source.encoder.config
+    base = source.encoder.config
     sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
-    config = replace(old, readout="sparo", replace_block=old.replaces_block or one_block_less, **sizes)
+    config = replace(base, readout="sparo", replace_block=base.replaces_block or one_block_less, **sizes)
     encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
     encoder.backbone.load_state_dict({name: blocks[name] for name in names})

@@ -371,10 +371,10 @@ def updater_of_parts(
     schedules: list[dict[str, Any]] = []
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for prefixes, rate, warmup_steps in parts:
-        part = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+        tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
         lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
         # The last part comes first: what is logged is the rate of the first group.
-        groups[:0] = param_groups(part, args.weight_decay, (args.beta1, args.beta2), args.eps)
+        groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
     factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)

@@ -83,6 +83,6 @@ def all_objects() -> Int64[Tensor, "B objects 2"]:
 
 def entropy_of_bindings(y: Float[Tensor, "B pairs"], f: Float[Tensor, "B features"]) -> float:
     """Mean H(Y | F) in bits over the distinct rows of Y, which are equally frequent."""
-    distinct = {tuple(row.tolist()): tuple(found.tolist()) for row, found in zip(y, f, strict=True)}
+    distinct = {tuple(row.tolist()): tuple(parts.tolist()) for row, parts in zip(y, f, strict=True)}
     counts = Counter(distinct.values())
     return sum(number * math.log2(number) for number in counts.values()) / len(distinct)

@@ -82,7 +82,7 @@ def open_caption_set(
         raise UserError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if not captions:
         return _together(open_pairs(data_path, split=split, default_split="val", limits=limits))
-    captions_of, unused, used_split = read_captions(Path(captions), split)
+    captions_of, unused, file_split = read_captions(Path(captions), split)
     names, folder = list(captions_of), Path(data_path)
     paths = find_images(folder, names, None if allow_outside else (folder,))
     missing = [name for name in names if name not in paths]
@@ -93,7 +93,7 @@ def open_caption_set(
     left_out = {f"captions {reason}": number for reason, number in unused.counts.items()}
     images = named_source(folder, list(paths), list(paths.values()), limits)
     chosen = _flat(images, [captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
-    return replace(chosen, split=used_split)
+    return replace(chosen, split=file_split)
 
 
 def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[str]], LeftOut, str | None]:
@@ -103,7 +103,7 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         Captions by file name of their image, captions without image, and the split; None where there are no splits.
     """
     where = f"captions={str(path)!r}"
-    left_out, used_split, content = LeftOut(), None, None
+    left_out, file_split, content = LeftOut(), None, None
     rows: Rows
     if path.suffix != ".json":
         rows = _lines(path)
@@ -113,8 +113,8 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         if left_out.total:
             logger.warning("%s: left out captions %s", path, left_out)
     elif isinstance(content, dict):
-        used_split = split or KARPATHY_SPLIT
-        rows = _karpathy(content, used_split)
+        file_split = split or KARPATHY_SPLIT
+        rows = _karpathy(content, file_split)
     else:
         rows = _salesforce(content)
     captions_of: dict[str, list[str]] = defaultdict(list)
@@ -131,9 +131,9 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         ) from error
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-    if split is not None and used_split is None:
+    if split is not None and file_split is None:
         raise UserError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
-    return captions_of, left_out, used_split
+    return captions_of, left_out, file_split
 
 
 def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -131,12 +131,12 @@ def list_benchmarks(names: Sequence[str], rules: ImageRules) -> str:
     folders = list(folders_of(rules.root, names)) if str(rules.root) != "." else []
     lines = []
     for name in names:
-        places = [folder for benchmark, folder in folders if benchmark.name == name]
-        for folder in places:
+        copies = [folder for benchmark, folder in folders if benchmark.name == name]
+        for folder in copies:
             local = open_benchmark(BENCHMARKS[name], folder, rules)
             gaps = "complete" if not local.missing else "incomplete: " + "; ".join(local.missing)
             lines.append(f"{name:<16} {len(local.questions):>9,} questions in {folder}, {gaps}")
-        if not places:
+        if not copies:
             lines.append(f"{name:<16} not found; get it {BENCHMARKS[name].origin}")
     return "\n".join(lines)
 

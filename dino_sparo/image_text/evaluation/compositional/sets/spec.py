@@ -40,13 +40,13 @@ def question(split: str, entry: Any) -> Question:
 def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Whether the true candidate scores strictly highest; officially, whether it is the first maximum."""
     found = []
-    for number, (asked, answer) in enumerate(zip(questions, answers, strict=True)):
-        if is_text := len(asked.images) == 1:
-            scores, label = list(answer.scores[0]), asked.matches[0]
+    for number, (item, answer) in enumerate(zip(questions, answers, strict=True)):
+        if is_text := len(item.images) == 1:
+            scores, label = list(answer.scores[0]), item.matches[0]
         else:
-            scores, label = [row[0] for row in answer.scores], asked.matches.index(0)
+            scores, label = [row[0] for row in answer.scores], item.matches.index(0)
         right, tied = (answer.text, answer.text_tied) if is_text else (answer.image, answer.image_tied)
-        found.append(Outcome(asked.split, number, right, tied, float(scores.index(max(scores)) == label)))
+        found.append(Outcome(item.split, number, right, tied, float(scores.index(max(scores)) == label)))
     return found
 
 

@@ -21,7 +21,7 @@ CATEGORIES = ("object", "attribute", "counting", "relation")
 def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Text, image and group score of every example; their splits begin with the category."""
     pairs = enumerate(zip(questions, answers, strict=True))
-    return [outcome for number, (asked, answer) in pairs for outcome in three_scores(f"{asked.split} ", number, answer)]
+    return [outcome for number, (item, answer) in pairs for outcome in three_scores(f"{item.split} ", number, answer)]
 
 
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
