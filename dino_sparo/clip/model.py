@@ -22,7 +22,7 @@ from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs, without_padding
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
@@ -176,7 +176,7 @@ def create_clip(
         quick_gelu: OpenAI's activation in both encoders.
         sizes: of the slots (`SLOT_SIZES`), and those of `towers.tower_configs`.
     """
-    patch_size = own_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
+    patch_size = default_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
     towers = towers_of(readout, norm_first)
     slots = {name: sizes.pop(name) for name in SLOT_SIZES if name in sizes}
     image, text = tower_configs(towers[:2], arch, patch_size, slots=slots, **sizes)

@@ -30,7 +30,7 @@ from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE, train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.architectures import PATCH_SIZE
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
@@ -131,7 +131,7 @@ class PairObjective(Objective[AnyBatch]):
         """Fill in the patch size; refuse a missing package, options that do not fit, and impossible sizes."""
         require("open_clip", "captions")
         if args.patch_size is None:
-            args.patch_size = own_patch_size(args.arch, cls.patch_size)
+            args.patch_size = default_patch_size(args.arch, cls.patch_size)
         cls.check_combinations(args)
         with torch.device("meta"):  # takes no memory
             cls.build_model(args)

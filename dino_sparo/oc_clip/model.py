@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.towers import TextConfig, TextEncoder, tower_configs
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config, refuse_unknown
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
@@ -150,7 +150,7 @@ def create_oc_clip(
         binding: sizes of binding and scoring; by default the paper's.
         text_width: like the other sizes, see `towers.tower_configs`.
     """
-    patch_size = own_patch_size(arch) if patch_size is None else patch_size
+    patch_size = default_patch_size(arch) if patch_size is None else patch_size
     text = {"text_width": text_width, "text_heads": text_heads, "text_layers": text_layers}
     sizes |= {**text, "context_length": context_length, "img_size": img_size}
     # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.
