@@ -50,18 +50,18 @@ def check_equality(section: Section, reference: Reference | None) -> None:
                 norm_layer=lambda width: nn.LayerNorm(width, eps=1e-6),
             ).double().train()  # fmt: skip
             other.load_state_dict(backbone.state_dict())
-        found = {}
+        results = {}
         for name, run_crops in forms(backbone, other, crops).items():
             torch.manual_seed(1)
             tokens = run_crops()
-            named = dict((other if name == "reference" and other else backbone).named_parameters())
+            parameters = dict((other if name == "reference" and other else backbone).named_parameters())
             loss = (tokens * torch.linspace(-1, 1, tokens.numel(), dtype=tokens.dtype).view_as(tokens)).sum()
-            gradients = torch.autograd.grad(loss, [named[key] for key in sorted(named)])
-            found[name] = torch.cat([tokens.flatten(), *(g.flatten() / g.abs().max() for g in gradients)])
-        against = "reference" if "reference" in found else "plain"
-        for name in (name for name in found if name != against):
+            gradients = torch.autograd.grad(loss, [parameters[key] for key in sorted(parameters)])
+            results[name] = torch.cat([tokens.flatten(), *(g.flatten() / g.abs().max() for g in gradients)])
+        against = "reference" if "reference" in results else "plain"
+        for name in (name for name in results if name != against):
             claim = f"{name} against {against}: class tokens and gradients, stochastic depth {rate}"
-            section.check(claim, found[name].detach(), found[against].detach(), EQUAL)
+            section.check(claim, results[name].detach(), results[against].detach(), EQUAL)
 
 
 def check_positions(section: Section) -> None:

@@ -95,8 +95,8 @@ def check_equality(section: Section, source: ImageSource, device: str, number: i
             normalized = TF.normalize(truth / 255, list(IMAGENET_MEAN), list(IMAGENET_STD))
             cut = torch.from_numpy(cut_crop(image, crop.box, recipe.size))
             for pixels, differences in ((cut, colors), (view, whole)):
-                found = distortions(pixels[None].to(device), parameters)[0].cpu()
-                differences.append(((found - normalized) * std).abs().mean().item())
+                levels = distortions(pixels[None].to(device), parameters)[0].cpu()
+                differences.append(((levels - normalized) * std).abs().mean().item())
     section.checks += [
         Check("finished: every pixel is torchvision's on PIL images (levels of 255)", exact, 0.0),
         Check("deferred: distortions of equal pixels, mean difference (levels)", float(np.mean(colors)), LEVELS_APART),
@@ -128,13 +128,13 @@ class ReferenceImages(Dataset):
 
 def datasets(source: ImageSource, reference: Reference | None) -> dict[str, Any]:
     """Name -> data set; all others are compared with the first."""
-    found: dict[str, Any] = {}
+    data_sets: dict[str, Any] = {}
     if reference is not None:
         augmentation = reference.main_dino.DataAugmentationDINO(*CROPS.values())
-        found["reference"] = ReferenceImages([source.location(index) for index in range(len(source))], augmentation)
-    found["finished"] = ImageDataset(source, MultiCropAugmentation(**CROPS))
-    found["deferred"] = ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=True))
-    return found
+        data_sets["reference"] = ReferenceImages([source.location(index) for index in range(len(source))], augmentation)
+    data_sets["finished"] = ImageDataset(source, MultiCropAugmentation(**CROPS))
+    data_sets["deferred"] = ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=True))
+    return data_sets
 
 
 @contextmanager

@@ -204,14 +204,14 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = {
+    facts = {
         "cpu": f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used, {memory:.0f} GiB",
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
     }
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return found
+        facts["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return facts
 
 
 def software() -> dict[str, str]:

@@ -424,20 +424,20 @@ def _memory_of_step(training: DINOObjective) -> Iterator[dict[str, int]]:
     """
     updater = training.updater
     weights = {parameter.untyped_storage().data_ptr() for parameter in updater.parameters}
-    kept: dict[int, int] = {}  # address of a storage -> its bytes
+    sizes_of: dict[int, int] = {}  # address of a storage -> its bytes
     parts: dict[str, int] = {}
     activations = 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes_of[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def release(tensor: Tensor) -> Tensor:
         nonlocal activations
-        activations = max(activations, sum(kept.values()))
-        kept.clear()
+        activations = max(activations, sum(sizes_of.values()))
+        sizes_of.clear()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, release):
@@ -464,12 +464,12 @@ class Form(NamedTuple):
 
 def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
     """Precisions, compiled, and on a GPU recorded too."""
-    found = [Form(f"ours, {precision}", precision) for precision in precisions]
+    all_forms = [Form(f"ours, {precision}", precision) for precision in precisions]
     if not (args.quick or args.no_compile) and (args.full or args.device != "cpu"):
-        found.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
+        all_forms.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
         if args.device != "cpu":
-            found.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
-    return found
+            all_forms.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
+    return all_forms
 
 
 def _time_parts(parts: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:

@@ -93,12 +93,12 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
     path, alone, four = trained.folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
 
     def measures(*state: str) -> dict[str, float]:
-        found = {
+        scores = {
             "20-NN": knn(path, "encoding", *state),
             "linear probe": probe(path, "blocks", *state),
             ENCODING_PROBE: probe(path, "encoding", *state, *alone),
         }
-        return found | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
+        return scores | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
 
     found = {"untrained": measures("--untrained"), "trained": measures()}
     for one_block_less, name, nearest, linear in RANDOM_CONTROLS:

@@ -65,8 +65,8 @@ class Built(NamedTuple):
 
     def step(self) -> torch.Tensor:
         """Take one step; its loss, (), on the device."""
-        taken = [next(self.batches) for _ in range(self.objective.updater.accum_steps)]
-        return self.objective.step(taken, epoch=1, is_last=False).loss
+        micro_batches = [next(self.batches) for _ in range(self.objective.updater.accum_steps)]
+        return self.objective.step(micro_batches, epoch=1, is_last=False).loss
 
 
 def build(name: str, sizes: dict[str, object], device: str, compiles: bool = False) -> Built:

@@ -30,9 +30,9 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
                 expected = first_losses(name, args.device, {**changes, "precision": "fp32"})
                 for compiles in (False,) if args.quick else (False, True):
                     with wrapped_in_ddp():
-                        found = first_losses(name, args.device, {**changes, "precision": "fp32"}, compiles)
+                        losses = first_losses(name, args.device, {**changes, "precision": "fp32"}, compiles)
                     what = f"{name}, {form}{', compiled' * compiles}: losses with DDP and without"
-                    section.check(what, found, expected, EQUAL)
+                    section.check(what, losses, expected, EQUAL)
                     save([section], None, args)
     section.notes.append("SyncBN is left out: in a group of one it is plain batch norm.")
     return section

@@ -96,8 +96,8 @@ def check_losses(section: Section, args: argparse.Namespace) -> None:
         form: dict[str, object] = {"distort_on": "device"} if name == "DINO" else {}
         expected = first_losses(name, "cpu", {**form, "precision": "fp32"})
         for precision, limit in (limits | ({"fp16": CLIP_FP16} if name == "CLIP" and "fp16" in limits else {})).items():
-            found = first_losses(name, args.device, {**form, "precision": precision})
-            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", found, expected, limit)
+            losses = first_losses(name, args.device, {**form, "precision": precision})
+            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", losses, expected, limit)
             save([section], None, args)
         if not args.quick:
             eager, compiled = (

@@ -351,9 +351,9 @@ class Distortions(nn.Module):
         self, views: Sequence[Shaped[Tensor, "B C _ _"]], parameters: Float[Tensor, "S B _"]
     ) -> list[Float[Tensor, "B C _ _"]]:
         """The S crops of a batch; neighbours of equal size are distorted together."""
-        done: list[Tensor] = []
+        crops_so_far: list[Tensor] = []
         for _, group in itertools.groupby(views, key=lambda view: view.shape):
             crops = list(group)
-            crop_parameters = parameters[len(done) : len(done) + len(crops)].flatten(0, 1)
-            done += self(torch.cat(crops), crop_parameters).chunk(len(crops))
-        return done
+            crop_parameters = parameters[len(crops_so_far) : len(crops_so_far) + len(crops)].flatten(0, 1)
+            crops_so_far += self(torch.cat(crops), crop_parameters).chunk(len(crops))
+        return crops_so_far

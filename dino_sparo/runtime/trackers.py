@@ -50,10 +50,10 @@ class TrackedRun:
     @property
     def plain_options(self) -> dict[str, bool | int | float | str]:
         """Numbers as they are, everything else as printable text."""
-        given = {name: value for name, value in (self.options or {}).items() if value is not None}
+        values = {name: value for name, value in (self.options or {}).items() if value is not None}
         return {
             name: value if isinstance(value, (bool, int, float)) else printable(str(value))
-            for name, value in given.items()
+            for name, value in values.items()
         }
 
     @property

@@ -181,12 +181,12 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     document = path.with_suffix(".json")
     if not documents:
         return {**(_read_document(document) if document.is_file() else {}), **weights}
-    written = json.loads(documents)
-    for name, values in written.items():
+    contents = json.loads(documents)
+    for name, values in contents.items():
         document = document_path(path, name)
         if document.is_file() and _read_document(document) != values:
             raise CheckpointError(f"{document} does not belong to {path.name}; export both again, or copy both again")
-    return {**written.get(".json", {}), **weights}
+    return {**contents.get(".json", {}), **weights}
 
 
 def _read_document(path: Path) -> dict[str, Any]:

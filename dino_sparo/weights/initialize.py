@@ -147,10 +147,10 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     Raises:
         CheckpointError: the weights are of neither 3 nor `in_chans` channels.
     """
-    found = patch_sizes(weights, path)[1]
-    require_channels(found, in_chans, path)
+    channels = patch_sizes(weights, path)[1]
+    require_channels(channels, in_chans, path)
     name = "backbone.patch_embed.proj.weight"
-    return weights if found == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
+    return weights if channels == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
 def check_same_blocks(checkpoint: Mapping[str, Any], quick_gelu: bool, arch: str, path: str) -> None:

@@ -91,8 +91,8 @@ def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCom
     if MODELS[name].command == DINO:
         words = {"pretrained_weights": folder / "checkpoint.pth", "data_path": data_path, "device": "cpu", "seed": seed}
         shared = option_words({**words, "num_workers": 0, "nb_knn": 20})
-        found = {"untrained": run("knn", [*shared, "--untrained"]), "trained": run("knn", shared)}
-        return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in found.items()}
+        results = {"untrained": run("knn", [*shared, "--untrained"]), "trained": run("knn", shared)}
+        return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in results.items()}
     questions = folder.parent / "questions" / "pairs"
     if not questions.exists():
         write_pairs(questions, num_images // 2, run)
@@ -125,8 +125,8 @@ def read_model(folder: Path, seed: int, is_untrained: bool, pixels: UInt8[Tensor
         encoder, entity_slots = subject.encoder, None
 
     def read(images: Float[Tensor, "B 3 H W"]) -> Readings:
-        found = features_of(encoder.eval(), list(names.values()), images)
-        readings = {name: found[key] for name, key in names.items()}
+        features = features_of(encoder.eval(), list(names.values()), images)
+        readings = {name: features[key] for name, key in names.items()}
         return readings if entity_slots is None else {**readings, ENTITY_SLOTS: entity_slots(images)}
 
     shift, scale = (torch.tensor(values)[:, None, None] for values in (subject.mean, subject.std))

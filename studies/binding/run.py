@@ -76,21 +76,21 @@ Values = dict[tuple[str, str], dict[str, dict[int, float]]]
 
 def values_of(results: Results, entropy: float) -> Values:
     """All measures in percent of the entropy, the largest possible information."""
-    found: Values = {}
+    values: Values = {}
     for result in results:
         for name, losses in result["probes"].items():
             state, reading, width, capacity, labels = name.split(", ")
             column, seed = COLUMNS[width, capacity, labels], result["seed"]
             row = reading if reading == result["model"] else f"{result['model']}, {reading}"
-            measures = found.setdefault((row, state), {})
+            measures = values.setdefault((row, state), {})
             information = Information(losses["loss_y"], losses["loss_shapes"] + losses["loss_colours"], entropy)
             measures.setdefault(column, {})[seed] = 100 * information.ratio
             if column == "binding":
                 measures.setdefault("shapes", {})[seed] = 100 * (1 - losses["loss_shapes"] / ENTROPY_SHAPES)
                 measures.setdefault("colours", {})[seed] = 100 * (1 - losses["loss_colours"] / ENTROPY_COLOURS)
-    for measures in found.values():
+    for measures in values.values():
         measures["true - shuffled"] = differences(measures.get("binding", {}), measures.get("shuffled", {}))
-    return found
+    return values
 
 
 def tables(results: Results, entropy: float) -> str:
@@ -132,11 +132,11 @@ def _pairs(values: Values) -> dict[str, list[dict[int, float]]]:
 
 def score_table(results: Results) -> str:
     """The demos' scores of each model: mean and deviation over seeds."""
-    found: dict[tuple[str, str], list[float]] = {}
+    scores: dict[tuple[str, str], list[float]] = {}
     for result in results:
         for score, value in result.get("scores", {}).items():
-            found.setdefault((result["model"], score), []).append(value)
-    return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in found.items()])
+            scores.setdefault((result["model"], score), []).append(value)
+    return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in scores.items()])
 
 
 SHOWN_MEASURES = ("colours", "binding", "true - shuffled")
@@ -295,14 +295,14 @@ def model_result(
         raise ValueError(f"{begun} names other options than {settings}; give the same options, or another --output_dir")
     write_json(settings, begun)
     path = model_folder / PROBES
-    found = json.loads(path.read_text()) if path.is_file() else {"probes": {}, "finished": []}
-    if len(found["finished"]) < 2:
+    record = json.loads(path.read_text()) if path.is_file() else {"probes": {}, "finished": []}
+    if len(record["finished"]) < 2:
         train_model(name, seed, share, model_folder, run)
-        if "scores" not in found:
-            found["scores"] = demo_scores(name, seed, amount.scored, model_folder, run)
-            write_json(found, path)
-        probe_model(model_folder, seed, labels, found)
-    return {**settings, **found}
+        if "scores" not in record:
+            record["scores"] = demo_scores(name, seed, amount.scored, model_folder, run)
+            write_json(record, path)
+        probe_model(model_folder, seed, labels, record)
+    return {**settings, **record}
 
 
 def ceiling(labels: Labels, seed: int, path: Path) -> dict[str, Any]:

@@ -99,17 +99,17 @@ def other_pictures(rng: np.random.Generator, questions: Sequence[Question]) -> t
         For each question the index of its new picture, and the number of pictures that share a word.
     """
     shown = [_words_of(question.true) for question in questions]
-    asked = [_words_of(question.true) | _words_of(question.false) for question in questions]
+    words = [_words_of(question.true) | _words_of(question.false) for question in questions]
     order = shuffled(rng, range(len(questions)))
     for _ in range(MAX_ROUNDS):
-        wrong = [i for i, j in enumerate(order) if asked[i] & shown[j]]
+        wrong = [i for i, j in enumerate(order) if words[i] & shown[j]]
         for i in wrong:
             k = choose(rng, range(len(order)))
-            if not asked[i] & shown[order[k]] and (asked[k] & shown[order[k]] or not asked[k] & shown[order[i]]):
+            if not words[i] & shown[order[k]] and (words[k] & shown[order[k]] or not words[k] & shown[order[i]]):
                 order[i], order[k] = order[k], order[i]
         if not wrong:
             break
-    return order, sum(bool(asked[i] & shown[j]) for i, j in enumerate(order))
+    return order, sum(bool(words[i] & shown[j]) for i, j in enumerate(order))
 
 
 def _words_of(picture: Picture) -> set[str]:

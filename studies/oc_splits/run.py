@@ -146,8 +146,8 @@ def get_args_parser() -> Parser:
 
 def chosen_amount(args: argparse.Namespace) -> Amount:
     """The amount that the options choose."""
-    given = {name: getattr(args, name) for name in Amount._fields}
-    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in given.items() if value})
+    amounts = {name: getattr(args, name) for name in Amount._fields}
+    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in amounts.items() if value})
 
 
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
@@ -222,8 +222,8 @@ def model_result(
         is_resumed = weights.is_file()
         begin = time.monotonic()
         paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
-        kept = {"saveckp_freq": "1"} if args.curve else {}
-        run(MODELS[name].command, option_words({**settings["options"], **paths, **kept}))
+        checkpoints = {"saveckp_freq": "1"} if args.curve else {}
+        run(MODELS[name].command, option_words({**settings["options"], **paths, **checkpoints}))
         seconds = time.monotonic() - begin
         result = {
             **settings,
@@ -319,10 +319,10 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             curve, name = result["curve"], f"{result['model']}, seed {result['seed']}"
             colour = colour_of(position, len(results))
             losses.plot([e["step"] for e in curve], [e["loss"] for e in curve], ".-", color=colour, label=name)
-            asked = [e for e in curve if first in e]
-            steps = [e["step"] for e in asked]
-            trained.plot(steps, [e[first] for e in asked], ".-", color=colour)
-            both.plot(steps, [(e[first] + e[second]) / 2 for e in asked], ".-", color=colour)
+            points = [e for e in curve if first in e]
+            steps = [e["step"] for e in points]
+            trained.plot(steps, [e[first] for e in points], ".-", color=colour)
+            both.plot(steps, [(e[first] + e[second]) / 2 for e in points], ".-", color=colour)
         losses.set(xlabel="step", ylabel="contrastive loss, nats")
         losses.legend(frameon=False)
         for axis, label in ((trained, first), (both, f"mean of {first} and {second}".replace("_", " "))):

@@ -124,7 +124,7 @@ def see_pairs(
 
     Of several captions of an image the first is taken.
     """
-    seen: list[PairAttention] = []
+    results: list[PairAttention] = []
     num_truncated = 0
     pairs = view_pairs(source, spread_out(source, max_pairs), view)
     while batch := list(islice(pairs, BATCH_SIZE)):
@@ -135,10 +135,10 @@ def see_pairs(
             words = caption_words(pair.caption, ids)
             start, end = attention[:, 0], attention[:, int(ids.argmax())]
             shares = word_shares(attention, words)
-            seen.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, shares, start, end, cosines))
+            results.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, shares, start, end, cosines))
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
-    return seen
+    return results
 
 
 def see(

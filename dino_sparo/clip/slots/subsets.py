@@ -45,10 +45,10 @@ class ReducedClip(nn.Module):
         self.is_selection, self.encoding_dim = isinstance(choice, SlotSelection), self.config.embed_dim
         if isinstance(choice, SlotSelection):
             self.encoding_dim = len(choice.indices) * self.config.image.slot_dim
-            kept = torch.tensor(choice.indices)
+            selection = torch.tensor(choice.indices)
         else:
-            kept = torch.tensor(choice.values)
-        self.register_buffer("kept", kept, persistent=False)
+            selection = torch.tensor(choice.values)
+        self.register_buffer("kept", selection, persistent=False)
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Images -> features of the kept slots, or masked encodings; of length one."""

@@ -204,16 +204,16 @@ def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
 
 def _read_rows(rows: Iterable[Row], run: Counter[str]) -> dict[Row, bool]:
     """The different rows with a caption that are not written yet; all rows are counted."""
-    found: dict[Row, bool] = {}
+    new_rows: dict[Row, bool] = {}
     for row in progress(rows, desc="reading captions"):
         run["rows"] += 1
         run["without_caption"] += not row.caption
-        run["repeated"] += row in found
+        run["repeated"] += row in new_rows
         if row.caption:
-            found[row] = False
-    if not found:
+            new_rows[row] = False
+    if not new_rows:
         raise UserError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
-    return found
+    return new_rows
 
 
 def _read_output(output: Path, is_written: dict[Row, bool], report: Report, run: Counter[str]) -> None:

@@ -184,8 +184,8 @@ class LocalModel:
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy."""
         with self.lock:
-            written = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-        return str(written[0]["generated_text"][-1]["content"])
+            outputs = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+        return str(outputs[0]["generated_text"][-1]["content"])
 
 
 class AnswerCache:

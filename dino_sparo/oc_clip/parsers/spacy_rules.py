@@ -181,12 +181,12 @@ class _Tree:
 
     def attributes(self, token: int, end: int) -> list[int]:
         """The attributes of a word before `end`, with attributes of attributes, and those that "and" joins to them."""
-        found = []
+        tokens = []
         for child in self.children[token]:
             is_joined = token < child < end and self.words[child].dep in ATTRIBUTES_AFTER
             if is_joined or (child < token and self.words[child].dep in ATTRIBUTES):
-                found += [*self.attributes(child, end), child]
-        return found
+                tokens += [*self.attributes(child, end), child]
+        return tokens
 
     def dependents(self, token: int, *labels: str) -> list[int]:
         """The tokens that depend on a token with one of these labels."""

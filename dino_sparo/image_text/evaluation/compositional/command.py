@@ -87,12 +87,12 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
         logger.info("%s: %s", label, task.args.pretrained_weights)
         journals.append(Journal.of(file.path, file.options, all_questions(benchmarks, args.seed, args.blind)))
-        found = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
-        evaluations[label] = found._replace(result=file.write(found.result))
+        evaluation = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
+        evaluations[label] = evaluation._replace(result=file.write(evaluation.result))
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
-            written += write_failures(task.scorer, label, found.failures, stem, task.limits)
+            written += write_failures(task.scorer, label, evaluation.failures, stem, task.limits)
         del task.scorer  # the next model needs the memory
     results = {label: each.result for label, each in evaluations.items()}
     if args.graphs and not any("graphs" in result for result in results.values()):

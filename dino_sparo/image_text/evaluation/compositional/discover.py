@@ -203,8 +203,8 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
     """The folder of the images: the first folder of the benchmark that has one of the first few images."""
     tries = [start / name for start in (folder, folder.parent, root) for name in benchmark.images]
     there = [path for path in tries if path.is_dir()]
-    seen = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
-    return next(seen, (there or tries)[0])
+    hits = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
+    return next(hits, (there or tries)[0])
 
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:

@@ -126,8 +126,8 @@ def cells(lines: Sequence[Line]) -> list[list[str]]:
         p = "" if each is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         row += ["", "", ""] if each is None else [f"{each.value:+.1f}", f"{each.low:+.1f} to {each.high:+.1f}", p]
         rows.append(row)
-    used = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
-    return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in rows]
+    is_needed = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
+    return [[cell for cell, is_used in zip(row, is_needed, strict=True) if is_used] for row in rows]
 
 
 def to_markdown(lines: Sequence[Line]) -> str:

@@ -75,8 +75,8 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Macro averages of the three scores; SWAP and REPLACE count the same."""
     splits = {score: [split for split in counts if split.endswith(score)] for score in SCORES}
-    found = {score: nested(parts) for score, parts in splits.items() if parts}
-    return {"macro": found["augmented"], "original": found["original"], "brittle": found["brittle"]} if found else {}
+    table = {score: nested(parts) for score, parts in splits.items() if parts}
+    return {"macro": table["augmented"], "original": table["original"], "brittle": table["brittle"]} if table else {}
 
 
 BENCHMARKS = (
