@@ -47,10 +47,10 @@ MODEL_TYPE = "dino_sparo"
 NORMALIZED = "normalized"
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (
-    "The score is the mean of the slots' cosines, so the lead of a caption over the other one is a sum over slots. Of "
-    "each caption the slots are shown that add most to its lead. A map glows where the slot looks in the image, and is "
-    "grey where it gives no more than an even share of its attention. Below it: what the slot adds, and the word of "
-    "the caption to which it gives most of its attention."
+    "The score is the mean of the slots' cosines, so the lead of a caption over the other caption is a sum over slots. "
+    "Each caption has the slots that add most to its lead. A map is bright where the slot attends in the image, and "
+    "grey where the slot gives no more than an even share of its attention. Below the map: the part of the lead that "
+    "the slot adds, and the word of the caption to which the slot attends most."
 )
 
 

@@ -64,7 +64,7 @@ ENDS = {
 }
 RELATIONS_LEGEND = (
     "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. "
-    "Turned round: f with subject and object exchanged; a model that reads the direction gives it a lower score."
+    "Turned round: f with subject and object exchanged, which is lower if the model reads the direction."
 )
 
 

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 TITLE = "What the entities of a caption look at"
 TILE, TILES_PER_LINE = 176, 9  # pixels on the sheet; the image and its maps
 SCORES_EXPLANATION = (
-    "The cosine is that of an entity's embedding and its slot, which is the mean of the patches' values, weighted with "
+    "The cosine compares an entity's embedding and its slot. The slot is the mean of the patches' values, weighted by "
     "the entity's map (divided by its sum: an entity with small shares has a slot too). The score of a relation is f, "
-    "the cosine of the relation's embedding and what the slots of subject and object make of it."
+    "the cosine of the relation's embedding and its projection with the slots of subject and object."
 )
 
 

@@ -33,7 +33,7 @@ from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
-TITLE = "Where slots look, in images and in captions"
+TITLE = "Where slots attend, in images and in captions"
 TILE, SIDE, GAP = 280, 150, 24  # pixels on the sheet: largest side of a picture, names of slots, between pictures
 # Rising quickly, as the maps' colours do: weak attention is to be seen too.
 LEVEL_POWER = 0.6
@@ -42,10 +42,10 @@ LEGEND = (
     Word("of the attention to a word"),
 )
 EXPLANATION = (
-    "Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, "
-    "grey where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, "
-    "the more of the slot's attention it gets; the shares of the caption's start and end stand below. The cosine is "
-    "that of the slot read out of the image and the same slot read out of the caption. “Patches”: the effective "
+    "Each row is one slot with the same pairs of an image and a caption. The image is bright where the slot attends, "
+    "and grey where the slot gives no more than an even share of its attention. In the caption, a stronger mark of a "
+    "word means a larger share of the slot's attention; the shares of start and end token are below. The cosine "
+    "compares the slot read out of the image and the same slot read out of the caption. “Patches”: the effective "
     "number of patches, exp(entropy) of the slot's attention, as the geometric mean over the pairs."
 )
 

@@ -32,8 +32,8 @@ LAYOUT = Layout((160, 160), per_line=5, side=290)
 MARKS = {"true": (60, 190, 100), "false": (240, 90, 75)}  # behind words that differ
 MARK_LEVEL = 0.22
 RULE = (
-    "Shown are the questions in which a false caption scores most above the true one, one per image. Of several false "
-    "captions it is the one with the greatest score. Words that the other caption does not have there are marked."
+    "The page shows the questions with the largest lead of a false caption over the true caption, one question per "
+    "image and the false caption with the highest score. Words that the other caption lacks there are marked."
 )
 
 
