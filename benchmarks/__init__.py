@@ -1,4 +1,4 @@
-"""Claims of speed, each a script that first shows equal results and then measures.
+"""Benchmarks of speed: each script first checks that results are equal, then measures.
 
     python -m benchmarks --reference dino --json report.json      # all of them, one report
     python -m benchmarks.readout --reference dino                 # one

@@ -29,8 +29,8 @@ SCRIPTS: dict[str, ModuleType] = {
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """The options of every script, and which scripts."""
-    parser = options("All benchmarks, one report. Options of single scripts are handed on to them.")
+    """The options of every script, and the choice of scripts."""
+    parser = options("All benchmarks, one report. Options of single scripts are passed to these scripts.")
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="Scripts to run.")
     return parser
 

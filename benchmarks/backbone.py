@@ -1,4 +1,4 @@
-"""Time that the backbone saves: class token alone in the last block, positions by a matrix.
+"""Time that the backbone saves: only the class token in the last block, positions by a matrix.
 
     python -m benchmarks.backbone --reference dino
 
@@ -38,7 +38,7 @@ def crops_of(batch: int, sizes: dict[int, int], device: str, dtype: torch.dtype)
 
 
 def check_equality(section: Section, reference: Reference | None) -> None:
-    """Class tokens and gradients in float64, with stochastic depth where the reference does not take part."""
+    """Class tokens and gradients in float64, with stochastic depth unless the reference is compared."""
     for rate in (0.0, 0.3):
         torch.manual_seed(0)
         backbone: Any = create_backbone("vit_micro", 8, img_size=32, drop_path_rate=rate).double().train()
@@ -50,18 +50,18 @@ def check_equality(section: Section, reference: Reference | None) -> None:
                 norm_layer=lambda width: nn.LayerNorm(width, eps=1e-6),
             ).double().train()  # fmt: skip
             other.load_state_dict(backbone.state_dict())
-        found = {}
+        results = {}
         for name, run_crops in forms(backbone, other, crops).items():
             torch.manual_seed(1)
             tokens = run_crops()
-            named = dict((other if name == "reference" and other else backbone).named_parameters())
+            parameters = dict((other if name == "reference" and other else backbone).named_parameters())
             loss = (tokens * torch.linspace(-1, 1, tokens.numel(), dtype=tokens.dtype).view_as(tokens)).sum()
-            gradients = torch.autograd.grad(loss, [named[key] for key in sorted(named)])
-            found[name] = torch.cat([tokens.flatten(), *(g.flatten() / g.abs().max() for g in gradients)])
-        against = "reference" if "reference" in found else "plain"
-        for name in (name for name in found if name != against):
+            gradients = torch.autograd.grad(loss, [parameters[key] for key in sorted(parameters)])
+            results[name] = torch.cat([tokens.flatten(), *(g.flatten() / g.abs().max() for g in gradients)])
+        against = "reference" if "reference" in results else "plain"
+        for name in (name for name in results if name != against):
             claim = f"{name} against {against}: class tokens and gradients, stochastic depth {rate}"
-            section.check(claim, found[name].detach(), found[against].detach(), EQUAL)
+            section.check(claim, results[name].detach(), results[against].detach(), EQUAL)
 
 
 def check_positions(section: Section) -> None:
@@ -73,7 +73,7 @@ def check_positions(section: Section) -> None:
 
 
 def interpolated(backbone: Backbone, side: int) -> Tensor:
-    """The positions as the reference makes them."""
+    """The positions by the reference's interpolation."""
     grid_size, patches = backbone.img_size // backbone.patch_size, side // backbone.patch_size
     grid = backbone.pos_embed[:, 1:].unflatten(1, (grid_size, grid_size)).permute(0, 3, 1, 2)
     scale = (patches + GRID_OFFSET) / grid_size

@@ -66,7 +66,7 @@ def draw_graphs(number: int) -> list[SceneGraph]:
 
 
 def encode(graphs: Sequence[SceneGraph], sizes: Sizes, full: bool) -> EncodedGraphs:
-    """Graphs with random numbers for the text encoder's, padded to the largest among them, or fully, to the caps."""
+    """Graphs with random numbers as text encodings, padded to the largest graph, or fully, to the caps."""
     batch = batch_graphs(graphs)
     nodes, relations = (MAX_NODES, MAX_RELATIONS) if full else (batch.entities.shape[1], batch.predicates.shape[1])
     generator = torch.Generator().manual_seed(1)  # the same numbers however much is padded
@@ -218,7 +218,7 @@ def free_memory(device: str) -> int:
 def measure_memory(
     batches: Sequence[int], args: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], str]]:
-    """By form and batch: megabytes; or why it is skipped, as it would not fit going by the batch before, times B^2."""
+    """Megabytes by form and batch; or a reason to skip, if the memory of the previous batch, times B^2, is too much."""
     growth, skipped = {}, {}
     for form in FORMS:
         expected = 0.0
@@ -241,7 +241,7 @@ def sizes_of(batch: int, quick: bool) -> Sizes:
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """Equality, then memory, then the time of what fits, in turns."""
+    """Equality, then memory, then the time of the forms that fit, in turns."""
     usual = BATCHES if args.full or args.device != "cpu" else BATCHES[:2]
     batches, rounds = ([2, 3], 1) if args.quick else (sorted(args.batches or usual), args.rounds)
     section = Section(

@@ -94,7 +94,7 @@ def our_training(sizes: Sizes, readout: str, precision: str, args: argparse.Name
 
 
 class ListedClip(nn.Module):
-    """OpenCLIP's towers without their last blocks, and SPARO as the paper's listing has it, which forms all keys."""
+    """OpenCLIP's towers without their last blocks, and SPARO as in the paper's listing, which computes all keys."""
 
     def __init__(self, towers: Any, image: ListedSparo, text: ListedSparo) -> None:
         super().__init__()
@@ -168,10 +168,10 @@ def check_equality(section: Section, readouts: list[str], args: argparse.Namespa
     for readout in readouts:
         training, batch = our_training(QUICK, readout, "fp32", args), noise_pairs(QUICK)
         theirs = their_step(their_model(training.network), training, batch, "fp32", args.device)
-        others = torch.stack([theirs() for _ in range(CHECKED_STEPS)])
-        own = torch.stack([train_step(training, [batch]).loss for _ in range(CHECKED_STEPS)])
+        their_losses = torch.stack([theirs() for _ in range(CHECKED_STEPS)])
+        losses = torch.stack([train_step(training, [batch]).loss for _ in range(CHECKED_STEPS)])
         limit = EQUAL if args.logits == "fp32" else 0.02
-        section.check(f"{readout}: losses of {CHECKED_STEPS} steps", own, others, limit)
+        section.check(f"{readout}: losses of {CHECKED_STEPS} steps", losses, their_losses, limit)
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
@@ -264,7 +264,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data_path", default=None, help="Folder of image files; by default scenes are written as JPEG files."
     )
-    parser.add_argument("--images", type=int, default=48, help="How many of them.")
+    parser.add_argument("--images", type=int, default=48, help="Number of images to use.")
     return parser
 
 

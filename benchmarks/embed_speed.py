@@ -1,4 +1,4 @@
-"""Images per second of `dino-sparo embed`, beside lightly-train's `embed` and beside decoding and forward passes alone.
+"""Images per second of `dino-sparo embed`, compared with lightly-train's `embed` and with decoding and forward alone.
 
     python -m venv lightly && lightly/bin/pip install 'lightly-train==0.18.*'
     python -m benchmarks.embed_speed --lightly_python lightly/bin/python            # 512 built-in pictures as JPEG
@@ -120,7 +120,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], Callable[[], Any]]] = {
 
 
 def seconds_of(part: str, args: argparse.Namespace, out: Path) -> float:
-    """Seconds that a part takes, in a process of its own."""
+    """Seconds that a part takes, in a separate process."""
     is_lightly = part == "lightly-train"
     python = [args.lightly_python, __file__] if is_lightly else [sys.executable, "-m", "benchmarks.embed_speed"]
     options = {**vars(args), "part": part, "out": str(out)}
@@ -134,7 +134,7 @@ def seconds_of(part: str, args: argparse.Namespace, out: Path) -> float:
 
 
 def run_part(words: str) -> None:
-    """The other side of `seconds_of`."""
+    """Run a part in the process that `seconds_of` started."""
     args = argparse.Namespace(**json.loads(words))
     call = PARTS[args.part](args, Path(args.out))
     begin = time.perf_counter()

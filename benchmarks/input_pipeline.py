@@ -95,8 +95,8 @@ def check_equality(section: Section, source: ImageSource, device: str, number: i
             normalized = TF.normalize(truth / 255, list(IMAGENET_MEAN), list(IMAGENET_STD))
             cut = torch.from_numpy(cut_crop(image, crop.box, recipe.size))
             for pixels, differences in ((cut, colors), (view, whole)):
-                found = distortions(pixels[None].to(device), parameters)[0].cpu()
-                differences.append(((found - normalized) * std).abs().mean().item())
+                levels = distortions(pixels[None].to(device), parameters)[0].cpu()
+                differences.append(((levels - normalized) * std).abs().mean().item())
     section.checks += [
         Check("finished: every pixel is torchvision's on PIL images (levels of 255)", exact, 0.0),
         Check("deferred: distortions of equal pixels, mean difference (levels)", float(np.mean(colors)), LEVELS_APART),
@@ -127,19 +127,19 @@ class ReferenceImages(Dataset):
 
 
 def datasets(source: ImageSource, reference: Reference | None) -> dict[str, Any]:
-    """Name -> data set; the first is what the others are compared with."""
-    found: dict[str, Any] = {}
+    """Name -> data set; all others are compared with the first."""
+    data_sets: dict[str, Any] = {}
     if reference is not None:
         augmentation = reference.main_dino.DataAugmentationDINO(*CROPS.values())
-        found["reference"] = ReferenceImages([source.location(index) for index in range(len(source))], augmentation)
-    found["finished"] = ImageDataset(source, MultiCropAugmentation(**CROPS))
-    found["deferred"] = ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=True))
-    return found
+        data_sets["reference"] = ReferenceImages([source.location(index) for index in range(len(source))], augmentation)
+    data_sets["finished"] = ImageDataset(source, MultiCropAugmentation(**CROPS))
+    data_sets["deferred"] = ImageDataset(source, MultiCropAugmentation(**CROPS, defer_color=True))
+    return data_sets
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As in a worker of a loader."""
+    """Within this context one thread computes, as in a worker of a loader."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +149,7 @@ def one_thread() -> Iterator[None]:
 
 
 def rows_of(timings: Timings, images: int, per: str) -> list[dict[str, Any]]:
-    """A table: images per second, and how many times the first variant's."""
+    """Rows of a table: images per second, and their ratio to the first variant."""
     first = next(iter(timings.seconds))
     return [
         {
@@ -268,7 +268,7 @@ def time_stages(source: ImageSource, workers: int, batch: int, rounds: int, devi
 
 
 def cores_for(rate: float, ms_per_image: float) -> str:
-    """How many cores one card needs, in words."""
+    """The number of cores that one GPU needs, in words."""
     return (
         f"A card that takes {rate:,.0f} images/s needs {math.ceil(rate * ms_per_image / 1e3)} cores: {rate:,.0f} "
         f"images/s x {ms_per_image:.3g} ms."
@@ -276,7 +276,7 @@ def cores_for(rate: float, ms_per_image: float) -> str:
 
 
 def open_images(data_path: str | None, number: int, folder: Path) -> ImageSource:
-    """`number` images, spread evenly over those of `data_path`, or made in `folder`."""
+    """`number` images, spread evenly over `data_path`, or made in `folder`."""
     if data_path is None:
         write_images(folder, number)
         return open_source(str(folder))
@@ -320,7 +320,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
 
 
 def bars(section: Section, core: Timings | None) -> list[Bar]:
-    """The promises; a quick run has no numbers to hold against them."""
+    """The goals; a quick run has no numbers to compare with them."""
     compared = core if core is not None and "reference" in core.seconds else None
     found = [
         Bar(
@@ -346,7 +346,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data_path", default=None, help="Folder of image files; by default scenes are written as JPEG files."
     )
-    parser.add_argument("--images", type=int, default=96, help="How many of them.")
+    parser.add_argument("--images", type=int, default=96, help="Number of images to use.")
     parser.add_argument("--rounds", type=int, default=7, help="How often everything is timed.")
     return parser
 

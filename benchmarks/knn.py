@@ -45,15 +45,15 @@ QUICK = (Sizes(301, 103, 13, 11, 1.0, (2, 5)),)
 
 
 def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training features and labels, test features and labels; features of length one, as the reference wants them."""
+    """Training features and labels, test features and labels; features of length one, as the reference needs."""
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(sizes.classes, sizes.dim, generator=generator)
-    found = []
+    splits = []
     for number in (sizes.train, sizes.test):
         labels = torch.randint(sizes.classes, (number,), generator=generator)
         noise = torch.randn(number, sizes.dim, generator=generator).mul_(sizes.noise)
-        found += [F.normalize(noise.add_(centers[labels]), dim=1).to(device), labels.to(device)]
-    return found[0], found[1], found[2], found[3]
+        splits += [F.normalize(noise.add_(centers[labels]), dim=1).to(device), labels.to(device)]
+    return splits[0], splits[1], splits[2], splits[3]
 
 
 def knn_classify(

@@ -1,4 +1,4 @@
-"""Linear probes on given features, and the views that all features are made of, against the reference's.
+"""Linear probes on given features, and the views from which features are computed, against the reference's.
 
     python -m benchmarks.linear --reference dino --data_path imagenet/val
 
@@ -221,7 +221,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data_path", default=None, help="Folder of image files; by default scenes are written as JPEG files."
     )
-    parser.add_argument("--images", type=int, default=96, help="How many of them.")
+    parser.add_argument("--images", type=int, default=96, help="Number of images to use.")
     parser.add_argument("--rounds", type=int, default=7, help="How often each variant is timed.")
     return parser
 

@@ -93,15 +93,15 @@ def check_equality(section: Section, sizes: Sizes) -> None:
             bias.normal_()
     tokens = torch.randn(2, sizes.tokens, sizes.width, dtype=torch.float64, requires_grad=True)
     inputs = [tokens, *sparo.parameters()]
-    found = {}
+    results = {}
     for form, build_form in FORMS.items():
         slots = build_form(sparo)(tokens)
         weights = torch.linspace(-1, 1, slots.numel(), dtype=slots.dtype).view_as(slots)
         gradients = torch.autograd.grad((slots * weights).sum(), inputs)
-        found[form] = [slots, *(gradient / gradient.abs().max() for gradient in gradients)]
+        results[form] = [slots, *(gradient / gradient.abs().max() for gradient in gradients)]
     what = f"N={sizes.tokens} L={sizes.slots} V={sizes.slot_dim} A={sizes.key_dim} G={sizes.group}"
-    section.check(f"slots, {what}", found["ours"][0], found["listing"][0], EQUAL)
-    flat = [torch.cat([gradient.flatten() for gradient in found[form][1:]]) for form in ("ours", "listing")]
+    section.check(f"slots, {what}", results["ours"][0], results["listing"][0], EQUAL)
+    flat = [torch.cat([gradient.flatten() for gradient in results[form][1:]]) for form in ("ours", "listing")]
     section.check(f"gradients over their largest, {what}", flat[0], flat[1], EQUAL)
 
 

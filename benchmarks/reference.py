@@ -40,7 +40,7 @@ class Reference:
         self._modules: dict[str, ModuleType] = {}
 
     def __getattr__(self, name: str) -> ModuleType:
-        """One of `MODULES`, imported when it is first asked for, with those before it."""
+        """One of `MODULES`, imported on first use, together with the modules before it."""
         if name not in MODULES:
             raise AttributeError(name)
         for needed in MODULES[: MODULES.index(name) + 1]:

@@ -36,7 +36,7 @@ def bf16_speed(device: torch.device) -> float:
 
 
 def measured_precisions(section: "Section", device: str, names: Sequence[str] = ("fp32", "bf16")) -> list[str]:
-    """Those of the precisions that are worth a measurement; a note of the section says if bf16 is not."""
+    """The precisions that are worth measuring; a note of the section says if bf16 is left out."""
     speed = bf16_speed(torch.device(device)) if "bf16" in names else 1
     if speed >= 1:
         return list(names)
@@ -46,7 +46,7 @@ def measured_precisions(section: "Section", device: str, names: Sequence[str] = 
 
 @dataclass(frozen=True)
 class Check:
-    """An equality: how far two results are apart, and how far they may be.
+    """A check of equality: the difference of two results, and its limit.
 
     Attributes:
         claim: what equals what.
@@ -111,7 +111,7 @@ class Section:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all results that should be equal are."""
+        """Whether all checks of equality passed."""
         return all(check.passed for check in self.checks)
 
     def check(self, claim: str, ours: torch.Tensor, other: torch.Tensor, limit: float) -> None:
@@ -120,7 +120,7 @@ class Section:
         self.checks.append(Check(claim, difference, limit))
 
     def markdown(self) -> str:
-        """The section for people."""
+        """The section as Markdown."""
         parts = [f"## {self.title}", self.setting]
         checks = [
             {"equal": check.claim, "largest difference": check.difference, "allowed": check.limit,
@@ -138,7 +138,7 @@ class Section:
         return "\n\n".join(parts)
 
     def plain(self) -> dict[str, Any]:
-        """The section for programs."""
+        """The section as plain values, for JSON."""
         return {
             "title": self.title,
             "setting": self.setting,
@@ -158,7 +158,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Three digits are more than the noise leaves."""
+    """A value as text; numbers have three digits, since more would be noise."""
     if value is None:
         return "-"
     if isinstance(value, Spread):
@@ -186,24 +186,22 @@ def options(description: str, what: Iterable[str] = ()) -> argparse.ArgumentPars
     if what:
         parser.add_argument("what", choices=sorted(what), help="Which.")
     parser.add_argument(
-        "--reference", default=None, help="A checkout of facebookresearch/dino; without it ours alone is measured."
+        "--reference", default=None, help="A checkout of facebookresearch/dino; without it only our code is measured."
     )
     parser.add_argument(
         "--json",
         default=None,
-        help="File for the report with all numbers; the same for people goes beside it, with the suffix .md.",
+        help="File for the report with all numbers; a report in Markdown is written next to it, with the suffix .md.",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="Tiny sizes: does everything run, are results equal? No speeds to quote."
+        "--quick", action="store_true", help="Tiny sizes, to check that results are equal; do not quote the speeds."
     )
     parser.add_argument(
         "--full",
         action="store_true",
-        help="All sizes and forms; by default those that are meant to take less than five minutes on two cores.",
+        help="All sizes and forms; by default only sizes and forms that take less than five minutes on two cores.",
     )
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute: cpu or cuda."
-    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Device: cpu or cuda.")
     parser.add_argument("--plots", default=None, help="Folder for the pictures; none are drawn without it.")
     return parser
 
@@ -213,11 +211,11 @@ def run(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None = None,
 ) -> Section:
-    """A script: parse the options, measure, publish.
+    """Run a script: parse the options, measure, publish.
 
     Args:
         measure: options and checkout, if one is given -> the script's section.
-        parser: `options`, perhaps with the script's own.
+        parser: `options`, optionally with options of the script.
         argv: None: the command line.
     """
     args = parser.parse_args(argv)
@@ -254,7 +252,7 @@ def document(sections: Sequence[Section], reference: Reference | None, device: s
 
 
 def publish(sections: Sequence[Section], reference: Reference | None, args: argparse.Namespace) -> None:
-    """Print the report, and write it where the options say, as JSON and beside that as Markdown.
+    """Print the report, and write it to the file of the options, as JSON and as Markdown.
 
     Raises:
         SystemExit: results that should be equal are not.
@@ -266,7 +264,7 @@ def publish(sections: Sequence[Section], reference: Reference | None, args: argp
 
 
 def save(sections: Sequence[Section], reference: Reference | None, args: argparse.Namespace) -> str:
-    """Write the report where the options say, as JSON and beside that as Markdown; returns the latter.
+    """Write the report to the file of the options, as JSON and as Markdown; returns the Markdown.
 
     Called after each check too, so that a script that is ended leaves what it has measured.
     """

@@ -68,7 +68,7 @@ class Cluster:
 
 
 def training_args(ranks: int, tiny: bool, steps: int) -> argparse.Namespace:
-    """The options of a small run. SGD, whose steps are no larger for rounding's sake."""
+    """The options of a small run. SGD, whose steps do not amplify rounding."""
     words = {
         "data_path": f"scenes:{GLOBAL_IMAGES * steps}:32", "num_workers": 0,
         **SIZES, "arch": "vit_micro", "patch_size": 8, "out_dim": 64 if tiny else 4096, "sparo_slots": 4,
@@ -170,7 +170,7 @@ def step_flops(readout: str, out_dim: int) -> float:
 
 
 def paper(readout: str, out_dim: int, gpus: Sequence[int], cluster: Cluster) -> list[dict[str, Any]]:
-    """For each number of GPUs how long a step's bytes take, and the batch whose backward pass hides them."""
+    """For each number of GPUs: the seconds to send a step's bytes, and the batch whose backward pass hides them."""
     gradients = sum(p.numel() for p in network(readout, out_dim, "meta").parameters() if p.requires_grad)
     sent = {"gradients": 4 * gradients, "center": 4 * out_dim, "batch statistics": 8}
     flops = step_flops(readout, out_dim)

@@ -1,4 +1,4 @@
-"""Time that a run on many tar shards takes to start, at first and again.
+"""Time that a run on many tar shards takes to start, for the first and for the second time.
 
     python -m benchmarks.start                                            # 400,000 synthetic pairs in 40 shards
     python -m benchmarks.start --shards 4 --pairs_per_shard 1000 --processes 1
@@ -36,14 +36,14 @@ def write_shards(folder: Path, num_shards: int, pairs_per_shard: int) -> None:
         os.utime(folder / f"{shard:05}.tar", (1e9, 1e9))  # shards that have just been written are not cached
 
 
-def own_memory() -> int:
-    """Bytes of memory that are this process' own; Linux."""
+def private_memory() -> int:
+    """Bytes of memory that only this process uses; Linux."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int, float, int, float]:
-    """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
+    """One process of a start: its number, seconds, pairs, and bytes of its private memory per pair."""
     from dino_sparo.data.ranks import opened_together
     from dino_sparo.image_text.pairs.sources import PairPath
     from dino_sparo.runtime.collectives import barrier
@@ -52,11 +52,11 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)
     barrier()
-    before, begin = own_memory(), time.perf_counter()
+    before, begin = private_memory(), time.perf_counter()
     pairs = PairPath(folder)
     with opened_together(pairs.index, folder):
         source = pairs.open()
-    report = number, time.perf_counter() - begin, len(source), (own_memory() - before) / len(source)
+    report = number, time.perf_counter() - begin, len(source), (private_memory() - before) / len(source)
     barrier()
     shutdown()
     return report
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         "first_start_s": round(max(seconds for _, seconds, _, _ in first), 2),
         "first_start_s_per_million": round(max(seconds for _, seconds, _, _ in first) / pairs * 1e6, 1),
         "second_start_s": round(max(seconds for _, seconds, _, _ in second), 3),
-        "own_bytes_per_pair_and_process": round(max(own for *_, own in second), 2),
+        "own_bytes_per_pair_and_process": round(max(memory for *_, memory in second), 2),
         "cache_bytes_per_pair": round(cached / pairs, 2),
         "hardware": hardware(),
     }

@@ -131,13 +131,13 @@ def on_host(batch: B, device: torch.device | str) -> B:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for what was launched."""
+    """Wait until the device has finished."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu", fresh: bool = True) -> int:
-    """By how many bytes memory grows at most during one call.
+    """Largest growth of memory during one call, bytes.
 
     On a CPU the resident memory of the process, of a fresh one so that no memory is there to be used again; on a GPU
     what torch allocates.
@@ -204,14 +204,14 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = {
+    facts = {
         "cpu": f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used, {memory:.0f} GiB",
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
     }
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return found
+        facts["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return facts
 
 
 def software() -> dict[str, str]:

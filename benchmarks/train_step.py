@@ -56,7 +56,7 @@ STEPS = 10_000  # of the schedules; only the first few are taken
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is of."""
+    """Sizes of the model and the batch of a step."""
 
     arch: str = "vit_small"
     patch_size: int = 16
@@ -72,7 +72,7 @@ QUICK = Sizes("vit_micro", 8, 32, 16, 2, 61, 3)
 
 @dataclass
 class Stepper:
-    """Something that takes steps.
+    """A way to take training steps, and to time their parts.
 
     Attributes:
         step: takes one; returns the loss, on the device.
@@ -96,7 +96,7 @@ def noise_batch(sizes: Sizes, seed: int) -> Batch:
 
 
 def deferred_batch(sizes: Sizes, seed: int) -> Batch:
-    """8-bit crops of noise, and what was drawn for each, as a loader gives them for a GPU."""
+    """8-bit crops of noise, and the parameters drawn for each crop, as a loader gives them for a GPU."""
     recipes = MultiCropAugmentation(
         local_crops_number=sizes.num_local, global_crops_size=sizes.global_size, local_crops_size=sizes.local_size
     ).recipes
@@ -112,7 +112,7 @@ def deferred_batch(sizes: Sizes, seed: int) -> Batch:
 def our_training(
     sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float, cuda_graph: str = "off"
 ) -> DINOObjective:
-    """What main_dino.py trains with."""
+    """The objective of main_dino.py."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "global_crops_size": sizes.global_size,
         "local_crops_size": sizes.local_size, "local_crops_number": sizes.num_local, "out_dim": sizes.out_dim,
@@ -184,7 +184,7 @@ def compile_failure(training: DINOObjective, stepper: Stepper) -> str:
 
 
 class ListedEncoder(nn.Module):
-    """The reference's ViT without its last block, and SPARO as the paper's listing has it, which forms all keys."""
+    """The reference's ViT without its last block, and SPARO as in the paper's listing, which computes all keys."""
 
     def __init__(self, vit: Any, sparo: Sparo) -> None:
         super().__init__()
@@ -320,11 +320,11 @@ def process_group(device: str) -> Iterator[None]:
 def check_equality(section: Section, reference: Reference | None, sizes: Sizes, device: str) -> None:
     """Losses and teachers after a few steps in fp32, without stochastic depth; SPARO's against the listing."""
     for readout in ("cls", "sparo"):
-        own = ours(our_training(sizes, readout, "fp32", device, 0.0), noise_batch(sizes, 1))
+        stepper = ours(our_training(sizes, readout, "fp32", device, 0.0), noise_batch(sizes, 1))
         for name in ("crops", "teacher forward", "student forward", "loss forward"):
-            own.parts[name]()
-        in_parts = own.parts["loss forward"]()
-        section.check(f"{readout}: our loss, in parts and whole", in_parts.detach(), own.step(), 10 * EQUAL)
+            stepper.parts[name]()
+        in_parts = stepper.parts["loss forward"]()
+        section.check(f"{readout}: our loss, in parts and whole", in_parts.detach(), stepper.step(), 10 * EQUAL)
     if reference is None or device != "cpu":
         return
     for readout in ("cls", "sparo"):
@@ -334,11 +334,11 @@ def check_equality(section: Section, reference: Reference | None, sizes: Sizes, 
         for source, target in zip((training.network, training.teacher), networks, strict=True):
             copy_weights(source, target)
         with process_group(device):
-            other = reference_stepper(reference, networks, sizes, batch, device)
-            own = ours(training, batch)
-            losses = [torch.stack([stepper.step() for _ in range(CHECKED_STEPS)]) for stepper in (own, other)]
+            theirs = reference_stepper(reference, networks, sizes, batch, device)
+            steppers = ours(training, batch), theirs
+            losses = [torch.stack([stepper.step() for _ in range(CHECKED_STEPS)]) for stepper in steppers]
         section.check(f"{readout}: losses of {CHECKED_STEPS} steps", losses[0], losses[1], EQUAL)
-        teachers = (own.networks[1], other.networks[1]) if own.networks and other.networks else ()
+        teachers = [stepper.networks[1] for stepper in steppers if stepper.networks]
         summed = [torch.stack([p.double().sum() for p in network.parameters()]).sum() for network in teachers]
         section.check(f"{readout}: sum of the teacher's weights after them", summed[0], summed[1], 1e-2)
 
@@ -424,20 +424,20 @@ def _memory_of_step(training: DINOObjective) -> Iterator[dict[str, int]]:
     """
     updater = training.updater
     weights = {parameter.untyped_storage().data_ptr() for parameter in updater.parameters}
-    kept: dict[int, int] = {}  # address of a storage -> its bytes
+    sizes_of: dict[int, int] = {}  # address of a storage -> its bytes
     parts: dict[str, int] = {}
     activations = 0
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes_of[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def release(tensor: Tensor) -> Tensor:
         nonlocal activations
-        activations = max(activations, sum(kept.values()))
-        kept.clear()
+        activations = max(activations, sum(sizes_of.values()))
+        sizes_of.clear()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, release):
@@ -464,12 +464,12 @@ class Form(NamedTuple):
 
 def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
     """Precisions, compiled, and on a GPU recorded too."""
-    found = [Form(f"ours, {precision}", precision) for precision in precisions]
+    all_forms = [Form(f"ours, {precision}", precision) for precision in precisions]
     if not (args.quick or args.no_compile) and (args.full or args.device != "cpu"):
-        found.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
+        all_forms.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
         if args.device != "cpu":
-            found.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
-    return found
+            all_forms.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
+    return all_forms
 
 
 def _time_parts(parts: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
@@ -486,7 +486,7 @@ def _time_parts(parts: Mapping[str, Callable[[], Any]], rounds: int, device: str
 
 
 def _add_bars(section: Section, timed: dict[str, Timings], args: argparse.Namespace) -> None:
-    """What a step has to reach; a quick run has no numbers to hold against the bars."""
+    """Add the goals of a step; a quick run has no numbers to compare with them."""
     eager, compiled, recorded = "ours, bf16", COMPILED.format("bf16"), RECORDED.format("bf16")
 
     def ratio(readout: str, slow: str, fast: str) -> float | None:
@@ -534,7 +534,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no_compile",
         action="store_true",
-        help="Leave the compiled forms out, which take minutes; on a CPU only --full has them.",
+        help="Leave out the compiled forms, which take minutes; on a CPU only --full has compiled forms.",
     )
     return parser
 

@@ -4,7 +4,7 @@ python -m studies scenes
 python -m studies binding --help        # which encoders know which colour belongs to which shape
 python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
 python -m studies drawn-sets --help     # scenes in the layouts of compositional benchmarks
-python -m studies ibot --help          # iBOT beside DINO and SimDINO, and continued trainings
+python -m studies ibot --help          # iBOT compared with DINO and SimDINO, and continued trainings
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
 """
@@ -30,7 +30,7 @@ from studies.runs import RESULTS, make_runs
 logger = logging.getLogger(__name__)
 
 
-# Experiments with options of their own: parser, and body(options, run of a command).
+# Experiments with further options: parser, and body(options, run of a command).
 EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "binding": (binding.get_args_parser, binding.run_binding),
     "drawn-sets": (drawn_sets.parser, lambda args, _: drawn_sets.main(args)),
@@ -44,11 +44,11 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
 OPTIONS = {
     "study": {
         "name": Option(None, "The study.", choices=sorted(STUDIES), is_positional=True),
-        "data_path": Option(None, "Images, for studies that need some."),
+        "data_path": Option(None, "Folder of images, for studies of photographs."),
         "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
         "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
         "jobs": Option(1, "Runs at the same time, with one thread each.", positive_int),
-        "epochs": Option(None, "Epochs of a try; by default those of the recipe.", positive_int),
+        "epochs": Option(None, "Epochs of a trial; by default the epochs of the recipe.", positive_int),
         "seeds": Option(None, "Seeds to run; by default all. Several machines can share a study.", int, nargs="+"),
         "report": Option(False, "Train nothing: tables and plot of the results so far."),
     }

@@ -29,7 +29,7 @@ from dino_sparo.runtime.lock import create_output_dir
 
 
 def reworded(graph: SceneDescription) -> SceneDescription:
-    """The same scene, told from the other object: a ring right of a star -> a star left of a ring."""
+    """The same scene, with the other object as subject: a ring right of a star -> a star left of a ring."""
     (relation,) = graph.relations
     told = Relation(relation.object, OPPOSITES[relation.predicate], relation.subject)
     return replace(graph, relations=(told,))
@@ -119,8 +119,8 @@ def write_caption_sets(root: Path, drawn: list[Sample]) -> None:
             ("vl_checklist_relations", f"data/VG_100K/{name}", opposite, {}),
         ):
             for folder, caption in (("data", true), ("swapped_data", other)):
-                own = {"image_path": path, "true_caption": caption, "false_caption": negative, **more}
-                hard.setdefault(f"{folder}/{file}.json", []).append(own)
+                case = {"image_path": path, "true_caption": caption, "false_caption": negative, **more}
+                hard.setdefault(f"{folder}/{file}.json", []).append(case)
         sample.save(root / "valse" / "data" / "relations" / "test_images" / name)
         votes: dict[str, Any] = {"mturk": {"foil": 0, "caption": 3 if sample.number % 4 else 1, "other": 0}}
         valse[f"relations:{sample.number}"] = {"image_file": name, "caption": true, "foil": opposite, **votes}
@@ -226,6 +226,6 @@ def parser() -> Parser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """The command."""
+    """Write the sets of the options."""
     folder = draw_sets(Path(args.output_dir), args.num, args.img_size, args.seed)
     say(f"{folder}: nine benchmarks of {args.num} scenes")

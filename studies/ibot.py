@@ -1,4 +1,4 @@
-"""iBOT beside DINO and SimDINO, from random weights at equal time, and continued on other images.
+"""iBOT compared with DINO and SimDINO, from random weights at equal time, and continued on other images.
 
     python -m studies ibot --data_path cifar10                # class folders of CIFAR-10 in train/ and val/
     python -m studies ibot --report                           # tables of the results so far
@@ -142,8 +142,8 @@ def from_scratch(
         sources = [open_source(paths[0], "train"), open_source(paths[1], "val")]
         scores = {**accuracies(encoder, sources[0], sources[1]), "mIoU of patches": patch_miou(encoder)}
         words = {"pretrained_weights": out / "checkpoint.pth", "data_path": "scenes:200:64", "device": "cpu", "maps": 4}
-        found = run("slots score", option_words({**words, "num_workers": 0, "output_dir": out, "num_images": 100}))
-        scores["slot score"] = 100 * found["measures"]["model"]["jaccard"]["mean"]
+        result = run("slots score", option_words({**words, "num_workers": 0, "output_dir": out, "num_images": 100}))
+        scores["slot score"] = 100 * result["measures"]["model"]["jaccard"]["mean"]
     else:
         held_out = few_photographs(Path(args.data_path, "val"), EVALUATED, folder / "cifar10_val.csv")
         scores = accuracies(encoder, open_source(str(changes["data_path"])), open_source(held_out))
@@ -258,13 +258,13 @@ def patch_labels(masks: np.ndarray, classes: np.ndarray, side: int) -> np.ndarra
 
 def report(results: Path) -> str:
     """Tables of all results, whichever way they fell."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_of: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
-        found.setdefault(path.stem.partition("_seed")[0], []).append(json.loads(path.read_text()))
+        results_of.setdefault(path.stem.partition("_seed")[0], []).append(json.loads(path.read_text()))
     columns = ("20-NN", "linear", "slot score", "mIoU of patches")
     scratch = [["percent", "seeds", "epochs", *columns]]
     later = [["20-NN on old / new scenes", "seeds", "start", *(f"epoch {n}" for n in range(1, 5))]]
-    for name, runs in found.items():
+    for name, runs in results_of.items():
         if name.startswith("continued"):
             pairs = [[[run["epochs"][n][which] for run in runs] for which in ("old", "new")] for n in range(5)]
             cells = [" / ".join(mean_and_deviation(values) for values in pair) for pair in pairs]

@@ -50,7 +50,7 @@ class Trained:
 
 
 def with_random_slots(trained: Trained, one_block_less: bool = False, weights: Path | str | None = None) -> Path:
-    """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide slots that learned nothing.
+    """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide, untrained slots.
 
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
     `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
@@ -61,9 +61,9 @@ def with_random_slots(trained: Trained, one_block_less: bool = False, weights: P
 
     source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
-    own = source.encoder.config
+    base = source.encoder.config
     sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
-    config = replace(own, readout="sparo", replace_block=own.replaces_block or one_block_less, **sizes)
+    config = replace(base, readout="sparo", replace_block=base.replaces_block or one_block_less, **sizes)
     encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
     encoder.backbone.load_state_dict({name: blocks[name] for name in names})
@@ -93,12 +93,12 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
     path, alone, four = trained.folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
 
     def measures(*state: str) -> dict[str, float]:
-        found = {
+        scores = {
             "20-NN": knn(path, "encoding", *state),
             "linear probe": probe(path, "blocks", *state),
             ENCODING_PROBE: probe(path, "encoding", *state, *alone),
         }
-        return found | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
+        return scores | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
 
     found = {"untrained": measures("--untrained"), "trained": measures()}
     for one_block_less, name, nearest, linear in RANDOM_CONTROLS:

@@ -94,9 +94,9 @@ def report(results: Path) -> str:
     found = [json.loads(path.read_text()) for path in sorted((results / "probes").glob("*.json"))]
     rows = []
     for encoder in dict.fromkeys(result["encoder"] for result in found):
-        own = [result["probes"] for result in found if result["encoder"] == encoder]
-        cells = [mean_and_deviation([probes[probe]["top1"] for probes in own]) for probe in (*PROBES, RANDOM)]
-        rows.append([encoder, str(len(own)), *cells])
+        accuracies = [result["probes"] for result in found if result["encoder"] == encoder]
+        cells = [mean_and_deviation([probes[probe]["top1"] for probes in accuracies]) for probe in (*PROBES, RANDOM)]
+        rows.append([encoder, str(len(accuracies)), *cells])
     if not found:
         return ""
     last = found[-1]

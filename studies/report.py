@@ -28,7 +28,7 @@ def finished(name: str, results: Path) -> Results:
         runs_of_row = [Run(name, *rows[row], seed) for seed in study.seeds] if row in rows else []
         results_of_row = {run.seed: run.result(results) for run in runs_of_row}
         by_seed = {seed: result for seed, result in results_of_row.items() if result and "diverged" not in result}
-        found[row] = {seed: _with_scores(result, _own_scores(study, result)) for seed, result in by_seed.items()}
+        found[row] = {seed: _with_scores(result, _main_scores(study, result)) for seed, result in by_seed.items()}
         # Encoders of a control have other sizes, and were not trained again.
         unknown = dict.fromkeys((*SIZES, "training_processor_s"))
         for control, (controlled, other_scores) in study.controls.items():
@@ -38,8 +38,8 @@ def finished(name: str, results: Path) -> Results:
     return found
 
 
-def _own_scores(study: Study, result: Mapping[str, Any]) -> dict[str, str]:
-    """All scores of a run except those that only controls show, each in the column of its name."""
+def _main_scores(study: Study, result: Mapping[str, Any]) -> dict[str, str]:
+    """All scores of a run except the scores that only controls show, each in the column of its name."""
     names = dict.fromkeys(score for scores in result["scores"].values() for score in scores)
     return {score: score for score in names if score not in study.control_scores}
 
@@ -47,8 +47,8 @@ def _own_scores(study: Study, result: Mapping[str, Any]) -> dict[str, str]:
 def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The same run with scores chosen for columns of the tables."""
     scores = {
-        state: {column: own[score] for column, score in columns.items() if score in own}
-        for state, own in result["scores"].items()
+        state: {column: values[score] for column, score in columns.items() if score in values}
+        for state, values in result["scores"].items()
     }
     return {**result, "scores": scores}
 
@@ -93,8 +93,8 @@ def report(name: str, results: Path) -> str:
         untrained = [score for state, score in columns if state == "untrained"]
         # Trained minus untrained encoder of the same initialisation.
         gains = {
-            row: {score: differences(own["trained", score], own["untrained", score]) for score in untrained}
-            for row, own in scores.items()
+            row: {score: differences(by_column["trained", score], by_column["untrained", score]) for score in untrained}
+            for row, by_column in scores.items()
         }
 
         def between(values: Mapping[str, Mapping[Any, BySeed]]) -> dict[str, list[dict[int, float]]]:
@@ -103,7 +103,7 @@ def report(name: str, results: Path) -> str:
                 for one, other in pairs
             }
 
-        added = {row: own.values() for row, own in gains.items()}
+        added = {row: by_column.values() for row, by_column in gains.items()}
         parts += [summary_table(found), interval_table("difference", _titles(columns), between(scores))]
         parts += [interval_table("trained - untrained", untrained, added)]
         parts += [interval_table("difference of the gains", untrained, between(gains)), seed_table(found)]
@@ -149,7 +149,7 @@ def choice_table(name: str, results: Path) -> str:
 
 
 def choice_note(name: str, results: Path) -> str:
-    """Chosen learning rates at an end of the grid, beyond which a better one may exist, and ties."""
+    """Chosen learning rates at an end of the grid, beyond which a better rate may exist, and ties."""
     study, notes = STUDIES[name], []
     for variant, lr in chosen_rates(name, results).items() if len(study.learning_rates) > 1 else ():
         values = [
@@ -161,7 +161,7 @@ def choice_note(name: str, results: Path) -> str:
             notes.append(f"`{variant}`: a tie; the smaller rate was chosen.")
         if lr in (min(study.learning_rates), max(study.learning_rates)):
             end, beyond = ("smallest", "smaller") if lr == min(study.learning_rates) else ("largest", "larger")
-            notes.append(f"`{variant}`: the {end} rate was chosen; a {beyond} one may be better.")
+            notes.append(f"`{variant}`: the {end} rate was chosen; a {beyond} rate may be better.")
     return " ".join(notes)
 
 

@@ -77,8 +77,8 @@ def chosen_rates(name: str, results: Path) -> dict[str, float]:
         return dict.fromkeys(study.variants, study.learning_rates[0])
     chosen = {}
     for variant in study.variants:
-        found = {run.lr: run.result(results) for run in choosing_runs(name) if run.variant == variant}
-        values = {lr: study.quality(result) for lr, result in found.items() if result}
+        by_rate = {run.lr: run.result(results) for run in choosing_runs(name) if run.variant == variant}
+        values = {lr: study.quality(result) for lr, result in by_rate.items() if result}
         if len(values) == len(study.learning_rates) and max(values.values()) > -math.inf:
             chosen[variant] = max(values, key=lambda lr: values[lr])
     return chosen
@@ -190,12 +190,12 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         diverged = str(end.__context__)
     seconds, log = _processor_seconds() - before, folder / "log.txt"
     epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    kept = ("step", "train_loss", "knn_20", "val_loss")
+    columns = ("step", "train_loss", "knn_20", "val_loss")
     result: dict[str, Any] = {
         "run": one.name,
         "options": {name: value for name, value in options.items() if name != "data_path"},
         "scores": {},
-        "epochs": [{key: epoch[key] for key in kept if key in epoch} for epoch in epochs],
+        "epochs": [{key: epoch[key] for key in columns if key in epoch} for epoch in epochs],
         "training_processor_s": None if resumed else round(seconds),
         "commit": git_hash(),
         "torch": str(torch.__version__),

@@ -37,10 +37,10 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
         `objects`: row -> measure -> percent; `kept`: state -> number of slots kept -> 20-NN of the best and of random
         slots; `match`: name -> mean linear CKA.
     """
-    own = folder / run.name
-    shared = option_words({"pretrained_weights": own / "checkpoint.pth", "device": "cpu", "num_workers": 0})
-    # So each seed has an untrained encoder of its own.
-    shared += option_words({"seed": run.seed, "output_dir": own / "slots"})
+    run_folder = folder / run.name
+    shared = option_words({"pretrained_weights": run_folder / "checkpoint.pth", "device": "cpu", "num_workers": 0})
+    # So each seed has another untrained encoder.
+    shared += option_words({"seed": run.seed, "output_dir": run_folder / "slots"})
     words = option_words({"data_path": OBJECTS, "maps": NUM_MAPS})
     has_slots = readout_kind(run.options["readout"]).has_slots
     if partner is not None and has_slots:

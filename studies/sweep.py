@@ -80,7 +80,7 @@ def read_result(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a result of dino-sparo zero-shot ({error!r})") from error
     if result.get("slots"):
-        raise UserError(f"{path} is the result of a choice among a model's slots; give those of whole models")
+        raise UserError(f"{path} is the result of a choice among a model's slots; give results of whole models")
     return result
 
 
@@ -101,7 +101,7 @@ def protocol_of(result: Mapping[str, Any]) -> dict[str, Any]:
 def _flat(protocol: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a protocol by part and name."""
     parts = {part: value if isinstance(value, dict) else {"": value} for part, value in protocol.items()}
-    return {f"{part} {name}".strip(): value for part, own in parts.items() for name, value in own.items()}
+    return {f"{part} {name}".strip(): value for part, entries in parts.items() for name, value in entries.items()}
 
 
 def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -110,7 +110,7 @@ def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
     for name, result in others:
         sides = _flat(protocol_of(expected)), _flat(protocol_of(result))
         if changed := differences(sides[0], sides[1], f"in {first}", f"in {name}"):
-            raise UserError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models alike")
+            raise UserError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models in the same way")
 
 
 def collect(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,14 +171,14 @@ def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, lette
     """A curve for every value of `by`: mean of `y` against `x`; each model is a dot."""
     values = sorted({getattr(point, by) for point in points})
     for position, value in enumerate(values):
-        own = [point for point in points if getattr(point, by) == value]
-        where, heights = [getattr(point, x) for point in own], [getattr(point, y) * unit for point in own]
+        curve = [point for point in points if getattr(point, by) == value]
+        where, heights = [getattr(point, x) for point in curve], [getattr(point, y) * unit for point in curve]
         colour = colour_of(position, len(values))
         # Dots at the same place stay visible: earlier ones are larger.
         size = 4.5 + 2.5 * (len(values) - 1 - position) / max(1, len(values) - 1)
         axis.plot(where, heights, "o", color=colour, markersize=size, label=f"{letter}{value}")
         # Models of the same M differ in L and V, so no curve connects them.
-        if by != "readout" or own[0].num_slots is None:
+        if by != "readout" or curve[0].num_slots is None:
             means = {at: [height for here, height in zip(where, heights, strict=True) if here == at] for at in where}
             axis.plot(list(means), [sum(each) / len(each) for each in means.values()], color=colour, linewidth=1.5)
     ticks = sorted({getattr(point, x) for point in points})

@@ -65,7 +65,7 @@ def draw(rng: Generator, label: int, hard: bool) -> Image.Image:
 
 
 def main() -> None:
-    """Write the images of the command line."""
+    """Write the images that the command line describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -117,8 +117,8 @@ def test_a_rate_at_an_end_of_the_grid_and_a_tie_are_named(tmp_path: Path) -> Non
     note = report.choice_note("scenes", tmp_path)
     assert note == (
         "`cls`: a tie; the smaller rate was chosen. "
-        "`cls`: the smallest rate was chosen; a smaller one may be better. "
-        "`gap`: the largest rate was chosen; a larger one may be better."
+        "`cls`: the smallest rate was chosen; a smaller rate may be better. "
+        "`gap`: the largest rate was chosen; a larger rate may be better."
     )
 
 

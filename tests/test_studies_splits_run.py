@@ -109,7 +109,7 @@ def test_a_model_whose_result_is_there_is_not_trained_again_and_other_options_ar
     after = run_splits(options(tmp_path, "--models", "clip-cls", "clip-sparo"), second)
     assert after[:1] == before
     assert [Path(words["output_dir"]).name for _, words in second.trained()] == ["clip-sparo"]
-    with pytest.raises(ValueError, match="is the result of other options; give the same ones, or another --output_dir"):
+    with pytest.raises(ValueError, match="is the result of other options; give the same options, or another"):
         run_splits(options(tmp_path, "--models", "clip-cls", "--epochs", "3"), FakeRun())
 
 

@@ -99,7 +99,7 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
         with pytest.raises(ValueError, match=r"result.json is not a result of dino-sparo zero-shot"):
             read_result(path)
     path.write_text(json.dumps({**read_result(results[0]), "slots": {"kind": "selection"}}))
-    with pytest.raises(ValueError, match="a choice among a model's slots; give those of whole models"):
+    with pytest.raises(ValueError, match="a choice among a model's slots; give results of whole models"):
         read_result(path)
 
 

@@ -1,12 +1,12 @@
-"""What needs a GPU to be known, by one command, in parts that can be started again.
+"""All measurements and checks that need a GPU, by one command, in parts that can be rerun.
 
     python -m benchmarks.gpu                                    # `make gpu`: an hour on one GPU
-    python -m benchmarks.gpu --reference ../dino                # the speeds beside the reference's
+    python -m benchmarks.gpu --reference ../dino                # the speeds next to the reference's
     python -m benchmarks.gpu --minutes 12                       # the first parts that are not done
     python -m benchmarks.gpu --part losses profile               # these parts
     python -m benchmarks.gpu --device cpu --short               # do the parts work? No number of it counts
 
-Every part is a script in a process of its own, `python -m benchmarks.gpu.NAME` or one of the benchmarks. Its checks,
+Every part is a script in a separate process, `python -m benchmarks.gpu.NAME` or one of the benchmarks. Its checks,
 tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Parts that are done are skipped.
 
     __main__.py       the parts, one after the other

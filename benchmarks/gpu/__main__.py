@@ -1,4 +1,4 @@
-"""The parts, one after the other, each in a process of its own: `python -m benchmarks.gpu --help`."""
+"""Run all parts, one after the other, each in a separate process: `python -m benchmarks.gpu --help`."""
 
 import argparse
 import json
@@ -79,7 +79,7 @@ def get_args_parser() -> Parser:
     parser.add_argument(
         "--reference",
         default=os.environ.get("DINO_REFERENCE"),
-        help="A checkout of facebookresearch/dino; without it ours alone is measured. By default DINO_REFERENCE.",
+        help="A checkout of facebookresearch/dino; without it only our code is measured. By default DINO_REFERENCE.",
     )
     parser.add_argument("--output_dir", type=Path, default=Path("output/gpu"), help="Folder of the parts' files.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu proves that the parts work.")

@@ -29,7 +29,7 @@ ROUNDS = 15
 
 
 def row_of(batch: int, images: Path, args: argparse.Namespace) -> dict[str, object]:
-    """One batch size: a row of the table."""
+    """The row of the table for one batch size."""
     is_on_gpu = args.device != "cpu"
     sizes = {**(SMALL if args.quick else FULL)["DINO"], "data_path": images, "batch_size_per_gpu": batch}
     sizes |= {"precision": "bf16", "drop_path_rate": 0.1, "cuda_graph": "on", "num_workers": 0 if args.quick else 32}

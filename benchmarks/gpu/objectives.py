@@ -34,7 +34,7 @@ OBJECTIVES: dict[str, tuple[type[Objective[Any]], Callable[[], Parser]]] = {
     "OC-CLIP": (OCCLIPObjective, oc_clip_options.get_args_parser),
 }
 NUM_BATCHES = 2  # drawing a full one takes many seconds
-# Full sizes: those of the recipes, on scenes. OC-CLIP's preset starts from weights that are no part of this project.
+# Full sizes: those of the recipes, on scenes. OC-CLIP's preset starts from weights that are not part of this project.
 FULL: dict[str, dict[str, object]] = {
     "DINO": {"data_path": "scenes:128:256", "batch_size_per_gpu": 64, "warmup_epochs": 0},
     "CLIP": {"data_path": "scenes:256:224", "batch_size": 128, "warmup_steps": 2},
@@ -65,8 +65,8 @@ class Built(NamedTuple):
 
     def step(self) -> torch.Tensor:
         """Take one step; its loss, (), on the device."""
-        taken = [next(self.batches) for _ in range(self.objective.updater.accum_steps)]
-        return self.objective.step(taken, epoch=1, is_last=False).loss
+        micro_batches = [next(self.batches) for _ in range(self.objective.updater.accum_steps)]
+        return self.objective.step(micro_batches, epoch=1, is_last=False).loss
 
 
 def build(name: str, sizes: dict[str, object], device: str, compiles: bool = False) -> Built:

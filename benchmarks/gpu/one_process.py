@@ -21,7 +21,7 @@ FORMS: dict[str, dict[str, object]] = {
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """Losses with DDP against those without."""
+    """Losses with DDP against losses without DDP."""
     backend = "gloo" if args.device == "cpu" else "nccl"
     section = Section("DDP in a group of one process", f"{backend}, on {args.device}, fp32, small sizes.")
     with process_group(args.device):
@@ -30,9 +30,9 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
                 expected = first_losses(name, args.device, {**changes, "precision": "fp32"})
                 for compiles in (False,) if args.quick else (False, True):
                     with wrapped_in_ddp():
-                        found = first_losses(name, args.device, {**changes, "precision": "fp32"}, compiles)
+                        losses = first_losses(name, args.device, {**changes, "precision": "fp32"}, compiles)
                     what = f"{name}, {form}{', compiled' * compiles}: losses with DDP and without"
-                    section.check(what, found, expected, EQUAL)
+                    section.check(what, losses, expected, EQUAL)
                     save([section], None, args)
     section.notes.append("SyncBN is left out: in a group of one it is plain batch norm.")
     return section

@@ -1,4 +1,4 @@
-"""The parts' reports -> what docs/gpu.md says between its marks: the status, what was not shown, what was measured."""
+"""The parts' reports -> the generated sections of docs/gpu.md: the status, parts that did not pass, measurements."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ CLAIMS = [
 
 
 def claims(reports: dict[str, dict[str, Any]]) -> str:
-    """What the recorded step has to reach, and what was measured, on which GPU and at which commit."""
+    """Goals of the recorded step, and the measurements, with GPU and commit."""
     rows = []
     for claim in CLAIMS:
         report = reports.get(claim.part, {})
@@ -92,13 +92,13 @@ def claims(reports: dict[str, dict[str, Any]]) -> str:
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Name of a part -> its report with the runner's `seconds` and `result`; without those that have not ended."""
+    """Name of a part -> its report with the runner's `seconds` and `result`; without parts that have not ended."""
     reports = {name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").is_file()}
     return {name: report for name, report in reports.items() if "result" in report}  # the runner adds it last
 
 
 def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """What ran on what, every check that failed, every bar, then all tables."""
+    """Parts and machines, every failed check, every goal, then all tables."""
     sections = [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
     facts: dict[str, Any] = next((report for report in reports.values() if "hardware" in report), {})
     lines = [
@@ -161,7 +161,7 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _tables(sections: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Step times and their parts, kinds of kernels, memory, seconds of a search, ...: all that was measured."""
+    """Step times and their parts, kinds of kernels, memory, seconds of a search, ...: all measurements."""
     return [
         f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
         for name, section in sections
@@ -176,7 +176,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_between_marks(texts: dict[str, str], path: Path) -> None:
-    """Replace what stands between the marks of a page.
+    """Replace the text between the marks of a page.
 
     Args:
         texts: name of a mark -> what stands behind it.

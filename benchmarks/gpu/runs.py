@@ -62,11 +62,11 @@ def measure_tests(section: Section, args: argparse.Namespace, folder: Path) -> N
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     # cuBLAS wants it wherever a test asks for deterministic algorithms, in older versions of torch with an error.
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(done.stdout + done.stderr)
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(process.stdout + process.stderr)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", process.stdout)}
     section.tables["Tests"] = [{word: counts.get(word, 0) for word in ("passed", "failed", "skipped")}]
-    section.checks.append(Check("exit status of pytest", done.returncode, 0))
+    section.checks.append(Check("exit status of pytest", process.returncode, 0))
     if args.device != "cpu":
         section.checks.append(Check("tests that were skipped", counts.get("skipped", 0), 0))
 
@@ -95,15 +95,15 @@ def measure_resume(section: Section, args: argparse.Namespace, folder: Path) -> 
 
 
 def resumed_checks(name: str, whole: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> list[Check]:
-    """Whether a run that was stopped did the epochs and steps of one that was not, and with about its losses.
+    """Check that a resumed run has the epochs and steps of a whole run, and about the same losses.
 
     Args:
         name: of the signal.
         whole: lines of log.txt of the run that nobody stopped.
         resumed: of the other.
     """
-    done = [[(line["epoch"], line["step"]) for line in lines] for lines in (whole, resumed)]
-    is_same = bool(whole) and done[0] == done[1]
+    progress = [[(line["epoch"], line["step"]) for line in lines] for lines in (whole, resumed)]
+    is_same = bool(whole) and progress[0] == progress[1]
     losses = [[line["train_loss"] for line in lines] for lines in (whole, resumed)]
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True)) if is_same else math.nan
     return [
@@ -182,7 +182,7 @@ TITLES = {
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """One of them, in a folder of its own."""
+    """Measure one kind of run, in a separate folder."""
     section = Section(TITLES[args.what], f"On {args.device}, torch {torch.__version__}.")
     # Not in /tmp, which may be small: checkpoints take about 8 GB. The runner removes it after a part that was ended.
     folder = Path(args.json).resolve().with_suffix(".tmp") if args.json else Path(tempfile.mkdtemp())

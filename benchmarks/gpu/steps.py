@@ -25,7 +25,7 @@ WARM_STEPS = 2
 # How far losses of several nats may be apart: of fp32 on a CPU and on a device, and of other precisions from fp32.
 FP32, BF16, FP16, COMPILED = 1e-3, 5e-2, 2e-2, 1e-3
 CLIP_FP16 = 5e-2  # 0.015 on a CPU
-# Forms of DINO beside the plain one whose steps must not wait for the device.
+# Further forms of DINO whose steps must not wait for the device.
 DINO_FORMS: dict[str, dict[str, object]] = {
     "": {},
     "vanilla": {"readout": "cls"},
@@ -39,7 +39,7 @@ COMPILED_FORMS = ("", "fp16")  # compiling one takes about a minute
 
 @contextlib.contextmanager
 def no_synchronisation(device: str) -> Iterator[None]:
-    """Whatever waits for the device raises a RuntimeError; without effect on a CPU."""
+    """Within this context any wait for the device raises a RuntimeError; without effect on a CPU."""
     if device == "cpu":
         yield
         return
@@ -96,8 +96,8 @@ def check_losses(section: Section, args: argparse.Namespace) -> None:
         form: dict[str, object] = {"distort_on": "device"} if name == "DINO" else {}
         expected = first_losses(name, "cpu", {**form, "precision": "fp32"})
         for precision, limit in (limits | ({"fp16": CLIP_FP16} if name == "CLIP" and "fp16" in limits else {})).items():
-            found = first_losses(name, args.device, {**form, "precision": precision})
-            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", found, expected, limit)
+            losses = first_losses(name, args.device, {**form, "precision": precision})
+            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", losses, expected, limit)
             save([section], None, args)
         if not args.quick:
             eager, compiled = (
@@ -112,7 +112,7 @@ TITLES = {"losses": "Losses by device, precision and compilation", "waiting": "D
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """One of them."""
+    """One of the two checks."""
     section = Section(TITLES[args.what], f"On {args.device}, built-in scenes.")
     MEASURES[args.what](section, args)
     if args.device == "cpu" and args.what == "waiting":

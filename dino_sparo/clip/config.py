@@ -38,7 +38,7 @@ class CLIPConfig:
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
 
     Raises:
-        ValueError: no block of the text encoder is left beside the read-out.
+        ValueError: no block of the text encoder is left before the read-out.
     """
 
     image: EncoderConfig
@@ -52,22 +52,22 @@ class CLIPConfig:
 
     def __post_init__(self) -> None:
         if self.text.layers - self.replace_block < 1:
-            raise UserError(f"text layers={self.text.layers} leave no block beside the read-out that replaces the last")
+            raise UserError(f"text layers={self.text.layers} leave no block before the read-out in place of the last")
         codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
         shared: dict[str, Any] = {"replace_block": self.replace_block, "quick_gelu": self.quick_gelu}
         object.__setattr__(self, "image", replace(self.image, **shared, num_codes=codes[0], code_dim=codes[1]))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CLIPConfig":
-        """The configuration a checkpoint carries, beside the mean and std of its images.
+        """The configuration in a checkpoint's entry, which also holds the mean and std of its images.
 
         Raises:
             ValueError: it says something that this version does not know.
         """
-        own = {name: value for name, value in values.items() if name not in ("mean", "std", "image", "text")}
-        refuse_unknown("model", cls, own)
+        fields = {name: value for name, value in values.items() if name not in ("mean", "std", "image", "text")}
+        refuse_unknown("model", cls, fields)
         refuse_unknown("text encoder", TextConfig, values["text"])
-        return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**values["text"]), **own)
+        return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**values["text"]), **fields)
 
     @property
     def summary(self) -> str:
@@ -127,8 +127,8 @@ def infer_clip_config(
     if text_heads is None:
         if width % HEAD_WIDTH:
             raise CheckpointError(
-                f"the text encoder is {width} wide, no multiple of {HEAD_WIDTH}, so its heads cannot be told; give "
-                f"text_heads"
+                f"the text encoder is {width} wide, not a multiple of {HEAD_WIDTH}, so its number of "
+                "heads is unknown; give text_heads"
             )
         text_heads = width // HEAD_WIDTH
     slots = {name: getattr(image, name) for name in SLOT_SIZES}

@@ -47,10 +47,10 @@ MODEL_TYPE = "dino_sparo"
 NORMALIZED = "normalized"
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (
-    "The score is the mean of the slots' cosines, so the lead of a caption over the other one is a sum over slots. Of "
-    "each caption the slots are shown that add most to its lead. A map glows where the slot looks in the image, and is "
-    "grey where it gives no more than an even share of its attention. Below it: what the slot adds, and the word of "
-    "the caption to which it gives most of its attention."
+    "The score is the mean of the slots' cosines, so the lead of a caption over the other caption is a sum over slots. "
+    "Each caption has the slots that add most to its lead. A map is bright where the slot attends in the image, and "
+    "grey where the slot gives no more than an even share of its attention. Below the map: the part of the lead that "
+    "the slot adds, and the word of the caption to which the slot attends most."
 )
 
 
@@ -70,9 +70,9 @@ class SlotScorer(DotProductScorer):
         picture = view_pixels(image, view, PICTURE_HEIGHT)
         explained = []
         leads = slot_leads(torch.from_numpy(cosines)).numpy()
-        for caption, own_ids, own, lead in zip(captions, ids, attention, leads, strict=True):
-            words = caption_words(caption, own_ids)
-            shares = word_shares(own, words)
+        for caption, token_ids, slot_attention, lead in zip(captions, ids, attention, leads, strict=True):
+            words = caption_words(caption, token_ids)
+            shares = word_shares(slot_attention, words)
             tiles = []
             for slot in leading_slots(lead):
                 notes = (f"{lead[slot]:+.3f}", _top_word(words, shares[slot]))
@@ -82,7 +82,7 @@ class SlotScorer(DotProductScorer):
 
 
 def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions L"]:
-    """Share of each slot in the lead of a caption over the mean of the others.
+    """Share of each slot in the lead of a caption over the mean of all other captions.
 
         lead_cl = (cosine_cl - mean over captions d other than c of cosine_dl) / L
 
@@ -101,7 +101,7 @@ def leading_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
 
 
 def lead_in_words(lead: Float[np.ndarray, " L"]) -> str:
-    """Number of slots that prefer a caption, and the sum of those that are shown."""
+    """Number of slots that prefer a caption, and the sum of the slots that are shown."""
     shown = leading_slots(lead)
     added = f"; those below add {lead[shown].sum():+.3f}" if shown else ""
     return f"{int((lead > 0).sum())} of {len(lead)} slots prefer it{added}"
@@ -158,7 +158,7 @@ def clip_scorer(
 
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
-    """An image of any kind as our evaluations see it."""
+    """The view of an image of any kind, as in our evaluations."""
     return view(to_image(image, 3))[0]
 
 
@@ -172,7 +172,7 @@ def load_for_benchmark(
 ) -> tuple[CLIP | ReducedClip, Callable[..., Tensor], Callable[..., Tensor]]:
     """Load a checkpoint for CLIP benchmark, which names the arguments: the model, its transform and its tokenizer.
 
-    `model_name` is `normalized`, perhaps with `:FILE.json`; `cache_dir` is unused.
+    `model_name` is `normalized`, optionally with `:FILE.json`; `cache_dir` is unused.
     """
     kind, _, slots = model_name.partition(":")
     if kind != NORMALIZED:
@@ -188,7 +188,7 @@ def load_for_benchmark(
 
 
 def run_clip_benchmark(argv: Sequence[str] | None = None) -> None:
-    """CLIP benchmark's command, which also knows our checkpoints; `argv`: None takes the command line's options."""
+    """CLIP benchmark's command, which also opens our checkpoints; `argv`: None takes the command line's options."""
     if argv is not None:
         sys.argv[1:] = argv  # it parses the command line itself
     with errors_in_one_line(logger):

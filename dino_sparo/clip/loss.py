@@ -44,15 +44,15 @@ def clip_loss(
     labels = torch.arange(len(images), device=images.device) + len(images) * rank()
     parts = ((images, every_text, texts_per_image * labels), (texts[::texts_per_image], every_image, labels))
     losses = []
-    for own, others, right in parts:
+    for x, y, right in parts:
         # In fp32 in OpenCLIP's order of operations.
-        logits = scale * own @ others.t() if products == "fp32" else scale * rounded_product(own, others, products)
+        logits = scale * x @ y.t() if products == "fp32" else scale * rounded_product(x, y, products)
         losses.append(F.cross_entropy(logits, right))
     return (losses[0] + losses[1]) / 2
 
 
 def require_products(products: str, device: torch.device) -> None:
-    """Refuse products that this version of torch cannot compute on a device: bf16 on a GPU, before torch 2.8."""
+    """Refuse products that this version of torch cannot compute on a device: bf16 on a GPU needs torch 2.8."""
     if products == "bf16" and device.type == "cuda" and TorchVersion(torch.__version__) < "2.8":
         raise UserError(
             f"--logits bf16 on a GPU needs torch 2.8 or newer, this is {torch.__version__}; give --logits tf32 or fp32"

@@ -22,7 +22,7 @@ from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs, without_padding
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind
@@ -92,7 +92,7 @@ class CLIP(nn.Module):
         self._frozen = [
             module
             for module in self.modules()
-            if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own)
+            if (weights := list(module.parameters())) and not any(weight.requires_grad for weight in weights)
         ]
         self.train(self.training)
 
@@ -176,7 +176,7 @@ def create_clip(
         quick_gelu: OpenAI's activation in both encoders.
         sizes: of the slots (`SLOT_SIZES`), and those of `towers.tower_configs`.
     """
-    patch_size = own_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
+    patch_size = default_patch_size(arch, PATCH_SIZE) if patch_size is None else patch_size
     towers = towers_of(readout, norm_first)
     slots = {name: sizes.pop(name) for name in SLOT_SIZES if name in sizes}
     image, text = tower_configs(towers[:2], arch, patch_size, slots=slots, **sizes)
@@ -188,7 +188,7 @@ def create_clip(
 
 
 def clip_from_config(config: CLIPConfig) -> CLIP:
-    """Build the model a configuration describes, with random weights; see `create_clip`."""
+    """Build the model that a configuration describes, with random weights; see `create_clip`."""
     codebook = None
     if config.image.kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
@@ -222,7 +222,7 @@ class LoadedClip(LoadedModel):
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
-        """How well each image and each caption fit: the numbers that every evaluation compares.
+        """The similarity of each image and each caption: the scores that every evaluation compares.
 
             S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
 

@@ -81,7 +81,7 @@ FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class Criteria(NamedTuple):
-    """When a slot of a pair is worth a look.
+    """Conditions under which the picture of a slot of a pair is worth showing.
 
     Attributes:
         min_cosine: the cosine of image and caption slot is greater. (The paper's 0.75.)
@@ -201,8 +201,8 @@ def mask_parser() -> Parser:
     """The options of `slots/mask.py`, in data-flow order."""
     evaluate = Option(
         [],
-        "Labelled images to classify with and without the mask, each with its own class names and templates; for "
-        "others run dino-sparo zero-shot with and without --slots FILE.",
+        "Labelled images to classify with and without the mask, each with its class names and templates; for "
+        "other sets run dino-sparo zero-shot with and without --slots FILE.",
         metavar="DATA_PATH",
     )
     elsewhere = {"evaluate": evaluate, "download": DOWNLOAD}
@@ -212,7 +212,7 @@ def mask_parser() -> Parser:
 
 CHOICE: Group = {
     "slots": Option(
-        None, "Slots to show: numbers, or a file of dino-sparo slots select; by default chosen.", nargs="+"
+        None, "Slots to show: numbers, or a file of dino-sparo slots select; by default, slots are chosen.", nargs="+"
     ),
     "max_slots": Option(3, "Number of slots to show, if --slots is not given.", positive_int),
     "max_columns": Option(4, "Number of pairs to show.", positive_int),

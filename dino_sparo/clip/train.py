@@ -30,7 +30,7 @@ from dino_sparo.runtime.launch import Distributed
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: match each image of a batch with its own caption among all captions, and each caption with its image.
+    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image.
 
     Attributes:
         contrast: features and inverse temperature -> loss.
@@ -39,7 +39,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     command = "train-clip"
     make_parser = options.get_args_parser
     model_name, model_key = "CLIP", "clip"
-    own_checks = options.check_options
+    check_combinations = options.check_options
     patch_size = PATCH_SIZE
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
 
@@ -94,7 +94,7 @@ class CLIPObjective(PairObjective[PairBatch]):
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse to freeze random weights: of the frozen parts, those of all `names` that are not `taken` from a file."""
+    """Refuse to freeze random weights: weights of frozen parts, among `names`, that are not `taken` from a file."""
     parts, taken = list(frozen), set(taken)
     random = [name for name in names if is_frozen(name, parts) and name not in taken]
     if random:

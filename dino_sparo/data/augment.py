@@ -83,7 +83,7 @@ def box_weights(radius: float) -> tuple[float, ...]:
     Returns:
         `BLUR_TAPS` integers, in units of 1 / `BLUR_UNIT`, which hold radii below 2.45.
     """
-    # Every operand is np.float32: beside Python's numbers some versions of numpy compute in float64.
+    # Every operand is np.float32: with Python's numbers some versions of numpy compute in float64.
     one, two, three, six, unit = (np.float32(number) for number in (1, 2, 3, 6, BLUR_UNIT))
     variance = np.float32(radius) * np.float32(radius) / np.float32(BLUR_PASSES)
     whole = math.floor((float(np.float32(math.sqrt(12.0 * float(variance) + 1.0))) - 1.0) / 2.0)
@@ -351,9 +351,9 @@ class Distortions(nn.Module):
         self, views: Sequence[Shaped[Tensor, "B C _ _"]], parameters: Float[Tensor, "S B _"]
     ) -> list[Float[Tensor, "B C _ _"]]:
         """The S crops of a batch; neighbours of equal size are distorted together."""
-        done: list[Tensor] = []
+        crops_so_far: list[Tensor] = []
         for _, group in itertools.groupby(views, key=lambda view: view.shape):
             crops = list(group)
-            crop_parameters = parameters[len(done) : len(done) + len(crops)].flatten(0, 1)
-            done += self(torch.cat(crops), crop_parameters).chunk(len(crops))
-        return done
+            crop_parameters = parameters[len(crops_so_far) : len(crops_so_far) + len(crops)].flatten(0, 1)
+            crops_so_far += self(torch.cat(crops), crop_parameters).chunk(len(crops))
+        return crops_so_far

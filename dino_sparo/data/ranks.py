@@ -16,7 +16,7 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
     """The same images on all ranks, labelled or not; the arguments are those of `open_source`.
 
     Raises:
-        ValueError: there are no such images, or the ranks see different ones.
+        ValueError: there are no such images, or the ranks see different images.
     """
     index = partial(index_images, data_path, split=split, limits=options.get("limits", DEFAULT_LIMITS))
     with opened_together(index, data_path):

@@ -205,8 +205,8 @@ class PatchView:
         """The view, in a list as training's crops are; nothing is drawn from `rng`."""
         view = self.view(image)
         region, height, width = self._resized(image)
-        seen = image.resize((width, height), self.resampling, box=region).crop((0, 0, view.width, view.height))
-        return [normalized_tensor(seen, self.mean, self.std)]
+        pixels = image.resize((width, height), self.resampling, box=region).crop((0, 0, view.width, view.height))
+        return [normalized_tensor(pixels, self.mean, self.std)]
 
     def _resized(self, image: Image.Image) -> tuple[tuple[float, float, float, float], int, int]:
         """Region that is resized, in pixels of the image, and the height and width it gets."""

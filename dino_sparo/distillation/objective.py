@@ -33,7 +33,7 @@ from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.evaluation.knn_probe import knn_probe
 from dino_sparo.models.architectures import TIMM
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.runtime.collectives import broadcast_tensors
 from dino_sparo.runtime.faults import UserError
@@ -354,7 +354,7 @@ def encoder_config(args: argparse.Namespace) -> EncoderConfig:
     """How the encoder is built."""
     return EncoderConfig(
         arch=args.arch,
-        patch_size=own_patch_size(args.arch) if args.patch_size is None else args.patch_size,
+        patch_size=default_patch_size(args.arch) if args.patch_size is None else args.patch_size,
         readout=args.readout,
         num_slots=args.sparo_slots,
         slot_dim=args.sparo_slot_dim,

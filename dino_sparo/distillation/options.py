@@ -215,9 +215,9 @@ def check_options(args: argparse.Namespace) -> None:
         ValueError: names the option and what would fit.
     """
     if args.arch.startswith(TIMM):
-        from dino_sparo.models.backbone import has_stochastic_depth, own_patch_size  # not above: parsing needs no torch
+        from dino_sparo.models.backbone import default_patch_size, has_stochastic_depth  # parsing needs no torch
 
-        args.patch_size = args.patch_size or own_patch_size(args.arch)
+        args.patch_size = args.patch_size or default_patch_size(args.arch)
         if args.drop_path_rate == DROP_PATH_RATE and not has_stochastic_depth(args.arch):
             args.drop_path_rate = 0.0
             logger.warning("--drop_path_rate 0 instead of %s: %s has no stochastic depth", DROP_PATH_RATE, args.arch)

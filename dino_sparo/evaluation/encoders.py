@@ -10,7 +10,7 @@ import torch
 
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD, MAX_VALUE
 from dino_sparo.data.views import PatchView
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
@@ -111,7 +111,7 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
         untrained = untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
         return replace(untrained, max_value=trained.max_value)
     architecture: dict[str, Any] = {name: given.get(name) for name in ("arch", "readout")}
-    architecture["patch_size"] = args.patch_size or own_patch_size(args.arch or EncoderConfig.arch)
+    architecture["patch_size"] = args.patch_size or default_patch_size(args.arch or EncoderConfig.arch)
     if isinstance(given.get("img_size"), int):  # a list is the size of a picture
         architecture["img_size"] = given["img_size"]
     config = EncoderConfig(**{name: value for name, value in architecture.items() if value is not None})

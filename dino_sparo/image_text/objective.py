@@ -30,7 +30,7 @@ from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE, train_step
 from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.models.architectures import PATCH_SIZE
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
@@ -56,7 +56,7 @@ class PairObjective(Objective[AnyBatch]):
     Attributes:
         model_name: for messages.
         model_key: the checkpoint's entry that says how the model is built.
-        own_checks: refuses options that do not fit each other.
+        check_combinations: refuses options that do not fit each other.
         patch_size: of our own vision transformers by default, pixels.
         model: the model, inside DDP where there are several processes.
         network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
@@ -73,7 +73,7 @@ class PairObjective(Objective[AnyBatch]):
 
     model_name: ClassVar[str]
     model_key: ClassVar[str]
-    own_checks: ClassVar[Callable[[argparse.Namespace], None]]
+    check_combinations: ClassVar[Callable[[argparse.Namespace], None]]
     patch_size: ClassVar[int] = PATCH_SIZE
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
@@ -131,8 +131,8 @@ class PairObjective(Objective[AnyBatch]):
         """Fill in the patch size; refuse a missing package, options that do not fit, and impossible sizes."""
         require("open_clip", "captions")
         if args.patch_size is None:
-            args.patch_size = own_patch_size(args.arch, cls.patch_size)
-        cls.own_checks(args)
+            args.patch_size = default_patch_size(args.arch, cls.patch_size)
+        cls.check_combinations(args)
         with torch.device("meta"):  # takes no memory
             cls.build_model(args)
 
@@ -193,7 +193,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The checkpoint's entry `model_key`."""
+        """The checkpoint's entry under `model_key`."""
         return {self.model_key: self.model_description}
 
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
@@ -208,7 +208,7 @@ class PairObjective(Objective[AnyBatch]):
         check_same_description(complete, self.model_description, source)
 
     def initialize_encoders(self, with_rest: bool = True) -> set[str]:
-        """Start the image encoder, or both encoders, from other weights; with both options each from its own.
+        """Start the image encoder, or both encoders, from other weights; with both options each encoder from its file.
 
         Returns the names of the weights that come from a file; `with_rest` as in `initialize_towers`.
         """
@@ -224,7 +224,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @property
     def scorer_settings(self) -> tuple[ClipView, torch.device, int, int, torch.dtype]:
-        """A scorer's settings beside the model: view, device, batch size, loading processes, precision."""
+        """Settings of a scorer other than the model: view, device, batch size, loading processes, precision."""
         args, updater = self.args, self.updater
         view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
         return view, updater.device, self.sampler.batch_size, min(args.num_workers, 2), updater.dtype
@@ -264,7 +264,7 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     if batch_size % parts:
         raise UserError(
             f"--batch_size {batch_size} cannot be shared by {num_processes} process(es) with --grad_accum_steps "
-            f"{accum_steps}; the nearest that can is {max(round(batch_size / parts), 1) * parts}"
+            f"{accum_steps}; the nearest possible batch size is {max(round(batch_size / parts), 1) * parts}"
         )
     return batch_size // parts
 
@@ -307,7 +307,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
 
 
 def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
-    """How a loader works."""
+    """The settings of a loader."""
     pin_memory = process.device.type == "cuda"
     return {"num_workers": args.num_workers, "pin_memory": pin_memory, "timeout_min": args.dist_timeout_min}
 
@@ -371,10 +371,10 @@ def updater_of_parts(
     schedules: list[dict[str, Any]] = []
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for prefixes, rate, warmup_steps in parts:
-        own = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+        tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
         lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
         # The last part comes first: what is logged is the rate of the first group.
-        groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
+        groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
         # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
         schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
     factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)

@@ -182,10 +182,10 @@ def training_parser(
     Args:
         presets: folder of recipes, one configuration file each.
         model: groups of the model behind both encoders.
-        optimization: options of an objective beside `OPTIMIZATION`.
-        pairs: beside `PAIRS`.
+        optimization: options of an objective in addition to `OPTIMIZATION`.
+        pairs: in addition to `PAIRS`.
         captions: groups that say what becomes of captions.
-        image: beside `IMAGE_ENCODER`.
+        image: in addition to `IMAGE_ENCODER`.
         defaults: other defaults than those of the tables.
     """
     files = {path.stem: path for path in presets.glob("*.yaml")}
@@ -232,9 +232,9 @@ def check_pair_options(args: argparse.Namespace) -> None:
             "the number of pairs to call an epoch, and indexed takes none"
         )
     if args.shard_weights is not None and args.shards != "streamed":
-        raise UserError("--shard_weights is for --shards streamed alone")
+        raise UserError("--shard_weights is only for --shards streamed")
     if args.shards == "streamed" and args.caption_templates is not None:
-        raise UserError("--caption_templates with --shards streamed: a stream has written captions alone")
+        raise UserError("--caption_templates with --shards streamed: a stream has only written captions")
     if args.shards == "streamed" and args.val_share:
         raise UserError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:

@@ -1,4 +1,4 @@
-"""Pairs of image and caption that are to be drawn: where they lie, the views of some of them, and the files drawn.
+"""Pairs of image and caption that are to be drawn: their source, the views of chosen pairs, and the picture files.
 
 The objectives describe the figures: `clip/slots/pictures.py`, `oc_clip/pictures.py`.
 """
@@ -52,7 +52,7 @@ class PicturesTask(ModelTask):
 
     @cached_property
     def pairs(self) -> PairSource:
-        """The pairs to look at; scenes are held-out ones.
+        """The pairs to draw; built-in scenes are held-out scenes.
 
         Images without a caption are left out, however many there are.
         """
@@ -68,7 +68,7 @@ class PicturesTask(ModelTask):
         return f"{model}  ·  {pairs}", pairs
 
     def write(self, file: ResultFile, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Write `file` with `numbers`, and beside it a sheet and a page; returns the content of the file."""
+        """Write `file` with `numbers`, and a sheet and a page in the same folder; returns the content of the file."""
         paths = [file.path.with_suffix(f".{ending}") for ending in (self.args.figure_format, "html")]
         save_sheet(figure, paths[0])
         save_page(figure, paths[1])
@@ -77,13 +77,13 @@ class PicturesTask(ModelTask):
 
 
 def view_pictures(source: ImageSource, indices: Sequence[int], view: PatchView) -> list[Picture]:
-    """The part of each image that the model sees, large enough to look at."""
+    """The part of each image that the model sees, in the size of a picture."""
     images = [source.read(index) for index in indices]
     return [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
 
 
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:
-    """The pairs of some indices; those that cannot be read are left out, named and counted.
+    """The pairs of some indices; unreadable pairs are skipped, logged and counted.
 
     Raises:
         ValueError: at the end, if none could be read.

@@ -80,10 +80,10 @@ class EncodedTexts:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A model, and all that its scores depend on.
+    """A model, and all settings that determine its scores.
 
     Every process of a run calls the `encode_` methods together. Scores need no other process. Captions that the model
-    cannot tell apart have the same score to the last bit, so that a tie is seen as one.
+    cannot distinguish have bit-identical scores, so that ties are recognised.
     """
 
     @property
@@ -248,7 +248,7 @@ class ImageRows(ABC):
 
 @dataclass(frozen=True)
 class DotProductScorer(ImageRows):
-    """A model with one encoder per side, and all that its features depend on; its payloads are matrices of features.
+    """A model with one encoder per side, and the settings that determine its features; payloads are feature matrices.
 
     Attributes:
         model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features
@@ -336,10 +336,10 @@ class DotProductScorer(ImageRows):
         tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
         by_class = self.trim(tokens.ids).unflatten(0, (len(names), len(templates)))
 
-        def encode(own: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
+        def encode(token_ids: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
             features = []
             # Some classes at a time, so that memory does not grow with their number.
-            for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))):
+            for ids in token_ids.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))):
                 encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
                 features.append(F.normalize(encoded.mean(dim=1), dim=-1))
             return torch.cat(features)

@@ -1,4 +1,4 @@
-"""One step of a contrastive objective: images and texts are encoded, all are compared with all, the model is updated.
+"""One step of a contrastive objective: encode images and texts, compare all images with all texts, update the model.
 
     features = encode(batch)      per image, per text: towers and all that sees one image or text alone
     loss = loss(features)         compares all with all; it may have weights of its own
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 INITIAL_LOGIT_SCALE = 1 / 0.07  # CLIP, section 2.5
 MAX_LOGIT_SCALE = 100.0  # a larger one makes training unstable; CLIP, section 2.5
 
-# Features -> loss of this rank in nats, and what is logged beside it.
+# Features -> loss of this rank in nats, and further numbers for the log.
 Loss = Callable[[Sequence[Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
-    """Every text among all images, and every image among all texts; text i belongs to image i.
+    """Cross-entropy of every text among all images, and of every image among all texts; text i belongs to image i.
 
         L = -1 / (2 B) sum_i [log e^{s S_ii} / sum_j e^{s S_ji} + log e^{s S_ii} / sum_j e^{s S_ij}]
 
@@ -57,7 +57,7 @@ def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""
 
 
 def batch_accuracy(scores: Float[Tensor, "B B"]) -> Float[Tensor, ""]:
-    """The share of images whose own text scores highest, for the log; text i belongs to image i."""
+    """The share of images whose text scores highest, for the log; text i belongs to image i."""
     return (scores.detach().argmax(dim=1) == torch.arange(len(scores), device=scores.device)).float().mean()
 
 
@@ -96,7 +96,7 @@ def backward_at_once(objective: "PairObjective[Any]", batches: Sequence[Any]) ->
 
 
 def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same with several: all features first, without gradients, then each part again; see `loss_gradients`."""
+    """Gradients with several micro-batches: first all features, without gradients, then each batch again."""
     with torch.no_grad():
         outputs = [objective.encode(objective.network, batch) for batch in batches]
     features = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
@@ -104,8 +104,8 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
         lambda leaves: objective.loss(leaves, batches), features, objective.loss_parameters
     )
     sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
-    own_gradients = zip(*(gradient.split(size) for gradient, size in zip(of_features, sizes, strict=True)), strict=True)
-    for index, (batch, gradients) in enumerate(zip(batches, own_gradients, strict=True)):
+    by_batch = zip(*(gradient.split(size) for gradient, size in zip(of_features, sizes, strict=True)), strict=True)
+    for index, (batch, gradients) in enumerate(zip(batches, by_batch, strict=True)):
         is_last = index == len(batches) - 1
         with objective.updater.gradient_sync(objective.model, is_last):
             output = objective.encode(objective.model, batch)
@@ -121,7 +121,7 @@ def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -
 def loss_gradients(
     loss: Loss, features: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """The loss, what is logged beside it, and its gradients at features without gradients and at its own weights.
+    """The loss, further numbers for the log, and the gradients of the loss at features and at its weights.
 
     By the chain rule the gradient of a weight is the sum of (d loss / d features) (d features / d weight) over the
     micro-batches. So each micro-batch is encoded again, alone, and the gradient of its features goes back through the

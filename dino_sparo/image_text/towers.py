@@ -323,41 +323,41 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
             f"{source} has a text encoder with {description['text']['heads']} heads, the model "
             f"{model.config.text.heads}; build it alike (--text_heads)"
         )
-    own = model.state_dict()
-    if "text.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+    state = model.state_dict()
+    if "text.norm.weight" not in state:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace("text.norm.", "text.readout.norm."): value for name, value in weights.items()}
-    text = _fitting_text(weights, own, source)
+    text = _fitting_text(weights, state, source)
     image = None
     if with_image:
         tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
         image = initialize_from(model.image, tower, source)
-    ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
+    ends = {name: weights[name] for name in _fitting_ends(weights, state)} if with_rest else {}
     model.load_state_dict({**model.state_dict(), **text, **ends})
     taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys() | ends.keys()
-    left = (name for name in own if name not in taken and not name.startswith("image."))
+    left = (name for name in state if name not in taken and not name.startswith("image."))
     new = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in left)) or "nothing"
     logger.info("start from %s: image tower: %s; of the rest new: %s", source, image or "not taken", new)
     return taken
 
 
-def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The text encoder's weights before its read-out, of the blocks that both have."""
-    before_readout = (name for name in own if name.startswith("text.") and not name.startswith("text.readout."))
+def _fitting_text(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The text encoder's weights before its read-out, of the blocks that both models have."""
+    before_readout = (name for name in state if name.startswith("text.") and not name.startswith("text.readout."))
     text = {name: weights[name] for name in before_readout if name in weights}
-    text["text.pos_embed"] = weights["text.pos_embed"][: len(own["text.pos_embed"])]
-    if misshapen := [name for name, value in text.items() if value.shape != own[name].shape]:
-        shapes = ", ".join(f"{name} {tuple(text[name].shape)}, not {tuple(own[name].shape)}" for name in misshapen[:2])
+    text["text.pos_embed"] = weights["text.pos_embed"][: len(state["text.pos_embed"])]
+    if wrong := [name for name, value in text.items() if value.shape != state[name].shape]:
+        shapes = ", ".join(f"{name} {tuple(text[name].shape)}, not {tuple(state[name].shape)}" for name in wrong[:2])
         raise CheckpointError(
-            f"{source} has a text encoder of another make: {shapes}; build it alike (--text_width, --context_length)"
+            f"{source} has a text encoder of another kind: {shapes}; build it alike (--text_width, --context_length)"
         )
     return text
 
 
-def _fitting_ends(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+def _fitting_ends(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
     """The text's read-out and both projections, each whole or not at all, and the temperature."""
     fitting = ["logit_scale"]
     for stem in ("text.readout.", "image_proj.", "text_proj."):
-        names = {name for name in (*own, *weights) if name.startswith(stem)}
-        if all(name in own and name in weights and own[name].shape == weights[name].shape for name in names):
+        names = {name for name in (*state, *weights) if name.startswith(stem)}
+        if all(name in state and name in weights and state[name].shape == weights[name].shape for name in names):
             fitting += sorted(names)
     return fitting

@@ -350,7 +350,7 @@ def create_backbone(
     return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
 
 
-def own_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
+def default_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
     """Side of a patch in pixels, or stride, of an architecture for which none is given; `ours`: of our own ViTs."""
     return plan_of(arch.removeprefix(TIMM)).stride if arch.startswith(TIMM) else ours
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.models.architectures import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.models.backbone import AnyBackbone, create_backbone, own_patch_size
+from dino_sparo.models.backbone import AnyBackbone, create_backbone, default_patch_size
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
 from dino_sparo.runtime.faults import UserError
@@ -254,7 +254,7 @@ def create_encoder(
         drop_path_rate: stochastic depth rate.
         settings: other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
     """
-    patch_size = own_patch_size(arch) if patch_size is None else patch_size
+    patch_size = default_patch_size(arch) if patch_size is None else patch_size
     return encoder_from_config(EncoderConfig(arch, patch_size, readout, **settings), drop_path_rate)
 
 

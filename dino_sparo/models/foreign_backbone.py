@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dino_sparo.runtime.faults import UserError
 
 DEFAULT_EPS = 1e-6  # eps of the last LayerNorm for models without one
-NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, beside the most similar names
+NUM_NEAREST = 3  # models that the message of an unknown name lists by their words, after the most similar names
 LAST_NORMS = ("model.norm.", "model.fc_norm.", "model.head.norm.")
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
@@ -207,7 +207,7 @@ class ForeignBackbone(nn.Module):
         """Weights of this architecture under this module's names or timm's, fitted by timm to grid, patch and channels.
 
         Args:
-            weights: of this module or of the model of timm, maybe with a classifier, which stays in the result.
+            weights: of this module or of the model of timm, optionally with a classifier, which stays in the result.
         """
         plain = {name.removeprefix("model."): value for name, value in weights.items()}
         convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
@@ -337,7 +337,7 @@ def plan_of(name: str) -> ForeignPlan:
     shape = tuple(features.shape) if isinstance(features, Tensor) else ()
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     prefix = getattr(model, "num_prefix_tokens", int(has_class_token)) if len(shape) == 3 else 0
-    # Maps of images that are no multiple of the stride, such as EfficientNet's of 240 px, may be padded.
+    # Maps of images that are not a multiple of the stride, such as EfficientNet's of 240 px, may be padded.
     grids = (
         [(prefix + rows * columns,)]
         if len(shape) == 3

@@ -99,8 +99,8 @@ def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGrap
     predicates = [[numbers.setdefault(r.predicate, len(numbers)) for r in graph.relations] for graph in graphs]
     entity_counts, relation_counts = tuple(map(len, entities)), tuple(map(len, predicates))
     ends = [
-        _padded([[getattr(relation, end) for relation in graph.relations] for graph in own])
-        for own in (graphs, *false_graphs)
+        _padded([[getattr(relation, end) for relation in graph.relations] for graph in some_graphs])
+        for some_graphs in (graphs, *false_graphs)
         for end in ("subject", "object")
     ]
     return GraphBatch(
@@ -265,7 +265,7 @@ def draw_negatives(
 
 
 def read_symmetric(path: Path) -> frozenset[str]:
-    """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces."""
+    """The predicates of a text file, one per line, in the form of normalised graphs: lower case, single spaces."""
     try:
         predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeDecodeError) as error:

@@ -201,7 +201,7 @@ class Binding(nn.Module):
         """
         widest = max(self.num_patches, self.dim)
         # Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows.
-        numbers = [max(own * widest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
+        numbers = [max(e * widest, r * self.dim) for e, r in zip(counts, relation_counts, strict=True)]
         budget = self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
         chunks: list[list[int]] = []
         largest = 0

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 Maps = Float[np.ndarray, "maps h w"]
 
-# Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
+# Colours of Okabe and Ito, which colour-blind eyes distinguish, and a violet.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8a5fbf")
 VEIL = "#ece8f6"
 PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey
@@ -46,15 +46,15 @@ SUMMARIES = {
     "queries": "The entities of a caption and default tokens compete for each patch of the image. The first map shows "
     "which entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. "
     "The framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
-    'entities alone. In the panel "default tokens" a veil covers what they take.',
+    'entities alone. In the panel "default tokens" a veil covers the share of default tokens.',
     "keys": "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
     "not compete.",
 }
 # The same with the limits of the tiles, for the page.
 EXPLANATIONS = {
-    "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all of them. The share below a map "
-    "is the mean over all patches, not an area. A large share says that this entity wins the patch against the others, "
-    "not that it is there: compare the cosines.",
+    "queries": f"{SUMMARIES['queries']} The shares of a patch add up to 100 % over all maps. The share below a map "
+    "is the mean over all patches, not an area. A large share says that this entity wins the patch against others, "
+    "not that the image shows it: compare the cosines.",
     "keys": f"{SUMMARIES['keys']} Below a map: the effective number of patches, exp(entropy) of its attention.",
 }
 # Words for the lowest and the highest colour.
@@ -64,7 +64,7 @@ ENDS = {
 }
 RELATIONS_LEGEND = (
     "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. "
-    "Turned round: f with subject and object exchanged; a model that reads the direction gives it a lower score."
+    "Turned round: f with subject and object exchanged, which is lower if the model reads the direction."
 )
 
 
@@ -118,7 +118,7 @@ class PairMaps:
         return np.where(winner < len(self.shares), winner, -1)
 
     def size(self, shares: Float[np.ndarray, "h w"]) -> str:
-        """How much of the image a map takes, in words."""
+        """The share of the image that a map takes, in words."""
         if self.competition == "queries":
             return f"share {100 * shares.mean():.0f} %"
         return f"{float(effective_patches(shares)):.1f} patches"

@@ -52,7 +52,7 @@ GraphRows = Int64[Tensor, "captions templates"]
 
 @dataclass(frozen=True)
 class GraphScorer(ImageRows):
-    """A model, and all that its scores depend on.
+    """A model, and all settings that determine its scores.
 
     Attributes:
         model: on `device`, in eval mode.
@@ -143,11 +143,11 @@ class GraphScorer(ImageRows):
             logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
         none = SceneGraph(())
         graphs = [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
-        return EncodedTexts(self._rows_of(graphs), sum(self._is_cut(graph) for own in graphs for graph in own))
+        return EncodedTexts(self._rows_of(graphs), sum(self._is_cut(graph) for row in graphs for graph in row))
 
     def _rows_of(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
-        """The numbers of graphs, whose phrases are encoded."""
-        batch = batch_graphs(tuple(dict.fromkeys(graph for own in graphs for graph in own)))
+        """The numbers of graphs; phrases that are new are encoded."""
+        batch = batch_graphs(tuple(dict.fromkeys(graph for row in graphs for graph in row)))
         phrases = [phrase for phrase in batch.phrases if phrase not in self.embeddings]
         with inference(self.model, self.device, self.dtype):
             for start in range(0, len(phrases), PHRASE_BATCH):
@@ -157,7 +157,7 @@ class GraphScorer(ImageRows):
                 entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
                 pairs = zip(entities.float(), relations.float(), strict=True)
                 self.embeddings.update(zip(some, pairs, strict=True))
-        return torch.tensor([[self.numbers.setdefault(graph, len(self.numbers)) for graph in own] for own in graphs])
+        return torch.tensor([[self.numbers.setdefault(graph, len(self.numbers)) for graph in row] for row in graphs])
 
     def _is_cut(self, graph: SceneGraph) -> bool:
         """Whether a phrase is longer than the context."""

@@ -31,7 +31,7 @@ def relation_loss(
     altered: Bool[Tensor, " B"],
     logit_scale: Float[Tensor, ""] | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Each graph against two of its own, whose relations are false, in its own image.
+    """Each graph against two copies with false relations, in the image of the graph.
 
         L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
 

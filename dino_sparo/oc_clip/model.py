@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.towers import TextConfig, TextEncoder, tower_configs
-from dino_sparo.models.backbone import own_patch_size
+from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config, refuse_unknown
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
@@ -24,7 +24,7 @@ from dino_sparo.oc_clip.scoring import Scoring
 
 @dataclass(frozen=True)
 class OCCLIPConfig:
-    """How an OC-CLIP model is built; every checkpoint holds it, so that no command needs these options again.
+    """How an OC-CLIP model is built; every checkpoint holds this configuration, so other commands do not ask for it.
 
     Attributes:
         image: the image encoder; its patch tokens are bound; its read-out is that of evaluations of the encoder alone.
@@ -38,7 +38,7 @@ class OCCLIPConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "OCCLIPConfig":
-        """The configuration a checkpoint carries, beside the mean and std of its images.
+        """The configuration in a checkpoint's entry, which also holds the mean and std of its images.
 
         Raises:
             ValueError: it says something that this version does not know.
@@ -150,7 +150,7 @@ def create_oc_clip(
         binding: sizes of binding and scoring; by default the paper's.
         text_width: like the other sizes, see `towers.tower_configs`.
     """
-    patch_size = own_patch_size(arch) if patch_size is None else patch_size
+    patch_size = default_patch_size(arch) if patch_size is None else patch_size
     text = {"text_width": text_width, "text_heads": text_heads, "text_layers": text_layers}
     sizes |= {**text, "context_length": context_length, "img_size": img_size}
     # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.

@@ -126,7 +126,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _check_graph_key(args: argparse.Namespace) -> None:
-    """The graphs of shards stand beside the captions in `.json` members, and pairs to validate on have none."""
+    """Refuse --graph_key unless shards hold captions and graphs in `.json` members and validation pairs have graphs."""
     if args.graphs != DEFAULT_GRAPHS:
         raise UserError(f"--graph_key {args.graph_key} with --graphs {args.graphs}: give one of the two")
     if args.caption_key is None:

@@ -1,4 +1,4 @@
-"""Pairs of image and caption -> what the entities of each caption take of its image, and all scores.
+"""Pairs of image and caption -> the share of the image that each entity of the caption takes, and all scores.
 
     dino-sparo attention --pretrained_weights output/checkpoint.pth --output_dir pictures
     dino-sparo attention --pretrained_weights output/checkpoint.pth --data_path photos.csv --pairs 0 3 4
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 TITLE = "What the entities of a caption look at"
 TILE, TILES_PER_LINE = 176, 9  # pixels on the sheet; the image and its maps
 SCORES_EXPLANATION = (
-    "The cosine is that of an entity's embedding and its slot, which is the mean of the patches' values, weighted with "
+    "The cosine compares an entity's embedding and its slot. The slot is the mean of the patches' values, weighted by "
     "the entity's map (divided by its sum: an entity with small shares has a slot too). The score of a relation is f, "
-    "the cosine of the relation's embedding and what the slots of subject and object make of it."
+    "the cosine of the relation's embedding and its projection with the slots of subject and object."
 )
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of oc_pictures.json."""
+    """Draw the pictures of the options; returns the content of oc_pictures.json."""
     task = PicturesTask.start_on_first(args, load_oc_clip)
     if task is None:
         return {}
@@ -97,7 +97,7 @@ def pairs_figure(
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
-    """The pairs that `--pairs` names, each once; none where it is not given.
+    """The pairs that `--pairs` names, each once; none without this option.
 
     Raises:
         ValueError: there is no such pair.
@@ -112,7 +112,7 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
 
 
 def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_rows: int) -> list[int]:
-    """Pairs to show, evenly spread over those whose caption has two relations; where they are too few, one, or none.
+    """Pairs to show, evenly spread; pairs with two relations come first, then pairs with one relation, then all others.
 
     Scores have no part in the choice. At most `max_rows` of `max_pairs`, whose captions are read, are chosen.
     """

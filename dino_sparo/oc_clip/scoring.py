@@ -127,7 +127,7 @@ def _mlp(rel_dim: int, width: int) -> nn.Sequential:
 
 
 def _cosine(texts: Float[Tensor, "U item width"], images: Float[Tensor, "B U item width"]) -> Float[Tensor, "B U item"]:
-    """Cosine of every text's items with their counterparts in every image."""
+    """Cosine of each item of a text (entity or relation) with its counterpart in every image."""
     # einsum letters: b image, u text, r item, w width
     products = torch.einsum("urw,burw->bur", texts, images)
     norms = [torch.linalg.vector_norm(tensor, dim=-1).clamp(min=NORM_EPS) for tensor in (texts, images)]
@@ -190,5 +190,5 @@ def score_all_pairs(
 
 def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, " _"], ...]:
     """Lists of numbers as tensors on the device, in one copy that does not wait for the device."""
-    together = torch.tensor([number for own in numbers for number in own], dtype=torch.long)
-    return together.to(device, non_blocking=True).split([len(own) for own in numbers])
+    together = torch.tensor([number for row in numbers for number in row], dtype=torch.long)
+    return together.to(device, non_blocking=True).split([len(row) for row in numbers])

@@ -47,12 +47,12 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
-    """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image."""
+    """OC-CLIP: match each image of a batch with its graph among all graphs, and each graph with its image."""
 
     command = "train-oc-clip"
     make_parser = options.get_args_parser
     model_name, model_key = "OC-CLIP", "oc_clip"
-    own_checks = options.check_options
+    check_combinations = options.check_options
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,
         "num_missing_graphs": "missing_graphs",
@@ -125,14 +125,14 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         network, logit_scale = self.network, self.logit_scale
         keys, values, entities, relations = features
         graphs = join_graphs([batch.graphs for batch in batches])
-        own = look_up(graphs, entities, relations)
-        every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
-        scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
+        rank_graphs = look_up(graphs, entities, relations)
+        all_graphs = rank_graphs if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
+        scores = score_all_pairs(network.binding, network.scoring, all_graphs, keys, values)
         contrast = loss = contrastive_loss(scores, logit_scale)
-        own_scores = scores[:, len(scores) * rank() :][:, : len(scores)]
-        scalars = {"itc_loss": contrast.detach(), "batch_accuracy": batch_accuracy(own_scores)}
+        rank_scores = scores[:, len(scores) * rank() :][:, : len(scores)]
+        scalars = {"itc_loss": contrast.detach(), "batch_accuracy": batch_accuracy(rank_scores)}
         if self.rel_loss_weight:
-            local, scalars["rel_loss"] = local_loss(network, graphs, own, keys, values, logit_scale)
+            local, scalars["rel_loss"] = local_loss(network, graphs, rank_graphs, keys, values, logit_scale)
             loss = contrast + self.rel_loss_weight * local / 2
         if network.logit_scale is not None:
             scalars["logit_scale"] = logit_scale.detach()
@@ -141,7 +141,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     @property
     def loss_parameters(self) -> list[nn.Parameter]:
-        """Those of the binding module that see entities and patches together, scoring, temperature."""
+        """Weights of the binding module that process entities and patches together, of scoring, and the temperature."""
         network: OCCLIP = self.network
         binding = network.binding
         parts = (binding.query_norm, binding.query_proj, binding.key_proj, binding.value_proj, network.scoring)
@@ -157,12 +157,12 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The checkpoint's entry, with the graphs: other graphs alone are another run, not another model."""
+        """The checkpoint's entry, with the record of the graphs; other graphs make another run, not another model."""
         return {self.model_key: {**self.model_description, "graphs": self.graphs.record}}
 
     @cached_property
     def data_hashes(self) -> dict[str, str]:
-        """Those of the pairs, and of the file of graphs, if they come from one."""
+        """Fingerprints of the pairs, and of the file of graphs, if graphs come from a file."""
         graphs = {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}
         return super().data_hashes | graphs
 
@@ -172,14 +172,14 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return GraphScorer(self.network, self.val_graphs, *self.scorer_settings)
 
     def initialize(self) -> None:
-        """Start the image encoder, or both encoders, from other weights; scores are not those of the file."""
+        """Start the image encoder, or both encoders, from other weights; scores differ from scores of the file."""
         self.initialize_encoders(with_rest=False)
         args = self.args
         is_started = {"image": args.init_clip or args.init_from or args.pretrained, "text": args.init_clip}
         for tower, is_trained in is_started.items():
             if not is_trained and (rate := getattr(args, f"lr_{tower}")) < SLOW_START * args.lr:
                 logger.warning(
-                    "the %s encoder starts from random weights with the learning rate of trained ones, %g (--lr: %g). "
+                    "the %s encoder has random weights, but the learning rate of trained weights, %g (--lr: %g). "
                     "It will hardly learn; give --init_clip, or another rate",
                     *(tower, rate, args.lr),
                 )

@@ -49,8 +49,8 @@ def require_inputs(options: Mapping[str, Any]) -> None:
     """Refuse options that name a file or folder that does not exist; patterns, addresses and names of sets pass."""
     names = ("load_features",) if options.get("load_features") else INPUTS
     for name in names:
-        given = options.get(name) or []
-        for text in given if isinstance(given, list) else [given]:
+        values = options.get(name) or []
+        for text in values if isinstance(values, list) else [values]:
             is_name = Path(text).name == text and not Path(text).suffix
             # The weights of a folder's name may be a repository of the hub, or a model of timm.
             is_name = is_name or (name in WEIGHTS and text.count("/") == 1 and not text.endswith(WEIGHTS_ENDINGS))

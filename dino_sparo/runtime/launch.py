@@ -72,18 +72,18 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
     Raises:
         UserError: variables of torchrun are missing or contradict each other.
     """
-    given = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
-    if len(given) == len(TORCHRUN_VARIABLES):
-        return "torchrun", *_torchrun_ranks(given)
+    variables = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
+    if len(variables) == len(TORCHRUN_VARIABLES):
+        return "torchrun", *_torchrun_ranks(variables)
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     is_shell = has_terminal or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
     if {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys() and num_tasks > 1 and not is_shell:
         return "slurm", int(environ["SLURM_PROCID"]), num_tasks, int(environ["SLURM_LOCALID"])
-    if "RANK" in given or given.get("WORLD_SIZE", "1") != "1":
-        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in given)
+    if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
+        missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in variables)
         raise UserError(
-            f"the environment has {_assignments(given)}, but no {missing}; start the processes with torchrun, or unset "
-            "these variables to train in one process"
+            f"the environment has {_assignments(variables)}, but no {missing}; start the processes with torchrun, or "
+            "unset these variables to train in one process"
         )
     return "plain", 0, 1, 0
 

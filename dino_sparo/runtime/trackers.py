@@ -1,7 +1,7 @@
 """Trackers of experiments: TensorBoard, Weights & Biases, Trackio. Each gets scalars, options and pictures of a run.
 
 `--report_to tensorboard wandb trackio` chooses them. A resumed run continues the same run of each tracker: its id lies
-in trackers.json, beside the checkpoints. A tracker that fails is named in the log and left out; the training continues.
+in trackers.json, next to the checkpoints. A tracker that fails is logged and left out; the training continues.
 """
 
 import contextlib
@@ -50,10 +50,10 @@ class TrackedRun:
     @property
     def plain_options(self) -> dict[str, bool | int | float | str]:
         """Numbers as they are, everything else as printable text."""
-        given = {name: value for name, value in (self.options or {}).items() if value is not None}
+        values = {name: value for name, value in (self.options or {}).items() if value is not None}
         return {
             name: value if isinstance(value, (bool, int, float)) else printable(str(value))
-            for name, value in given.items()
+            for name, value in values.items()
         }
 
     @property

@@ -34,7 +34,7 @@ def compile_networks(objective: Objective[Any]) -> None:
     if any(isinstance(part, nn.SyncBatchNorm) for part in parts):
         logger.warning("the networks run uncompiled: batch norm that is synchronised between GPUs is not compiled")
         return
-    # The names of torch 2.6, which later versions keep beside `recompile_limit` and `fail_on_recompile_limit_hit`.
+    # The names of torch 2.6, which later versions keep next to `recompile_limit` and `fail_on_recompile_limit_hit`.
     torch._dynamo.config.cache_size_limit = MAX_COMPILED_VARIANTS
     torch._dynamo.config.fail_on_cache_limit_hit = True
     # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.

@@ -49,7 +49,7 @@ class StepReport:
     Attributes:
         loss: of this rank, nats.
         nonfinite: (), 1 once a loss or gradient was not finite; see `Updater.nonfinite`.
-        scalars: numbers to log beside the loss.
+        scalars: numbers to log in addition to the loss.
     """
 
     loss: Float[Tensor, ""]
@@ -84,7 +84,7 @@ class Objective(ABC, Generic[AnyBatch]):
         metric: the name of the score in the log.
         counters: the checkpoint's key of a count per epoch -> its name in the log; one key is `UNREADABLE`.
         fixed_options: options that the optimizer's state depends on; resuming refuses other values.
-        harmless_options: options that may change without a warning, beside `resume.HARMLESS_OPTIONS`.
+        harmless_options: options that may change without a warning, in addition to `resume.HARMLESS_OPTIONS`.
         source: the data; its `location(index)` is the path or name of an item.
         sampler: the order of the items.
         loader: batches of items.

@@ -290,8 +290,8 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
     before = updater.step
     epoch, steps = divmod(before, checkpoint["steps_per_epoch"])
     batch = checkpoint.get("global_batch", checkpoint[f"num_{noun}s"] // checkpoint["steps_per_epoch"])
-    seen = min(steps * batch // sampler.global_batch_size, sampler.steps_per_epoch - 1)
-    updater.step = epoch * sampler.steps_per_epoch + seen
+    steps_seen = min(steps * batch // sampler.global_batch_size, sampler.steps_per_epoch - 1)
+    updater.step = epoch * sampler.steps_per_epoch + steps_seen
     run.saved_step = None  # its number is one of the other batch
     run.begin_epoch()
     logger.warning(

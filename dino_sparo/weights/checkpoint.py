@@ -47,7 +47,7 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
 
     Args:
         path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights
-            are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...). timm/NAME: timm's own
+            are, with the entries of the .json file of the same name (`encoder`, `epoch`, ...). timm/NAME: timm's own
             weights of that model, with an entry `encoder`. A name in `released.RELEASES`: weights of DINO's authors.
         verify: False if `verify_checkpoint` has just read the file.
         mmap: leave tensors in the file until they are used.
@@ -126,7 +126,7 @@ def weights_sha256(path: str | Path) -> str:
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Add the normalisation and activation that foreign weights were published with, under `PUBLISHED`.
 
-    They stand beside the weights, in `open_clip_config.json` or timm's `config.json`. Without such a file the
+    They stand next to the weights, in `open_clip_config.json` or timm's `config.json`. Without such a file the
     activation is GELU, and mean and std are those of ImageNet, or of OpenAI for a CLIP. A `config.json` of another
     library is ignored; a damaged `open_clip_config.json` is refused.
     """

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # entries that describe an image-text model
 NETWORKS = ("teacher", "student")
-PUBLISHED = "published"  # normalisation and activation from a file beside foreign weights
+PUBLISHED = "published"  # normalisation and activation from a file next to foreign weights
 
 
 def encoder_description(
@@ -136,7 +136,7 @@ def has_clips_images(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def activation_of(checkpoint: Mapping[str, Any]) -> bool | None:
-    """Whether a model was trained with `quick_gelu`; None if neither the checkpoint nor a file beside it says so."""
+    """Whether a model was trained with `quick_gelu`; None if neither the checkpoint nor a file next to it says so."""
     entries = (image_text_entry(checkpoint), checkpoint.get("encoder"), checkpoint.get(PUBLISHED))
     entry = next((entry for entry in entries if entry is not None), None)
     return None if entry is None else bool({**entry.get("image", {}), **entry}.get("quick_gelu", False))

@@ -5,8 +5,8 @@
     dino-sparo export runs/vits16/checkpoint.pth vits16 --format huggingface
     dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
-An export holds one encoder without head and optimizer. JSON files beside its weights say how the encoder was built, how
-its images are normalised and which checkpoint it comes from. The file of weights repeats these JSON files in its
+An export holds one encoder without head and optimizer. JSON files next to its weights say how it was built, how its
+images are normalised and which checkpoint it comes from. The file of weights repeats these JSON files in its
 metadata, so that `file.read_safetensors` detects files that do not belong together. For a CLIP, `safetensors`,
 `open_clip` and `sparo_clip` hold both towers; the other formats hold the image tower.
 """

@@ -164,7 +164,7 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     Our exports repeat their JSON files in the metadata of the weights; both must agree.
 
     Raises:
-        CheckpointError: the file is damaged, or a JSON file beside it belongs to other weights.
+        CheckpointError: the file is damaged, or a JSON file next to it belongs to other weights.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -178,15 +178,15 @@ def read_safetensors(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is damaged: its weights have the checksum {actual}, not {checksum}; copy it again"
         )
-    beside = path.with_suffix(".json")
+    document = path.with_suffix(".json")
     if not documents:
-        return {**(_read_document(beside) if beside.is_file() else {}), **weights}
-    written = json.loads(documents)
-    for name, values in written.items():
+        return {**(_read_document(document) if document.is_file() else {}), **weights}
+    contents = json.loads(documents)
+    for name, values in contents.items():
         document = document_path(path, name)
         if document.is_file() and _read_document(document) != values:
             raise CheckpointError(f"{document} does not belong to {path.name}; export both again, or copy both again")
-    return {**written.get(".json", {}), **weights}
+    return {**contents.get(".json", {}), **weights}
 
 
 def _read_document(path: Path) -> dict[str, Any]:

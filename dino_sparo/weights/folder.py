@@ -143,7 +143,7 @@ class CheckpointFolder:
             for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
                 remains.unlink()
         previous = [] if replaces_newest else [self.previous(number) for number in range(1, self.keep)]
-        # Workers end some time after SIGTERM, perhaps before a large file is written.
+        # Workers end some time after SIGTERM, possibly before a large file is written.
         with ends_unnoticed():
             save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
 

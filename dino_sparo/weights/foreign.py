@@ -212,8 +212,8 @@ def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
 def flat_weights(weights: Mapping[str, Any], which: str = "teacher") -> dict[str, Tensor]:
     """Weights of one network under our names, whoever saved them.
 
-    Removes names of wrappers and chunks, entries that are no tensors, other networks and heads of other trainings; puts
-    a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`.
+    Removes names of wrappers and chunks, entries that are not tensors, other networks and heads of other trainings;
+    puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`.
     """
     plain = {WRAPPERS.sub("", name): value for name, value in weights.items() if isinstance(value, Tensor)}
     for prefix in NETWORK_PREFIXES.get(which, ()):

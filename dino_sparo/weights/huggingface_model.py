@@ -21,7 +21,7 @@ class SparoEncoderConfig(PretrainedConfig):
     """Configuration of an exported encoder.
 
     Args:
-        encoder: fields of `EncoderConfig`, beside the mean and std of the images.
+        encoder: fields of `EncoderConfig`, and the mean and std of the images.
         origin: the checkpoint and the training that the weights come from.
         kwargs: of every configuration.
     """

@@ -147,10 +147,10 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     Raises:
         CheckpointError: the weights are of neither 3 nor `in_chans` channels.
     """
-    found = patch_sizes(weights, path)[1]
-    require_channels(found, in_chans, path)
+    channels = patch_sizes(weights, path)[1]
+    require_channels(channels, in_chans, path)
     name = "backbone.patch_embed.proj.weight"
-    return weights if found == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
+    return weights if channels == in_chans else {**weights, name: adapt_input_conv(in_chans, weights[name])}
 
 
 def check_same_blocks(checkpoint: Mapping[str, Any], quick_gelu: bool, arch: str, path: str) -> None:
@@ -189,7 +189,7 @@ def _check_same_make(weights: Mapping[str, Tensor], encoder_state: Mapping[str, 
         return {name: network[name] for name in names if name != "backbone.pos_embed"}
 
     if problems := misfits(common_part(encoder_state), common_part(weights)):
-        wanted, built = ("backbone.norm_pre.weight" in names for names in (weights, encoder_state))
-        pre_norm = f"build the encoder with --pre_norm {str(wanted).lower()}"
-        hint = pre_norm if wanted != built else timm_remedy(weights)
+        of_weights, of_encoder = ("backbone.norm_pre.weight" in names for names in (weights, encoder_state))
+        pre_norm = f"build the encoder with --pre_norm {str(of_weights).lower()}"
+        hint = pre_norm if of_weights != of_encoder else timm_remedy(weights)
         raise CheckpointError(f"{path} holds a ViT of another kind: {problems}; {hint}")

@@ -24,7 +24,7 @@ def data_name(path: str) -> str:
 def scores_beside(
     checkpoint: Path, sha256: str, network: str | None = None, is_encoder: bool = False
 ) -> dict[str, str]:
-    """The scores of these weights in the result files beside a checkpoint, in words, by the stem of the file.
+    """The scores of these weights in the result files next to a checkpoint, in words, by the stem of the file.
 
     Results of other weights, of another network of the checkpoint, of some slots and of trained read-outs are left out,
     with `is_encoder` also those of a whole CLIP.

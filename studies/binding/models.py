@@ -55,34 +55,34 @@ MODELS = {
     "DINO cls": Model(DINO, {**DINO_RECIPE, "readout": "cls"}, NUM_DINO_TRAINING),
     "DINO sparo": Model(DINO, {**DINO_RECIPE, "readout": "sparo"}, NUM_DINO_TRAINING),
     **{
-        name: Model(own.pop("command"), {**DEMO["training"], **own}, int(DEMO["num_training_pairs"]))
-        for name, own in ((name, {**DEMO["models"][key]}) for name, key in PAIR_MODELS.items())
+        name: Model(options.pop("command"), {**DEMO["training"], **options}, int(DEMO["num_training_pairs"]))
+        for name, options in ((name, {**DEMO["models"][key]}) for name, key in PAIR_MODELS.items())
     },
 }
 
 
 def train_model(name: str, seed: int, share: float, folder: Path, run: RunCommand) -> None:
-    """Train a model, or finish its training; a finished one costs nothing.
+    """Train a model, or finish its training; a finished training returns at once.
 
     Args:
         name: a key of `MODELS`.
         seed: of the run.
         share: of the demo's training images and of its warmup steps; the epochs stay.
-        folder: of the run; the training pairs lie beside it.
+        folder: of the run; the training pairs lie in its parent folder.
         run: (command, words) -> what the command returns.
     """
     model, pairs = MODELS[name], folder.parent / "pairs"
     num_images = max(SMALLEST_NUM_IMAGES, round(share * model.num_images))
-    own = {"seed": seed, "device": "cpu", "num_workers": 0, "precision": "fp32", "output_dir": folder}
+    options = {"seed": seed, "device": "cpu", "num_workers": 0, "precision": "fp32", "output_dir": folder}
     if model.command == DINO:
-        own |= {"data_path": f"scenes:{num_images}:{IMAGE_SIZE}", "knn_freq": 0}
+        options |= {"data_path": f"scenes:{num_images}:{IMAGE_SIZE}", "knn_freq": 0}
     else:
         table = pairs / TRAINING_TABLE
         warmup_steps = round(share * int(DEMO["training"]["warmup_steps"]))
-        own |= {"data_path": table, "warmup_steps": max(1, warmup_steps)}
+        options |= {"data_path": table, "warmup_steps": max(1, warmup_steps)}
         if not table.is_file() or len(table.read_text().splitlines()) != num_images:
             write_training_pairs(pairs, num_images)
-    run(model.command, option_words({**model.options, **own}))
+    run(model.command, option_words({**model.options, **options}))
 
 
 def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCommand) -> dict[str, float]:
@@ -91,8 +91,8 @@ def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCom
     if MODELS[name].command == DINO:
         words = {"pretrained_weights": folder / "checkpoint.pth", "data_path": data_path, "device": "cpu", "seed": seed}
         shared = option_words({**words, "num_workers": 0, "nb_knn": 20})
-        found = {"untrained": run("knn", [*shared, "--untrained"]), "trained": run("knn", shared)}
-        return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in found.items()}
+        results = {"untrained": run("knn", [*shared, "--untrained"]), "trained": run("knn", shared)}
+        return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in results.items()}
     questions = folder.parent / "questions" / "pairs"
     if not questions.exists():
         write_pairs(questions, num_images // 2, run)
@@ -107,7 +107,7 @@ Readings = dict[str, Tensor]  # name -> (B, parts, width)
 
 
 def read_model(folder: Path, seed: int, is_untrained: bool, pixels: UInt8[Tensor, "B 3 H W"]) -> Readings:
-    """All readings of a model; the untrained one has the same architecture and other random weights for each seed."""
+    """All readings of a model; the untrained model has the same architecture and other random weights for each seed."""
     path = folder / "checkpoint.pth"
     subject = trained_encoder(str(path))
     names = dict(TOKENS) | ({SLOTS: "slots"} if subject.encoder.config.kind.has_slots else {})
@@ -125,9 +125,9 @@ def read_model(folder: Path, seed: int, is_untrained: bool, pixels: UInt8[Tensor
         encoder, entity_slots = subject.encoder, None
 
     def read(images: Float[Tensor, "B 3 H W"]) -> Readings:
-        found = features_of(encoder.eval(), list(names.values()), images)
-        own = {name: found[key] for name, key in names.items()}
-        return own if entity_slots is None else {**own, ENTITY_SLOTS: entity_slots(images)}
+        features = features_of(encoder.eval(), list(names.values()), images)
+        readings = {name: features[key] for name, key in names.items()}
+        return readings if entity_slots is None else {**readings, ENTITY_SLOTS: entity_slots(images)}
 
     shift, scale = (torch.tensor(values)[:, None, None] for values in (subject.mean, subject.std))
     with torch.no_grad():
@@ -137,7 +137,7 @@ def read_model(folder: Path, seed: int, is_untrained: bool, pixels: UInt8[Tensor
 
 
 def entity_reader(model: OCCLIP) -> Callable[[Tensor], Float[Tensor, "B shapes dim"]]:
-    """Images -> the slots of the entities "circle", "square", ...: every shape asks alone, in every image the same.
+    """Images -> the slots of the entities "circle", "square", ..., each shape bound alone; the same for every image.
 
     An image's true phrases would give away its labels.
     """

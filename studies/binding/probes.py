@@ -60,7 +60,7 @@ class LinearProbe(nn.Module):
 
 
 class MLPProbe(nn.Module):
-    """logit_k = w_k GELU(A_k z + sum_(i < k) c_ki (label_i - 1/2) + b_k) + d_k: an MLP of its own for each head."""
+    """logit_k = w_k GELU(A_k z + sum_(i < k) c_ki (label_i - 1/2) + b_k) + d_k: a separate MLP for each head."""
 
     def __init__(self, width: int, num_labels: int, hidden: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Information:
 
     @property
     def ratio(self) -> float:
-        """Binding information over H(Y | F); 0 where there is nothing to know."""
+        """Binding information over H(Y | F); 0 if H(Y | F) is 0."""
         return self.binding / self.entropy if self.entropy > 0 else 0.0
 
 

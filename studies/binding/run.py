@@ -75,22 +75,22 @@ Values = dict[tuple[str, str], dict[str, dict[int, float]]]
 
 
 def values_of(results: Results, entropy: float) -> Values:
-    """All measures in percent of what there is to know."""
-    found: Values = {}
+    """All measures in percent of the entropy, the largest possible information."""
+    values: Values = {}
     for result in results:
         for name, losses in result["probes"].items():
             state, reading, width, capacity, labels = name.split(", ")
             column, seed = COLUMNS[width, capacity, labels], result["seed"]
             row = reading if reading == result["model"] else f"{result['model']}, {reading}"
-            own = found.setdefault((row, state), {})
+            measures = values.setdefault((row, state), {})
             information = Information(losses["loss_y"], losses["loss_shapes"] + losses["loss_colours"], entropy)
-            own.setdefault(column, {})[seed] = 100 * information.ratio
+            measures.setdefault(column, {})[seed] = 100 * information.ratio
             if column == "binding":
-                own.setdefault("shapes", {})[seed] = 100 * (1 - losses["loss_shapes"] / ENTROPY_SHAPES)
-                own.setdefault("colours", {})[seed] = 100 * (1 - losses["loss_colours"] / ENTROPY_COLOURS)
-    for own in found.values():
-        own["true - shuffled"] = differences(own.get("binding", {}), own.get("shuffled", {}))
-    return found
+                measures.setdefault("shapes", {})[seed] = 100 * (1 - losses["loss_shapes"] / ENTROPY_SHAPES)
+                measures.setdefault("colours", {})[seed] = 100 * (1 - losses["loss_colours"] / ENTROPY_COLOURS)
+    for measures in values.values():
+        measures["true - shuffled"] = differences(measures.get("binding", {}), measures.get("shuffled", {}))
+    return values
 
 
 def tables(results: Results, entropy: float) -> str:
@@ -99,9 +99,9 @@ def tables(results: Results, entropy: float) -> str:
 
     def table(columns: Sequence[str]) -> str:
         head = ["", "weights", "seeds", *columns]
-        cells = {row: [own.get(column, {}) for column in columns] for row, own in values.items()}
+        cells = {row: [measures.get(column, {}) for column in columns] for row, measures in values.items()}
         return markdown(
-            head, [[*row, str(len(own["binding"])), *map(_cell, cells[row])] for row, own in values.items()]
+            head, [[*row, str(len(measures["binding"])), *map(_cell, cells[row])] for row, measures in values.items()]
         )
 
     parts = {
@@ -132,11 +132,11 @@ def _pairs(values: Values) -> dict[str, list[dict[int, float]]]:
 
 def score_table(results: Results) -> str:
     """The demos' scores of each model: mean and deviation over seeds."""
-    found: dict[tuple[str, str], list[float]] = {}
+    scores: dict[tuple[str, str], list[float]] = {}
     for result in results:
         for score, value in result.get("scores", {}).items():
-            found.setdefault((result["model"], score), []).append(value)
-    return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in found.items()])
+            scores.setdefault((result["model"], score), []).append(value)
+    return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in scores.items()])
 
 
 SHOWN_MEASURES = ("colours", "binding", "true - shuffled")
@@ -146,14 +146,14 @@ SHOWN_READINGS = ("true objects", "class token", "patches", "all slots", "entity
 def draw(results: Results, entropy: float, path: Path) -> None:
     """Draw information about colours and binding of the main readings; a mark per seed, a line at the mean."""
     values = values_of(results, entropy)
-    shown = {key: own for key, own in values.items() if key[0].split(", ")[-1] in SHOWN_READINGS}
+    shown = {key: measures for key, measures in values.items() if key[0].split(", ")[-1] in SHOWN_READINGS}
     rows = list(dict.fromkeys(row for row, _ in shown))[::-1]
     models = list(dict.fromkeys(row.split(", ")[0] for row in rows))
     colours = {row: colour_of(models.index(row.split(", ")[0]), len(models)) for row in rows}
     with talk_panels(path, 1, len(SHOWN_MEASURES), (15.0, 2.0 + 0.4 * len(rows))) as (axes,):
         for axis, measure in zip(axes, SHOWN_MEASURES, strict=True):
-            for (row, state), own in shown.items():
-                draw_marks(axis, [*own.get(measure, {}).values()], state, colours[row], rows.index(row))
+            for (row, state), measures in shown.items():
+                draw_marks(axis, [*measures.get(measure, {}).values()], state, colours[row], rows.index(row))
             label_rows(axis, rows if axis is axes[0] else [""] * len(rows), [colours[row] for row in rows])
             axis.set_xlabel(f"{measure}, %")
             axis.axvline(0, color=FAINT, zorder=0)
@@ -180,7 +180,7 @@ OPTIONS = {
     "binding": {
         "models": Option(list(MODELS), "Models to train and probe.", choices=list(MODELS), nargs="+"),
         "seeds": Option([0, 1, 2], "One training run and one set of probes each."),
-        "share": Option(None, "Part of the demos' training images and warmup, for all models; by default 1.", float),
+        "share": Option(None, "Share of the demos' training images and warm-up, for all models; by default 1.", float),
         "short": Option(False, "Train for seconds, to see that all parts work."),
         "output_dir": Option(None, "Folder of all files; by default in output/."),
     }
@@ -193,7 +193,7 @@ def get_args_parser() -> Parser:
 
 
 class Probe(NamedTuple):
-    """One measurement: which weights, what of them is read, how, and which labels."""
+    """One measurement: state of the weights, reading, width and capacity of the probe, and labels."""
 
     state: str  # trained, untrained
     reading: str
@@ -241,7 +241,7 @@ def probes_of(readings: Mapping[str, Tensor], state: str) -> Iterator[Probe]:
 
 
 def measure(probe: Probe, reading: Tensor, labels: Labels, seed: int) -> dict[str, float]:
-    """Losses in bits of the probes for F and Y; those of F for shapes and for colours apart."""
+    """Losses in bits of the probes for F and Y; for F, shapes and colours are separate."""
     parts = [part.flatten(1) for part in labels.split(reading)]
     z = standardized(projected(parts, EQUAL_WIDTH) if probe.width == "equal" else parts)
 
@@ -259,7 +259,7 @@ def measure(probe: Probe, reading: Tensor, labels: Labels, seed: int) -> dict[st
 
 
 def probe_model(folder: Path, seed: int, labels: Labels, found: dict[str, Any]) -> None:
-    """Add to `found`, and to the file in `folder`, the measurements of a model that they lack."""
+    """Add the missing measurements of a model to `found` and to the file in `folder`."""
     for state in ("trained", "untrained"):
         if state not in found["finished"]:
             readings = with_one_slot(read_model(folder, seed, state == "untrained", labels.pixels), labels)
@@ -272,7 +272,7 @@ def probe_model(folder: Path, seed: int, labels: Labels, found: dict[str, Any]) 
 
 
 def with_one_slot(readings: Readings, labels: Labels) -> Readings:
-    """The readings and, where there are slots, the one slot that binds best on the validation images."""
+    """The readings and, if there are slots, the slot that binds best on the validation images."""
     if SLOTS not in readings:
         return readings
     slots, y = labels.split(readings[SLOTS]), labels.split(labels.y["true"])
@@ -288,21 +288,21 @@ def model_result(
         ValueError: the folder holds results of other options.
     """
     settings = {"model": name, "seed": seed, "share": share, "images": list(amount)}
-    own = folder / f"{name.lower().replace(' ', '_')}_seed{seed}"
-    own.mkdir(parents=True, exist_ok=True)
-    begun = own / "settings.json"
+    model_folder = folder / f"{name.lower().replace(' ', '_')}_seed{seed}"
+    model_folder.mkdir(parents=True, exist_ok=True)
+    begun = model_folder / "settings.json"
     if begun.is_file() and json.loads(begun.read_text()) != settings:
-        raise ValueError(f"{begun} names other options than {settings}; give the same ones, or another --output_dir")
+        raise ValueError(f"{begun} names other options than {settings}; give the same options, or another --output_dir")
     write_json(settings, begun)
-    path = own / PROBES
-    found = json.loads(path.read_text()) if path.is_file() else {"probes": {}, "finished": []}
-    if len(found["finished"]) < 2:
-        train_model(name, seed, share, own, run)
-        if "scores" not in found:
-            found["scores"] = demo_scores(name, seed, amount.scored, own, run)
-            write_json(found, path)
-        probe_model(own, seed, labels, found)
-    return {**settings, **found}
+    path = model_folder / PROBES
+    record = json.loads(path.read_text()) if path.is_file() else {"probes": {}, "finished": []}
+    if len(record["finished"]) < 2:
+        train_model(name, seed, share, model_folder, run)
+        if "scores" not in record:
+            record["scores"] = demo_scores(name, seed, amount.scored, model_folder, run)
+            write_json(record, path)
+        probe_model(model_folder, seed, labels, record)
+    return {**settings, **record}
 
 
 def ceiling(labels: Labels, seed: int, path: Path) -> dict[str, Any]:

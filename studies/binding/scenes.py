@@ -50,7 +50,7 @@ def draw_scenes(
 
 
 def exchanged(objects: Int64[Tensor, "B objects 2"], seed: int) -> Int64[Tensor, "B objects 2"]:
-    """The same objects, the colours of each scene exchanged with probability 1/2: its features stay true."""
+    """The same objects, the colours of each scene exchanged with probability 1/2: the features F do not change."""
     swap = torch.rand(len(objects), generator=torch.Generator().manual_seed(seed)) < 0.5
     colours = torch.where(swap[:, None], objects[..., 1].flip(1), objects[..., 1])
     return torch.stack([objects[..., 0], colours], dim=2)
@@ -69,7 +69,7 @@ def features(objects: Int64[Tensor, "B objects 2"]) -> Float[Tensor, "B features
 
 
 def one_hot_objects(objects: Int64[Tensor, "B objects 2"]) -> Float[Tensor, "B F"]:
-    """The true shape and colour of each object, large one first: an encoder that knows all."""
+    """The true shape and colour of each object, large object first, as of a perfect encoder."""
     shapes, colours = one_hot(objects[..., 0], NUM_SHAPES), one_hot(objects[..., 1], NUM_COLOURS)
     return torch.cat([shapes, colours], dim=2).flatten(1).float()
 
@@ -83,6 +83,6 @@ def all_objects() -> Int64[Tensor, "B objects 2"]:
 
 def entropy_of_bindings(y: Float[Tensor, "B pairs"], f: Float[Tensor, "B features"]) -> float:
     """Mean H(Y | F) in bits over the distinct rows of Y, which are equally frequent."""
-    distinct = {tuple(row.tolist()): tuple(own.tolist()) for row, own in zip(y, f, strict=True)}
+    distinct = {tuple(row.tolist()): tuple(parts.tolist()) for row, parts in zip(y, f, strict=True)}
     counts = Counter(distinct.values())
     return sum(number * math.log2(number) for number in counts.values()) / len(distinct)

@@ -99,17 +99,17 @@ def other_pictures(rng: np.random.Generator, questions: Sequence[Question]) -> t
         For each question the index of its new picture, and the number of pictures that share a word.
     """
     shown = [_words_of(question.true) for question in questions]
-    asked = [_words_of(question.true) | _words_of(question.false) for question in questions]
+    words = [_words_of(question.true) | _words_of(question.false) for question in questions]
     order = shuffled(rng, range(len(questions)))
     for _ in range(MAX_ROUNDS):
-        wrong = [i for i, j in enumerate(order) if asked[i] & shown[j]]
+        wrong = [i for i, j in enumerate(order) if words[i] & shown[j]]
         for i in wrong:
             k = choose(rng, range(len(order)))
-            if not asked[i] & shown[order[k]] and (asked[k] & shown[order[k]] or not asked[k] & shown[order[i]]):
+            if not words[i] & shown[order[k]] and (words[k] & shown[order[k]] or not words[k] & shown[order[i]]):
                 order[i], order[k] = order[k], order[i]
         if not wrong:
             break
-    return order, sum(bool(asked[i] & shown[j]) for i, j in enumerate(order))
+    return order, sum(bool(words[i] & shown[j]) for i, j in enumerate(order))
 
 
 def _words_of(picture: Picture) -> set[str]:
@@ -133,7 +133,7 @@ def write_split(folder: Path, split: Split, num_images: int, num_questions: int,
     if record.is_file():
         saved = json.loads(record.read_text(encoding="utf-8"))
         if {name: saved.get(name) for name in expected} != expected:
-            raise ValueError(f"{folder} holds another split, or one of another version; choose another folder")
+            raise ValueError(f"{folder} holds another split, or a split of another version; choose another folder")
         return folder
     _write_training(folder / "train", split, num_images, image_size)
     num_overlaps = _write_tests(folder, split, num_questions, image_size)

@@ -97,7 +97,7 @@ class Picture(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A picture with a true and a false caption; the false one is given as the picture it describes."""
+    """A picture with a true and a false caption; the false caption is given as the picture that it describes."""
 
     true: Picture
     false: Picture
@@ -162,7 +162,7 @@ class Split:
 
     @cached_property
     def forms(self) -> dict[tuple[str, str], tuple[Picture, ...]]:
-        """Seen pair -> the forms it is always shown in: one picture for `attribute`; for `spatial` one per axis.
+        """Seen pair -> its forms in all training pictures: one picture for `attribute`; for `spatial` one per axis.
 
         The forms of `spatial` have no colours.
         """

@@ -44,7 +44,7 @@ class Model(NamedTuple):
 
     Attributes:
         command: that trains it.
-        options: beside those that all models share.
+        options: in addition to the options that all models share.
         graphs: source of OC-CLIP's graphs, TRUE_GRAPHS or a parser; None for a model of captions.
     """
 
@@ -76,7 +76,7 @@ MODELS: dict[str, Model] = {
 
 
 class Amount(NamedTuple):
-    """Numbers of pictures, of questions per test, and of epochs; pictures per step."""
+    """Numbers of pictures, of questions per test, of epochs, and of pictures per step."""
 
     num_images: int
     num_questions: int
@@ -98,7 +98,7 @@ OPTIONS = {
     "split: what is trained on": {
         "split": Option(
             "attribute",
-            "What the false captions exchange: the colours of two objects, or the objects beside their relation.",
+            "What the false captions exchange: the colours of two objects, or the two objects of a relation.",
             choices=list(TESTS),
         ),
         "seen": Option(50, "Percent of the pairs of shapes that are trained on.", choices=SEEN_SHARES),
@@ -115,7 +115,7 @@ OPTIONS = {
             ["clip-cls", "clip-sparo", "oc-clip"],
             "All share towers, pictures, steps and optimizer. Controls: CLIP with each pair's false caption in the "
             "batch; OC-CLIP without the local loss, without competition and default tokens, and with parsed graphs "
-            "instead of the true ones.",
+            "instead of true graphs.",
             choices=list(MODELS),
         ),
         "seeds": Option([0], "One training run each; sets split, weights and order."),
@@ -146,8 +146,8 @@ def get_args_parser() -> Parser:
 
 def chosen_amount(args: argparse.Namespace) -> Amount:
     """The amount that the options choose."""
-    given = {name: getattr(args, name) for name in Amount._fields}
-    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in given.items() if value})
+    amounts = {name: getattr(args, name) for name in Amount._fields}
+    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in amounts.items() if value})
 
 
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
@@ -215,15 +215,15 @@ def model_result(
     if path.is_file():
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if {key: result.get(key) for key in settings} != settings:
-            raise ValueError(f"{path} is the result of other options; give the same ones, or another --output_dir")
+            raise ValueError(f"{path} is the result of other options; give the same options, or another --output_dir")
         logger.info("%s exists, so the model is skipped", path)
     else:
         pairs, weights = data / "train" / "pairs.jsonl", folder / "checkpoint.pth"
         is_resumed = weights.is_file()
         begin = time.monotonic()
         paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
-        kept = {"saveckp_freq": "1"} if args.curve else {}
-        run(MODELS[name].command, option_words({**settings["options"], **paths, **kept}))
+        checkpoints = {"saveckp_freq": "1"} if args.curve else {}
+        run(MODELS[name].command, option_words({**settings["options"], **paths, **checkpoints}))
         seconds = time.monotonic() - begin
         result = {
             **settings,
@@ -242,7 +242,7 @@ def model_result(
 def answers(
     name: str, weights: Path, data: Path, part: str, devices: Mapping[str, object], run: RunCommand
 ) -> dict[str, Any]:
-    """Accuracy and number of ties of every test in a folder of questions; the answers lie beside the weights."""
+    """Accuracy and number of ties of every test in a folder of questions; answers are in the folder of the weights."""
     files = {"data_root": data / part, "images": data / "tests" / "images"}
     graphs = _graphs(name, data / "tests" / "graphs.jsonl")
     words = option_words({"pretrained_weights": weights, "benchmarks": "sugarcrepe", **files, **graphs, **devices})
@@ -281,7 +281,7 @@ def count_parameters(weights: Path) -> int:
 
 
 def accuracies(answers: Mapping[str, Mapping[str, float]], kind: str) -> list[float]:
-    """Accuracies of the first two tests, their mean, and those of the other tests, in percent."""
+    """Accuracies of the first two tests, their mean, and the accuracies of all other tests, in percent."""
     first, second, *others = (answers[test]["accuracy"] for test in TESTS[kind])
     return [first, second, (first + second) / 2, *others]
 
@@ -319,10 +319,10 @@ def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             curve, name = result["curve"], f"{result['model']}, seed {result['seed']}"
             colour = colour_of(position, len(results))
             losses.plot([e["step"] for e in curve], [e["loss"] for e in curve], ".-", color=colour, label=name)
-            asked = [e for e in curve if first in e]
-            steps = [e["step"] for e in asked]
-            trained.plot(steps, [e[first] for e in asked], ".-", color=colour)
-            both.plot(steps, [(e[first] + e[second]) / 2 for e in asked], ".-", color=colour)
+            points = [e for e in curve if first in e]
+            steps = [e["step"] for e in points]
+            trained.plot(steps, [e[first] for e in points], ".-", color=colour)
+            both.plot(steps, [(e[first] + e[second]) / 2 for e in points], ".-", color=colour)
         losses.set(xlabel="step", ylabel="contrastive loss, nats")
         losses.legend(frameon=False)
         for axis, label in ((trained, first), (both, f"mean of {first} and {second}".replace("_", " "))):

@@ -200,7 +200,7 @@ def test_the_command_draws_chosen_slots(weights, tmp_path, capsys, caplog):
     ]
     assert json.loads((tmp_path / "out" / "pictures.json").read_text()) == found
     assert [len(slot["pairs"]) for slot in found["slots"]] == [3, 3]
-    assert "of 2 do, the others come nearest" in caplog.text  # an untrained model's
+    assert "of 2 do, the other slots come nearest" in caplog.text  # an untrained model's
     for pair in found["slots"][0]["pairs"]:
         shares = [word["share"] for word in pair["words"]]
         assert sum(shares) + pair["start"] + pair["end"] == pytest.approx(1, abs=1e-4)

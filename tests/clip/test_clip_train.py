@@ -290,7 +290,7 @@ def test_a_run_with_rounded_logits_learns_as_one_without(tmp_path: Path, product
         ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),
         ({"crop_scale": "0.9,0.4"}, r"crop_scale=\(0.9, 0.4\) is not a range"),
         ({"context_length": 2}, "context_length=2 has no room"),
-        ({"negative_key": "false"}, "negative_key='false' is a column of a table, and data_path='scenes.*' is none"),
+        ({"negative_key": "false"}, "negative_key='false' is a column of a table; data_path='scenes.*' is no table"),
         (
             {"negative_key": "false", "shards": "streamed", "epoch_pairs": 9},
             "false captions are read from tables alone",
@@ -311,7 +311,7 @@ def test_a_probe_needs_labels(tmp_path: Path) -> None:
 
 def test_a_share_of_the_batch_is_the_same_for_all() -> None:
     assert micro_batch_size(4096, 8, 4) == 128
-    with pytest.raises(ValueError, match=r"by 3 process.*the nearest that can is 4098"):
+    with pytest.raises(ValueError, match=r"by 3 process.*the nearest possible batch size is 4098"):
         micro_batch_size(4096, 3, 2)
 
 

@@ -296,7 +296,7 @@ def test_coco_captions_belong_to_their_images(tmp_path: Path) -> None:
 def test_other_annotations_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'0.png', but .* does not exist or is not a regular file; .*--image_folder"):
         open_pairs(str(coco(tmp_path)), max_left_out=1.0)
-    with pytest.raises(ValueError, match=r"no COCO captions.*found the keys \['images', 'annotations'\].*'caption'"):
+    with pytest.raises(ValueError, match=r"not COCO captions.*found the keys \['images', 'annotations'\].*'caption'"):
         open_pairs(str(coco(tmp_path, annotations=[{"image_id": 0, "bbox": []}])))
     with pytest.raises(ValueError, match="holds no pair"):
         open_pairs(str(coco(tmp_path, annotations=[])))

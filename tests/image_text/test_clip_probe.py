@@ -180,7 +180,7 @@ def test_the_result_file_tells_the_whole_protocol_and_cached_features_give_the_s
     other = small_checkpoint(tmp_path / "other.pth", seed=1)
     with pytest.raises(ValueError, match="were not made with"):
         run("--load_features", tmp_path / "cache", "--pretrained_weights", other)
-    with pytest.raises(ValueError, match="--slots chooses among a model's slots, and --load_features has features"):
+    with pytest.raises(ValueError, match="--slots chooses slots of a model, but --load_features has features"):
         run("--load_features", tmp_path / "cache", "--slots", tmp_path / "slots.json")
 
 

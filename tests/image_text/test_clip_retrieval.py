@@ -189,7 +189,7 @@ def test_captions_keep_their_commas_and_empty_ones_are_counted(tmp_path, images,
     data = open_caption_set(str(images), str(tmp_path / "c.txt"))
     assert data.captions == ["one, two, three", "quoted, too"]
     assert data.left_out == {"missing images": 0, "empty captions": 2, "images without caption": 1}
-    assert "left out 2 empty captions and 1 images without any" in caplog.text
+    assert "left out 2 empty captions and 1 images without captions" in caplog.text
 
 
 def test_flickr8ks_own_file_and_quotes_of_csv_are_read(tmp_path, images, monkeypatch):

@@ -113,7 +113,7 @@ def test_samples_that_are_no_pairs_are_replaced_and_counted(tmp_path: Path) -> N
     reasons = [reason for batch in batches for _, reason in batch.corrupt]
     assert len(reasons) > 3
     assert set(reasons) == {"the caption is missing or empty"}
-    with pytest.raises(ValueError, match=r"64 samples in a row of stream .* are no pairs"):
+    with pytest.raises(ValueError, match=r"64 samples in a row of stream .* are not pairs"):
         list(stream(str(tmp_path / "b.tar")))
 
 
@@ -144,7 +144,7 @@ def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason:
     words = f"--shards streamed --epoch_pairs 6 --num_workers 0 {option} 0.00001"
     args = get_args_parser().parse_args(["--data_path", str(write_shard(tmp_path / "0.tar", 5)), *words.split()])
     data = stream_pairs(args, Distributed(0, 1, torch.device("cpu")), 3)
-    with pytest.raises(ValueError, match=rf"in a row of .* are no pairs, .*{reason}"):
+    with pytest.raises(ValueError, match=rf"in a row of .* are not pairs, .*{reason}"):
         next(iter(data[2]))
 
 
@@ -161,8 +161,8 @@ def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("--shards streamed", "streamed needs the number of pairs to call an epoch"),
         ("--epoch_pairs 9", "indexed takes none"),
-        ("--shard_weights 1 2", "--shard_weights is for --shards streamed alone"),
-        ("--shards streamed --epoch_pairs 9 --caption_templates simple", "a stream has written captions alone"),
+        ("--shard_weights 1 2", "--shard_weights is only for --shards streamed"),
+        ("--shards streamed --epoch_pairs 9 --caption_templates simple", "a stream has only written captions"),
         ("--shards streamed --epoch_pairs 9 --zero_shot_freq 1", "give labelled images with --zero_shot_path"),
     ],
 )

@@ -191,7 +191,7 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
         ("resnet18", {}, r"unknown arch 'resnet18'; choose one of .*, or timm/NAME; did you mean timm/resnet18\?"),
         ("timm/crossvit_9_240", {}, "gives list for an image of 240x240 px, neither tokens nor a map"),
         ("timm/test_resnet", {"patch_size": 16}, "--patch_size 16 .* 32 px apart"),
-        ("timm/test_vit", {"img_size": 100}, "img_size=100 px .* patch_size=16 px; .* fits is 96"),
+        ("timm/test_vit", {"img_size": 100}, "img_size=100 px .* patch_size=16 px; .* multiple is 96"),
         ("timm/test_resnet", {"readout": "cls"}, "'cls': timm/test_resnet has no class token"),
         ("timm/vgg11", {"drop_path_rate": 0.1}, "--drop_path_rate 0.1: timm/vgg11 has no stochastic depth"),
     ],

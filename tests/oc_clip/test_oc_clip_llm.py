@@ -398,7 +398,7 @@ def test_a_page_instead_of_an_answer_ends_the_run_in_one_line(
     server.failures = {f"a thing {number}": ["page"] for number in range(NUMBER)}
     with pytest.raises(SystemExit, match="1"):
         run(server, tmp_path)
-    assert f"{server.url} answers, but not as OpenAI's protocol does" in caplog.messages[-1]
+    assert f"{server.url} answers, but not in OpenAI's protocol" in caplog.messages[-1]
 
 
 def test_a_run_that_was_ended_goes_on_to_the_same_file_and_asks_nothing_twice(
@@ -434,7 +434,7 @@ def test_the_time_of_a_whole_request_is_bounded(server: FakeServer, monkeypatch:
 @pytest.mark.parametrize("kind", ["flood", "packed"])
 def test_an_endless_answer_is_not_read_to_its_end(server: FakeServer, kind: str) -> None:
     server.failures = {"a thing": [kind]}
-    with pytest.raises(llm.MendableError, match="answers, but not as OpenAI's protocol does"):
+    with pytest.raises(llm.MendableError, match="answers, but not in OpenAI's protocol"):
         llm.Server(server.url, "m")(MESSAGES)
     assert server.sent < 50 * 10**6
 
@@ -459,7 +459,7 @@ def test_a_redirect_is_not_followed(server: FakeServer) -> None:
 )
 def test_an_answer_of_odd_types_is_one_line(server: FakeServer, answer: str) -> None:
     server.failures = {"a thing": [answer]}
-    with pytest.raises(llm.MendableError, match="answers, but not as OpenAI's protocol does") as caught:
+    with pytest.raises(llm.MendableError, match="answers, but not in OpenAI's protocol") as caught:
         llm.Server(server.url, "m")(MESSAGES)
     assert "\n" not in str(caught.value)
 

@@ -257,7 +257,7 @@ def test_nothing_is_added_to_a_file_of_another_program(tmp_path: Path, caplog: p
     table.write_text('{"caption": "a dog"}')
     with pytest.raises(SystemExit, match="1"):
         parse(table, table)
-    assert f"{table} exists, and there is no {table}.summary.json beside it" in caplog.messages[-1]
+    assert f"{table} exists without its {table}.summary.json" in caplog.messages[-1]
     assert table.read_text() == '{"caption": "a dog"}'
 
 
@@ -444,7 +444,7 @@ def test_the_same_words_annotated_in_two_ways_keep_one_graph(tmp_path: Path) -> 
         ("vg", SCENE_GRAPHS, "is not a file of vg, which is a list of images"),
         ("gqa", REGIONS, "is not a file of gqa, which is an object with one entry per image"),
         ("vg", [7], "is not a file of vg, which is a list of images with image_id; found [7]"),
-        ("vg", [{"image_id": 7}], "image 0, '7', is not annotated as vg is .KeyError"),
+        ("vg", [{"image_id": 7}], "image 0, '7', is not annotated in the format of vg .KeyError"),
         ("gqa", {"n14": {"objects": {}}}, "none of the 0 rows has a caption"),
         ("gqa", "text", "is not a file of gqa"),
     ],

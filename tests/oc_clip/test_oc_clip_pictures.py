@@ -248,7 +248,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(pairs,
     for cosine in pairs[0].cosines:
         assert f"<span>cosine {cosine:.2f}</span>" in text
     assert f": {pairs[0].relation_scores[0]:.2f}, turned round " in text
-    assert (" add up to 100 % over all of them" in text) == (pairs[0].competition == "queries")
+    assert (" add up to 100 % over all maps" in text) == (pairs[0].competition == "queries")
 
 
 def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, capsys, caplog):

@@ -505,7 +505,7 @@ def test_the_text_encoder_can_start_from_a_clip_and_the_image_encoder_of_another
 
 def test_rates_for_trained_towers_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path / "run", max_steps=1, lr=1e-3, lr_image=1e-5, data_path=table_of_pairs(tmp_path))
-    assert "the image encoder starts from random weights with the learning rate of trained ones, 1e-05" in caplog.text
+    assert "the image encoder has random weights, but the learning rate of trained weights, 1e-05" in caplog.text
     assert "the text encoder" not in caplog.text
 
 

@@ -163,7 +163,7 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
             r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
         ),
         ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
-        ({"pos_embed": torch.ones(1, 9, 128)}, r"has positions \(1, 9, 128\); a square grid and one class token"),
+        ({"pos_embed": torch.ones(1, 9, 128)}, r"has positions \(1, 9, 128\); an encoder can only start from a square"),
         ({"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
     ],
 )

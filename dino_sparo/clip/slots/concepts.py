@@ -1,4 +1,4 @@
-"""Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
+"""Pairs of image and caption -> the attention of each slot to both, and the slots and pairs that are worth a picture.
 
 Everything here is numbers. `fits` measures what the paper asks of a slot that is shown. The paper shows examples, so
 the choice of several slots and pairs together is ours. Source: SPARO, section 5.5.
@@ -120,11 +120,11 @@ def see_pairs(
     device: torch.device,
     max_pairs: int,
 ) -> list[PairAttention]:
-    """Run a model over at most `max_pairs` pairs, evenly spread over the source; unreadable ones are skipped and named.
+    """Run a model over at most `max_pairs` pairs, evenly spread over the source; unreadable pairs are skipped.
 
     Of several captions of an image the first is taken.
     """
-    seen: list[PairAttention] = []
+    results: list[PairAttention] = []
     num_truncated = 0
     pairs = view_pairs(source, spread_out(source, max_pairs), view)
     while batch := list(islice(pairs, BATCH_SIZE)):
@@ -135,10 +135,10 @@ def see_pairs(
             words = caption_words(pair.caption, ids)
             start, end = attention[:, 0], attention[:, int(ids.argmax())]
             shares = word_shares(attention, words)
-            seen.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, shares, start, end, cosines))
+            results.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, shares, start, end, cosines))
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
-    return seen
+    return results
 
 
 def see(
@@ -157,7 +157,7 @@ def see(
 
 
 def fits(pairs: Sequence[PairAttention], criteria: Criteria) -> Bool[np.ndarray, "pairs L"]:
-    """Which slots of which pairs meet the criteria, each for itself."""
+    """Whether each slot of each pair meets the criteria, regardless of all other slots."""
     cosines, sharpness = _stacked(pairs)
     return (cosines > criteria.min_cosine) & (sharpness >= criteria.min_sharpness)
 
@@ -223,7 +223,7 @@ def nearest_slots(
     focus: Sequence[Bool[np.ndarray, "L _"]],
     num_slots: int,
 ) -> list[int]:
-    """Slots with further ones up to `num_slots`: by their mean nearness, zero where they attend to the same words."""
+    """Add slots up to `num_slots`: by mean nearness to the criteria, zero where slots attend to the same words."""
     slots = [*slots]
     while len(slots) < num_slots:
         near = (nearness * _apart(focus, slots)).mean(axis=0)
@@ -235,7 +235,7 @@ def nearest_slots(
 def choose_pairs(
     pairs: Sequence[PairAttention], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " pairs"]
 ) -> list[int]:
-    """At most `num_pairs` pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
+    """At most `num_pairs` pairs that show some slots best: by the mean of cosine times sharpness, best first.
 
     Pairs that are `preferred` come before all others. If all pairs have a place, they stay in their order.
     """
@@ -252,7 +252,7 @@ def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bo
 
 
 def caption_words(caption: str, token_ids: Int64[Tensor, " N"]) -> list[Word]:
-    """The words of a caption that the model sees; of one that was cut off, those before the cut."""
+    """The words of a caption that the model sees; in a truncated caption, the words before the cut."""
     tokenizer = simple_tokenizer()
     pieces = [tokenizer.decoder[number] for number in token_ids[1 : int(token_ids.argmax())].tolist()]
     written, cursor = html.unescape(html.unescape(caption)), 0

@@ -141,7 +141,7 @@ def fit_mask(
     seed: int,
     bound: str,
 ) -> FitResult:
-    """Learn a mask on frozen encodings by SGD, and keep the one that fits best.
+    """Learn a mask on frozen encodings by SGD, and keep the mask of the best epoch.
 
     After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
     splits. Pairs of all splits are put together without balancing them.
@@ -193,7 +193,7 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
         if not config.image.kind.has_slots:
             raise UserError(
                 f"parts=slot, but readout {config.readout!r} has no slots; give a number of contiguous equal parts "
-                f"that take their place (the paper's is 64), or dimension"
+                "in place of slots (64 in the paper), or dimension"
             )
         return config.image.num_slots
     if not parts.isdecimal() or int(parts) < 1 or config.embed_dim % int(parts):
@@ -226,7 +226,7 @@ def change_elsewhere(
 def open_pairs(args: argparse.Namespace) -> LocalBenchmark:
     """The true and false captions in `--data_root`; their images lie in `--images`, by default in `images` there."""
     if not args.data_root:
-        raise UserError("--data_root is empty; give the folder with SugarCrepe's JSON files, or those of scene-pairs")
+        raise UserError("--data_root is empty; give the folder with the JSON files of SugarCrepe or scene-pairs")
     folder = Path(args.data_root)
     rules = ImageRules.of(args, folder, default_images=folder / "images")
     local = open_benchmark(BENCHMARKS["sugarcrepe"], folder, rules)
@@ -253,7 +253,7 @@ def encode_pairs(
 
 
 def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
-    """Learn what the options say, evaluate it, write mask and plot, show the table."""
+    """Learn the mask of the options, evaluate the mask, write mask and plot, show the table."""
     task = ScorerTask.start(args, clip_scorer)
     require_matplotlib()
     local = open_pairs(args)
@@ -334,7 +334,7 @@ def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, A
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracies for people."""
+    """The accuracies as a table to print."""
     rows = [("pairs of the fit", result["accuracy"])]
     rows += [(each["data_path"], each) for each in result["elsewhere"]]
     rows += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []

@@ -33,7 +33,7 @@ from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
-TITLE = "Where slots look, in images and in captions"
+TITLE = "Where slots attend, in images and in captions"
 TILE, SIDE, GAP = 280, 150, 24  # pixels on the sheet: largest side of a picture, names of slots, between pictures
 # Rising quickly, as the maps' colours do: weak attention is to be seen too.
 LEVEL_POWER = 0.6
@@ -42,16 +42,16 @@ LEGEND = (
     Word("of the attention to a word"),
 )
 EXPLANATION = (
-    "Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, "
-    "grey where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, "
-    "the more of the slot's attention it gets; the shares of the caption's start and end stand below. The cosine is "
-    "that of the slot read out of the image and the same slot read out of the caption. “Patches”: the effective "
+    "Each row is one slot with the same pairs of an image and a caption. The image is bright where the slot attends, "
+    "and grey where the slot gives no more than an even share of its attention. In the caption, a stronger mark of a "
+    "word means a larger share of the slot's attention; the shares of start and end token are below. The cosine "
+    "compares the slot read out of the image and the same slot read out of the caption. “Patches”: the effective "
     "number of patches, exp(entropy) of the slot's attention, as the geometric mean over the pairs."
 )
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of pictures.json."""
+    """Draw the pictures of the options; returns the content of pictures.json."""
     task = PicturesTask.start_on_first(args, load_clip)
     if task is None:
         return {}
@@ -140,14 +140,14 @@ def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int
 def rule_in_words(choice: Choice, is_given: bool, criteria: Criteria) -> str:
     """How slots and pairs were chosen."""
     if is_given:
-        return "The slots were asked for; of the pairs those are shown in which they are sharpest and most alike."
+        return "The slots were given; in the pairs shown, their cosines and their sharpness are highest."
     wanted = (
         f"give at least {100 * criteria.min_sharpness:g}% of their attention to one word, attend to different words "
         f"and have a cosine above {criteria.min_cosine:g}"
     )
     if choice.num_fitting == len(choice.slots):
         return f"The slots were chosen because in {choice.num_common:,} pairs they {wanted}."
-    return f"Slots were wanted that {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the others come nearest."
+    return f"Slots should {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the other slots come nearest."
 
 
 def pairs_to_json(slot: int, pairs: Sequence[PairAttention], criteria: Criteria) -> list[dict[str, Any]]:

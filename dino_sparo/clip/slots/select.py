@@ -1,4 +1,4 @@
-"""Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
+"""Labelled images -> which slots separate the classes best, and how many slots to keep.
 
     dino-sparo slots select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
     dino-sparo compositional --pretrained_weights output/checkpoint.pth --data_root data/sugar-crepe \
@@ -7,7 +7,7 @@
 Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
 k; without --keep the best k is taken. Prints a table, writes slots_WEIGHTS_DATA.json (the selection, which every
 evaluation takes as --slots, the scores, the curve and all that they depend on) and a plot of that name. Images that
-chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+chose the slots cannot test the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
 """
 
 import argparse
@@ -219,7 +219,7 @@ def describe(
 
 
 def table(scores: SlotScores, number: int) -> str:
-    """The best slots, and their accuracy together, for people."""
+    """The best slots and their common accuracy, as lines to print."""
     alone = [scores.alone[slot] for slot in scores.ranking]
     lines = best_slots({"alone top-1 %": alone, "together top-1 %": scores.curve}, scores.ranking)
     for curve, count, name in (

@@ -45,10 +45,10 @@ class ReducedClip(nn.Module):
         self.is_selection, self.encoding_dim = isinstance(choice, SlotSelection), self.config.embed_dim
         if isinstance(choice, SlotSelection):
             self.encoding_dim = len(choice.indices) * self.config.image.slot_dim
-            kept = torch.tensor(choice.indices)
+            selection = torch.tensor(choice.indices)
         else:
-            kept = torch.tensor(choice.values)
-        self.register_buffer("kept", kept, persistent=False)
+            selection = torch.tensor(choice.values)
+        self.register_buffer("kept", selection, persistent=False)
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Images -> features of the kept slots, or masked encodings; of length one."""
@@ -81,13 +81,13 @@ def check_normalized_per_slot(config: CLIPConfig) -> None:
     """Refuse a model without slots that can stand alone."""
     if not config.image.kind.normalized_per_slot:
         raise UserError(
-            f"readout {config.readout!r} has no slots to choose among; that takes a read-out whose slots are "
+            f"readout {config.readout!r} has no slots to choose among; --slots needs a read-out whose slots are "
             f"normalised one by one, such as sparo"
         )
 
 
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
-    """A checkpoint's model, reduced if --slots names slots, and the entry of a result file, None if it is whole."""
+    """A checkpoint's model, reduced if --slots names slots; and the entry of a result file, None for a whole model."""
     if not path:
         return loaded.model, None
     choice, record = open_choice(str(path), loaded.record["sha256"])

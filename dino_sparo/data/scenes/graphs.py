@@ -95,7 +95,7 @@ class SceneObject:
         return (x - r, y - r, x + r, y + r)
 
     def described(self, attributes: Collection[str]) -> str:
-        """The object in words with some of its ATTRIBUTES: article, perhaps colour and texture, shape."""
+        """The object in words with some of its ATTRIBUTES: article, optionally colour and texture, shape."""
         words = [getattr(self, name) for name in ("colour", "texture") if name in attributes] + [self.shape]
         return with_article(" ".join(words))
 

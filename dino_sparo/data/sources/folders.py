@@ -32,7 +32,7 @@ WITHOUT_LABELS = (
     "without labels: train with --split all; look at the encoder with `dino-sparo attention --data_path FOLDER`; "
     "write embeddings with `dino-sparo embed`"
 )
-FEW_IMAGES = 1000  # beside shards
+FEW_IMAGES = 1000  # next to shards
 _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
 
 
@@ -78,7 +78,7 @@ def content_of(root: str) -> str:
 def split_of_folder(root: str, default_split: str) -> str:
     """The split that None means in a folder: the default split if it is recognised, else `ALL`.
 
-    `train` is recognised only beside a validation split: a folder of that name alone may be a class of vehicles.
+    `train` is recognised only next to a validation split: a folder of that name alone may be a class of vehicles.
     """
     needed = ("train", "val") if default_split == "train" else (default_split,)
     if not all(_find_split(root, split) for split in needed):

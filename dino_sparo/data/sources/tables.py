@@ -63,8 +63,8 @@ class Column:
         """The column's name in a header."""
         if self.name is not None:
             return self.name if self.name in header else None
-        written = {word.lower(): word for word in reversed(header)}
-        return next((written[name] for name in self.names if name in written), None)
+        spellings = {word.lower(): word for word in reversed(header)}
+        return next((spellings[name] for name in self.names if name in spellings), None)
 
 
 PATHS = Column(
@@ -148,12 +148,12 @@ class TableRows:
                 line = file.readline()
                 words = {mark: next(csv.reader([line], delimiter=mark), []) for mark in _DELIMITERS}
         headers = {mark: [word.strip() for word in found] for mark, found in words.items()}
-        needed = [column for column in self.columns if column.is_required or column.name]
+        required = [column for column in self.columns if column.is_required or column.name]
         for mark, header in headers.items():
-            if all(column.find(header) is not None for column in needed):
+            if all(column.find(header) is not None for column in required):
                 return header, mark
         header = max(headers.values(), key=len)
-        lacking = [column for column in needed if column.find(header) is None]
+        lacking = [column for column in required if column.find(header) is None]
         raise UserError(
             f"table {self.path!r} has no column {' and none '.join(map(str, lacking))}; found the columns {header}; "
             f"name them with {' and '.join(f'--{column.option}' for column in lacking)}"
@@ -306,10 +306,10 @@ class TableColumns:
 
     def refuse_for(self, data_path: str) -> None:
         """ValueError if columns are named although `data_path` is not a table."""
-        named = ", ".join(f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None)
-        if named:
+        words = ", ".join(f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None)
+        if words:
             raise UserError(
-                f"data_path={data_path!r} is not a table, so it has no column of that name ({named}); leave the option "
+                f"data_path={data_path!r} is not a table, so it has no column of that name ({words}); leave the option "
                 "out, or give a table (.csv, .tsv, .jsonl)"
             )
 
@@ -331,8 +331,8 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
         raise UserError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
     with open_text(path) as file:
         lines = map(str.strip, file)
-        named = [_name_and_label(line) for line in lines if line and not line.startswith("#")]
-    return _file_source("list", path, named, limits), "read"
+        files = [_name_and_label(line) for line in lines if line and not line.startswith("#")]
+    return _file_source("list", path, files, limits), "read"
 
 
 def _name_and_label(line: str) -> tuple[str, str]:
@@ -363,7 +363,7 @@ def open_table(
     """
     wanted = PATHS.named(columns.path), LABELS.named(columns.label)
     rows = TableRows(path, wanted, SPLITS.named(columns.split), split, default_split)
-    named = [(path_cell.strip(), label.strip()) for _, (path_cell, label) in rows]
+    files = [(path_cell.strip(), label.strip()) for _, (path_cell, label) in rows]
     if rows.names[1] is None and set(rows.header) - set(rows.names):
         _logger.warning(
             "table %s is used without labels: none of its columns %s is called %s; name one with --label_column",
@@ -371,7 +371,7 @@ def open_table(
             rows.header,
             " or ".join(LABELS.names),
         )
-    source = _file_source("table", path, named, limits)
+    source = _file_source("table", path, files, limits)
     source.chosen_split = rows.word
     return source, "read"
 

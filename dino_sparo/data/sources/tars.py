@@ -159,17 +159,17 @@ def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> d
 
 def shard_sizes(shards: list[str]) -> dict[str, int]:
     """Samples of each shard by `sizes.json` in its folder, if there is one; ValueError for another form."""
-    written = dict[str, int]()
+    sizes = dict[str, int]()
     for folder in dict.fromkeys(os.path.dirname(shard) for shard in shards):
         path = os.path.join(folder, "sizes.json")
         if os.path.isfile(path):
             try:
-                written |= {os.path.join(folder, name): int(size) for name, size in read_json(path).items()}
+                sizes |= {os.path.join(folder, name): int(size) for name, size in read_json(path).items()}
             except (ValueError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{path!r} is not a JSON object of shard names and numbers of samples ({error})"
                 ) from error
-    return {shard: written[shard] for shard in shards if shard in written}
+    return {shard: sizes[shard] for shard in shards if shard in sizes}
 
 
 def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:

@@ -82,7 +82,7 @@ def open_caption_set(
         raise UserError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if not captions:
         return _together(open_pairs(data_path, split=split, default_split="val", limits=limits))
-    captions_of, unused, own_split = read_captions(Path(captions), split)
+    captions_of, unused, file_split = read_captions(Path(captions), split)
     names, folder = list(captions_of), Path(data_path)
     paths = find_images(folder, names, None if allow_outside else (folder,))
     missing = [name for name in names if name not in paths]
@@ -93,7 +93,7 @@ def open_caption_set(
     left_out = {f"captions {reason}": number for reason, number in unused.counts.items()}
     images = named_source(folder, list(paths), list(paths.values()), limits)
     chosen = _flat(images, [captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
-    return replace(chosen, split=own_split)
+    return replace(chosen, split=file_split)
 
 
 def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[str]], LeftOut, str | None]:
@@ -103,7 +103,7 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         Captions by file name of their image, captions without image, and the split; None where there are no splits.
     """
     where = f"captions={str(path)!r}"
-    left_out, own_split, content = LeftOut(), None, None
+    left_out, file_split, content = LeftOut(), None, None
     rows: Rows
     if path.suffix != ".json":
         rows = _lines(path)
@@ -113,15 +113,15 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         if left_out.total:
             logger.warning("%s: left out captions %s", path, left_out)
     elif isinstance(content, dict):
-        own_split = split or KARPATHY_SPLIT
-        rows = _karpathy(content, own_split)
+        file_split = split or KARPATHY_SPLIT
+        rows = _karpathy(content, file_split)
     else:
         rows = _salesforce(content)
     captions_of: dict[str, list[str]] = defaultdict(list)
     try:
         for name, captions in rows:
             if not isinstance(captions, list) or not all(isinstance(text, str) for text in (name, *captions)):
-                raise UserError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
+                raise UserError(f"the captions of image {name!r:.80}, {captions!r:.80}, are not a list of texts")
             captions_of[name] += captions
     except (AttributeError, KeyError, TypeError) as error:
         keys = sorted(content) if isinstance(content, dict) else []
@@ -131,9 +131,9 @@ def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[
         ) from error
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-    if split is not None and own_split is None:
+    if split is not None and file_split is None:
         raise UserError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
-    return captions_of, left_out, own_split
+    return captions_of, left_out, file_split
 
 
 def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
@@ -172,7 +172,7 @@ def _karpathy(content: dict[str, Any], split: str) -> Rows:
 
 
 def _together(pairs: PairSource) -> CaptionSet:
-    """Pairs with the captions of one image put together.
+    """Pairs -> images, each with all of its captions.
 
     A text member of a shard holds a caption per line, as in CLIP benchmark's shards.
     """
@@ -198,7 +198,7 @@ def _together(pairs: PairSource) -> CaptionSet:
 
 
 def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str, int]) -> CaptionSet:
-    """Captions one after the other, without empty ones, and without images that have none."""
+    """All captions in one list, without empty captions and without images that have no caption."""
     all_captions = list(captions)
     worded = [[text for text in texts if text.strip()] for texts in all_captions]
     chosen = [index for index, texts in enumerate(worded) if texts]
@@ -207,7 +207,7 @@ def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str
     empty = sum(map(len, all_captions)) - sum(map(len, worded))
     without = len(images) - len(chosen)
     if empty or without:
-        logger.warning("%s: left out %d empty captions and %d images without any", images.name, empty, without)
+        logger.warning("%s: left out %d empty captions and %d images without captions", images.name, empty, without)
         images = Subset(images, np.array(chosen, dtype=np.int64)) if without else images
     image_of = np.repeat(np.arange(len(chosen)), [len(worded[index]) for index in chosen])
     counts = {**left_out, "empty captions": empty, "images without caption": without}

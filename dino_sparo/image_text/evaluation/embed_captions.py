@@ -42,7 +42,7 @@ def embed_captions(
     """
     if len(args.what) > 1:
         raise UserError(
-            f"--what {' '.join(args.what)}: captions have rows of their own; embed images and captions into two folders"
+            f"--what {' '.join(args.what)}: captions and images have different rows; embed them into two folders"
         )
     task = ModelTask.start(args, open_encoder)
     device, encoder = task.device, task.loaded

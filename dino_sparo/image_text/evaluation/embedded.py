@@ -41,7 +41,7 @@ def columns_of(path: Path) -> set[str]:
 
 
 def rows_of(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Some columns of every row, without the images of the others; a missing column is missing in the row."""
+    """Some columns of every row; images of other columns are not read. A missing column is missing in the row."""
     names = [name for name in columns if name in columns_of(path)]
     table = _table(str(path))
     batches = table.iter_batches(columns=names) if path.suffix == ".parquet" else table.select(names).to_batches()

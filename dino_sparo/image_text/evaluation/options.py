@@ -104,7 +104,7 @@ IMAGE_RULES: Group = {
     **ANNOTATED_IMAGES,
 }
 QUESTIONS: Group = {
-    "data_root": Option("", "Folder with SugarCrepe's JSON files, or those of scene-pairs."),
+    "data_root": Option("", "Folder with the JSON files of SugarCrepe or of scene-pairs."),
     "images": Option(None, "Folder of the images; by default `images` in --data_root."),
     **IMAGE_RULES,
 }
@@ -124,7 +124,7 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
     """The options of pictures of pairs, in data-flow order; `weights` is the help of `--pretrained_weights`."""
     data_path = Option(
         PICTURE_SCENES,
-        "A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
+        "A folder of images with a .txt file of the same name for each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
     result: Group = {
@@ -173,7 +173,7 @@ BENCHMARKS: Group = {
     "benchmarks": Option(None, "Names of benchmarks, by default all; a wrong name prints the list.", str, nargs="+"),
     "images": Option(None, "Folder of the images; docs/compositional.md lists the default folders."),
     **IMAGE_RULES,
-    "list": Option(False, "List all benchmarks with what was found in --data_root, and end."),
+    "list": Option(False, "List all benchmarks, with the copies in --data_root, and end."),
     "write_captions": Option(
         None, "Write all captions to this .txt file, for dino-sparo parse, and end. The images must exist."
     ),
@@ -187,13 +187,13 @@ COMPARISON: Group = {
     "failures": Option(
         0,
         "Draw the N clearest errors of each benchmark, and where the model attended, on a page and on sheets "
-        "beside the result. Typical values are 5 to 20.",
+        "next to the result. Typical values are 5 to 20.",
         metavar="N",
     ),
     "short": Option(
         None,
-        "One line per benchmark and model, with the significance of the difference from the first model: a file beside "
-        "the first result, per format. plot is a figure for a talk.",
+        "One line per benchmark and model, with the significance of the difference from the first model: a file next "
+        "to the first result, per format. plot is a figure for a talk.",
         str,
         choices=("markdown", "latex", "csv", "plot"),
         nargs="+",

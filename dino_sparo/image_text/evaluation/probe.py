@@ -117,12 +117,12 @@ def choose_weight_decay(train: Features, val_share: float, settings: ProbeSettin
         raise UserError(f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2")
     order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
     val_rows, rows = (part.sort().values for part in order.tensor_split([num_val]))
-    own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
+    rank_rows = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
 
     def accuracies_of(indices: list[int]) -> list[float]:
         decays = [WEIGHT_DECAYS[index] for index in indices]
         probe = train_probes(train, rows, decays, settings)
-        accuracies = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
+        accuracies = [row["top1"] for row in probe_accuracy(probe, train.features[rank_rows], train.labels[rank_rows])]
         words = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, accuracies, strict=True))
         logger.info("top-1 by weight decay on %d training images: %s", num_val, words)
         return accuracies
@@ -190,9 +190,9 @@ def _features(task: ScorerTask) -> tuple[Features, Features, dict[str, Any], Res
     if args.load_features:
         train, test, record = load_features(Path(args.load_features))
         if args.slots:
-            raise UserError("--slots chooses among a model's slots, and --load_features has features: leave out one")
+            raise UserError("--slots chooses slots of a model, but --load_features has features: give one of the two")
         if args.exif not in (EXIF[0], record.get("view", {}).get("exif")):
-            raise UserError(f"--exif {args.exif} with --load_features, whose images were turned upright: leave out one")
+            raise UserError(f"--exif {args.exif} with --load_features, whose images are upright: give one of the two")
         check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
         args.data_path = record.get("images", {}).get("data_path") or args.data_path
         if not record:  # features of another program, of any length
@@ -211,7 +211,7 @@ def _features(task: ScorerTask) -> tuple[Features, Features, dict[str, Any], Res
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracies for people."""
+    """The accuracies as a table to print."""
     head = f"{'top-1 %':>8}  {'top-5 %':>8}  {'per class %':>11}  {'weight decay':>12}"
     row = f"{result['top1']:>8.2f}  {result['top5']:>8.2f}  {result['mean_per_class_recall']:>11.2f}"
     return f"{head}\n{row}  {result['weight_decay']:>12.3g}"

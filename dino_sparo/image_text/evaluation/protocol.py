@@ -73,7 +73,7 @@ class NamedSource(FileSource):
     names: Sequence[ImageName]
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box outside of the image."""
         name = self.names[index]
         if isinstance(name, Cell):
             location = f"{self.location(index)}, {name.column} of row {name.row}"
@@ -106,8 +106,8 @@ def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> 
         path = Path(os.path.abspath(folder / found))
         if not any(path.is_relative_to(os.path.abspath(root)) for root in roots):
             raise UserError(
-                f"the image {name!r} lies outside of {' and '.join(map(str, roots))}; annotations of strangers may "
-                "name any file. Give --allow_outside if you trust them"
+                f"the image {name!r} lies outside of {' and '.join(map(str, roots))}; other people's annotations "
+                "may name any file. Give --allow_outside if you trust them"
             )
     return found
 
@@ -136,7 +136,7 @@ def require_few_missing(
     data: str = "",
     remedy: str = "Is this the right folder, and the whole of it?",
 ) -> None:
-    """Refuse data of which more than a share is missing, by default `MAX_MISSING`; raises ValueError.
+    """UserError if more than a share of the data, by default `MAX_MISSING`, is missing.
 
     `problem` says in words what is missing, and where; `data` opens the message.
     """

@@ -36,7 +36,7 @@ Tokenize = Callable[[list[str], int], Int64[Tensor, "captions tokens"]]
 
 @dataclass(frozen=True)
 class View:
-    """The view of an image by a model's own transform, a function of an RGB image."""
+    """The view of an image by the transform of a published model, a function of an RGB image."""
 
     transform: Callable[[Image.Image], Float[Tensor, "C H W"]]
 
@@ -46,7 +46,7 @@ class View:
 
 
 def tokens_of(tokenize: Tokenize, length: int, texts: list[str]) -> Tokens:
-    """Token ids of captions, and the captions that lost words: those with more words at twice the length."""
+    """Token ids of captions, and which captions lost words: captions that have more tokens at twice the length."""
     ids, longer, empty = tokenize(texts, length), tokenize(texts, 2 * length), tokenize([""], length)
     words, all_words = (torch.isin(each, empty, invert=True).sum(dim=1) for each in (ids, longer))
     truncated = (words < all_words).nonzero().flatten().tolist()
@@ -93,7 +93,7 @@ def dot_product_scorer(
 
 
 def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) -> Scorer:
-    """A model of open_clip, NAME/TAG or a name that says where its files are (local-dir:, hf-hub:)."""
+    """A model of open_clip: NAME/TAG, or the location of its files (local-dir:, hf-hub:)."""
     require("open_clip", "models of open_clip")
     import open_clip
 

@@ -103,11 +103,11 @@ def _mean_recall(
 ) -> dict[int, Recall]:
     """Both definitions of recall, for each k."""
     shares, numbers = [], torch.tensor(list(k), device=scores.device)
-    for some, is_own in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
-        # Those behind the max(k) highest are no hits.
-        own, others = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_own, is_own))
-        ahead = (others[:, None] >= own[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
-        is_hit = (ahead[:, :, None] < numbers) & (own > -torch.inf)[:, :, None]
+    for some, is_true in zip(scores.split(IMAGE_CHUNK), is_match.split(IMAGE_CHUNK), strict=True):
+        # Captions beyond the max(k) highest scores are not hits.
+        true, false = (some.masked_fill(left_out, -torch.inf).topk(max(k)).values for left_out in (~is_true, is_true))
+        ahead = (false[:, None] >= true[:, :, None]).sum(dim=2) + torch.arange(max(k), device=scores.device)
+        is_hit = (ahead[:, :, None] < numbers) & (true > -torch.inf)[:, :, None]
         shares.append(is_hit.sum(dim=1).double() / numbers)
     share = torch.cat(shares)
     means = 100 * torch.stack((share > 0, share), dim=2).sum(dim=0) / len(share)
@@ -146,7 +146,7 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, show the table."""
+    """Evaluate the model and the data of the options, write the result, show the table."""
     task = ScorerTask.start(args, open_model)
     scorer = task.scorer
     file = task.open_result("retrieval")
@@ -181,7 +181,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
 
 
 def table(outcome: RetrievalResult) -> str:
-    """Recall for people."""
+    """Recall as a table to print."""
     lines = [f"{'':>24}" + "".join(f"  {'R@' + str(k) + ' %':>8}" for k in outcome.text)]
     for name, recalls in (("captions by image", outcome.text), ("images by caption", outcome.image)):
         for definition in ("any", "share"):

@@ -47,8 +47,8 @@ def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compare
     indices = progress(images.indices.tolist(), desc="validation captions")
     captions = [pairs.captions_of(index)[0] for index in indices]
     texts = scorer.encode_texts(captions, "validation captions")
-    own = torch.arange(len(captions))[:, None].expand(-1, 2)
-    by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
+    matches = torch.arange(len(captions))[:, None].expand(-1, 2)
+    by_image, by_text = recall(scorer, images.payload, texts.payload, matches, (1,))
     return {
         "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, num_compared),
         "val_text_r1": by_image[1].any,
@@ -91,7 +91,7 @@ def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, P
     number = min(round(share * len(source)), MAX_PAIRS)
     if not 0 < number < len(source):
         raise UserError(
-            f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves some on both sides"
+            f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves both sides pairs"
         )
     order = np.random.default_rng(seed).permutation(len(source))
     return some_pairs(source, np.sort(order[number:])), some_pairs(source, np.sort(order[:number]))

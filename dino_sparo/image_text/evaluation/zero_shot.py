@@ -111,7 +111,7 @@ def evaluate_zero_shot(
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, show the table."""
+    """Evaluate the model and the data of the options, write the result, show the table."""
     task = ScorerTask.start(args, open_model)
     scorer = task.scorer
     file = task.open_result("zero_shot")
@@ -150,7 +150,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
 
 
 def table(outcome: ZeroShotResult) -> str:
-    """Accuracies for people."""
+    """The accuracies as a table to print."""
     head = f"{'top-1 %':>8}  {'top-5 %':>8}  {'per class %':>11}  {'classes':>8}  {'images':>8}"
     row = f"{outcome.top1:>8.2f}  {outcome.top5:>8.2f}  {outcome.mean_per_class:>11.2f}"
     return f"{head}\n{row}  {len(outcome.per_class):>8}  {outcome.num_images:>8}"

@@ -34,7 +34,7 @@ NO_IMAGE, NO_CAPTION = "without image", "without caption"  # reasons of `LeftOut
 
 @dataclass
 class LeftOut:
-    """Samples that a source skips because they are no pairs: reason -> their number, and where the first lies."""
+    """Samples that a source skips because they are not pairs: reason -> number of samples, location of the first."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)

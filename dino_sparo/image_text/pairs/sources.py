@@ -41,7 +41,7 @@ from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
 
-# If a larger share of the samples are no pairs, something is wrong with the data.
+# If a larger share of the samples are not pairs, something is wrong with the data.
 MAX_LEFT_OUT = 0.01
 # Attributes that captions of training scenes mention: half of the captions name shapes and relation alone. Without
 # colour and background, only shapes identify the image of a caption in a batch; shapes are hardly learned otherwise.
@@ -98,7 +98,7 @@ class PairPath:
         source = self._open()
         if self.negative_key is not None and source.negatives is None:
             raise UserError(
-                f"negative_key={self.negative_key!r} is a column of a table, and data_path={self.data_path!r} is none"
+                f"negative_key={self.negative_key!r} is a column of a table; data_path={self.data_path!r} is no table"
             )
         if isinstance(source.images, FileSource | TarSource):
             source.images.limits = self.limits
@@ -187,7 +187,7 @@ def class_captions(class_of: np.ndarray, names: Sequence[str], templates: tuple[
 
 
 def _check_left_out(source: PairSource, max_left_out: float) -> None:
-    """Log how many samples are no pairs; ValueError if there are too many."""
+    """Log how many samples are not pairs; UserError if there are too many."""
     number, total = source.left_out.total, source.left_out.total + len(source)
     if not number:
         return

@@ -106,7 +106,7 @@ class PairStream(IterableDataset):
                 corrupt.append((error.location, error.reason))
         location, reason = corrupt[-1]
         raise UserError(
-            f"{MAX_CORRUPT_IN_A_ROW} samples in a row of {self.name} are no pairs, the last is {location} ({reason}); "
+            f"{MAX_CORRUPT_IN_A_ROW} samples in a row of {self.name} are not pairs, the last is {location} ({reason}); "
             "the images need captions, and names at most one dot"
         )
 
@@ -141,7 +141,7 @@ class PairStream(IterableDataset):
 
 
 class _SkipShards:
-    """webdataset's handler of errors: logs and skips a shard, unless all of them fail."""
+    """webdataset's handler of errors: logs and skips a shard, unless all shards fail."""
 
     def __init__(self, name: str) -> None:
         self.name, self.in_a_row = name, 0

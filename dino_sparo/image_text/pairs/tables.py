@@ -40,7 +40,7 @@ class PackedTexts:
         self.blob, self.ends = bytearray(), array("q")
 
     def append(self, text: str) -> None:
-        """Add a text; bytes that are no UTF-8 stay, half characters become `?`."""
+        """Add a text; bytes that are not UTF-8 stay, half characters become `?`."""
         try:
             self.blob += text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
@@ -68,7 +68,7 @@ def listed_captions(texts: PackedStrings, ends: Int64[np.ndarray, " images"] | N
 def open_pair_table(
     path: str, keys: Sequence[str | None], image_folder: str | None, split: str | None, default_split: str
 ) -> PairSource:
-    """The pairs of a table with a header, one per row; `keys` are the names of `COLUMNS`, the others as in `PairPath`.
+    """The pairs of a table with a header, one per row; `keys` are the names of `COLUMNS`, see `PairPath` for the rest.
 
     Captions may hold delimiters and line ends in double quotes.
 
@@ -118,7 +118,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource
 
 
 def open_pair_folder(folder: str) -> PairSource:
-    """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name."""
+    """The images of a folder whose caption is in a .txt file of the same name in the same folder, sorted by name."""
     entries = sorted(os.listdir(folder))
     texts = {entry for entry in entries if entry.endswith(".txt") and os.path.isfile(os.path.join(folder, entry))}
     endings = [Path(entry).suffix.lower() for entry in entries if os.path.isfile(os.path.join(folder, entry))]
@@ -137,7 +137,7 @@ def open_pair_folder(folder: str) -> PairSource:
 
 
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
-    """File names and captions of every image by its id, and annotations of no image; a caption may be empty.
+    """File names and captions of every image by its id, and the annotations without an image; a caption may be empty.
 
     Raises:
         ValueError: `content` of the file `path` has another form; lists its keys.
@@ -154,7 +154,7 @@ def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, li
                 captions[annotation["image_id"]].append(str(annotation["caption"]).strip())
     except (KeyError, TypeError) as error:
         raise UserError(
-            f"annotations {path!r} are no COCO captions: they need `images` with `id` and `file_name`, and "
+            f"annotations {path!r} are not COCO captions: they need `images` with `id` and `file_name`, and "
             f"`annotations` with `image_id` and `caption`; found the keys {keys}, missing is {error}"
         ) from error
     return files, captions, left_out

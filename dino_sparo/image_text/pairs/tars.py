@@ -1,4 +1,4 @@
-"""Tar shards, webdataset's way -> pairs: members of one name, `7.jpg` and `7.txt`, are an image and its caption.
+"""Tar shards in webdataset's layout -> pairs: members of one name, `7.jpg` and `7.txt`, are an image and its caption.
 
 Shards are indexed once and read by offset, as in `sources/tars.py` for images alone. Hence order, resuming and sharing
 among ranks are exact for any number of shards.
@@ -156,7 +156,7 @@ def pairs_kind(caption_key: str | None) -> Kind:
 
 
 def _index_pairs(shard: str, ending: bytes) -> Piece:
-    """The pairs in one shard; its number of samples, endings, and samples that are no pairs."""
+    """The pairs in one shard; its number of samples, endings, and samples that are not pairs."""
     records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
     for key, members in shard_samples(shard):
         samples += 1
@@ -178,7 +178,7 @@ def _index_pairs(shard: str, ending: bytes) -> Piece:
 
 
 def _left_out(shards: list[str], notes: list[Notes]) -> LeftOut:
-    """Samples that are no pairs, or that damaged shards hold."""
+    """Samples that are not pairs, or lie in damaged shards."""
     left_out = LeftOut()
     for note in notes:
         for reason, (number, example) in note.get("left_out", {}).items():

@@ -84,7 +84,7 @@ class CaptionGraphs:
             raise UserError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}; at most "
                 f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
-                "--max_missing_graphs (of a training --max_corrupt), and each becomes one entity"
+                "--max_missing_graphs (for a training --max_corrupt), so that each of these captions becomes one entity"
             )
 
 
@@ -136,7 +136,7 @@ def hash_of(text: bytes) -> int:
 
 @dataclass(eq=False)
 class GraphFile:
-    """Caption -> graph, read at its place in a file.
+    """Caption -> graph, read at its position in a file.
 
     Attributes:
         hashes: (U,), of the different captions, sorted; two captions of one hash are not expected.
@@ -202,7 +202,7 @@ def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
 
 
 def _index(path: Path) -> Arrays:
-    """Hash and place of the first line of every caption; all lines are checked."""
+    """Hash and position of the first line of every caption; all lines are checked."""
     hashes, offsets = array("Q"), array("q")
     for number, offset, line in progress(read_lines(path), desc=f"checking the graphs of {path}"):
         hashes.append(hash_of(caption_bytes(_caption_and_graph(line, f"{path}:{number}")[0])))

@@ -182,7 +182,7 @@ def _refined(colours: Sequence[Any], relations: Sequence[Relation]) -> list[int]
             around[relation.object].append((False, relation.predicate, colours[relation.subject]))
         signatures = [(colour, sorted(near)) for colour, near in zip(colours, around, strict=True)]
         ordered = sorted(signatures)
-        ranks = [bisect_left(ordered, own) for own in signatures]
+        ranks = [bisect_left(ordered, signature) for signature in signatures]
         if len(set(ranks)) == len(set(colours)):
             return ranks
         colours = ranks

@@ -67,7 +67,7 @@ class Report:
             self.examples[caption] = graph_in_words(normalised)
 
     def to_json(self) -> dict[str, int]:
-        """Captions can be missing in a lookup only."""
+        """The counts without missing captions, which only lookups have."""
         counts = {name: number for name, number in self.counts._asdict().items() if name != "missing"}
         return {**counts, "without_relation": self.without_relation}
 
@@ -126,7 +126,7 @@ def graph_in_words(graph: SceneGraph) -> str:
 
 
 def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report) -> dict[str, Any]:
-    """Add the graphs of all rows that the output lacks; returns the summary that is written beside the output.
+    """Add the graphs of all rows that the output lacks; returns the summary, which is also written.
 
     Raises:
         OutputDirError: another run writes the output.
@@ -193,7 +193,7 @@ def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
     if not output.is_file() or not output.stat().st_size:
         return
     if not summary_path.is_file():
-        raise UserError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
+        raise UserError(f"{output} exists without its {summary_path}; give another --output")
     before = parse_object(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
         raise UserError(
@@ -203,17 +203,17 @@ def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
 
 
 def _read_rows(rows: Iterable[Row], run: Counter[str]) -> dict[Row, bool]:
-    """The different rows with a caption, none of them written yet; all rows are counted."""
-    found: dict[Row, bool] = {}
+    """The different rows with a caption that are not written yet; all rows are counted."""
+    new_rows: dict[Row, bool] = {}
     for row in progress(rows, desc="reading captions"):
         run["rows"] += 1
         run["without_caption"] += not row.caption
-        run["repeated"] += row in found
+        run["repeated"] += row in new_rows
         if row.caption:
-            found[row] = False
-    if not found:
+            new_rows[row] = False
+    if not new_rows:
         raise UserError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
-    return found
+    return new_rows
 
 
 def _read_output(output: Path, is_written: dict[Row, bool], report: Report, run: Counter[str]) -> None:

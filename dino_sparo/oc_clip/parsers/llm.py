@@ -65,7 +65,7 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
 
 
 def _is_no_relation(entry: dict[str, Any]) -> bool:
-    """Whether it is unary, or "and"."""
+    """Whether a relation is unary, or "and"."""
     subject, other = entry.get("subject"), entry.get("object")
     predicate = str(entry.get("relationship")).strip().lower()
     return None in (subject, other) or subject == other or predicate in NO_RELATIONS
@@ -165,7 +165,7 @@ class Server:
                 raise TypeError(f"content is a {type(content).__name__}")
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise MendableError(
-                f"{self.url} answers, but not as OpenAI's protocol does ({_one_line(error)}); correct --server: it "
+                f"{self.url} answers, but not in OpenAI's protocol ({_one_line(error)}); correct --server: it "
                 "often ends with /v1"
             ) from error
         return content or ""
@@ -184,8 +184,8 @@ class LocalModel:
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy."""
         with self.lock:
-            written = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
-        return str(written[0]["generated_text"][-1]["content"])
+            outputs = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+        return str(outputs[0]["generated_text"][-1]["content"])
 
 
 class AnswerCache:

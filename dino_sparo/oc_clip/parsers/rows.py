@@ -1,9 +1,9 @@
-"""Captions to parse: rows of a caption and perhaps the file of its image. Images are not opened.
+"""Captions to parse: rows of a caption and optionally the file of its image. Images are not opened.
 
 Any data with captions:
 
 captions.txt                       a caption per line
-table.csv, table.tsv, .jsonl       a column of captions, perhaps one of images
+table.csv, table.tsv, .jsonl       a column of captions, optionally a column of images
 any other .json, .jsonl            every text under a key that captions usually have: COCO's annotations, Karpathy's
                                    splits, true and false captions of SugarCrepe, ARO, What'sUp, Winoground, ...
 everything else                    data of `image_text.pairs.sources.open_pairs`: shards, scenes, class folders
@@ -63,7 +63,7 @@ IMAGE_FOLDERS = ("", "VG_100K", "VG_100K_2")
 
 
 class Row(NamedTuple):
-    """A caption, perhaps "", and perhaps the file of its image."""
+    """A caption, which may be empty, and optionally the file of its image."""
 
     caption: str
     image: str | None = None
@@ -198,8 +198,8 @@ class AnnotatedImages(Parser):
                     self._draw(image, content, counts)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise UserError(
-                    f"{path}: image {number}, {image!r}, is not annotated as {kind} is ({type(error).__name__}: "
-                    f"{error}); dino_sparo/oc_clip/parsers/rows.py describes the format"
+                    f"{path}: image {number}, {image!r}, is not annotated in the format of {kind} "
+                    f"({type(error).__name__}: {error}); dino_sparo/oc_clip/parsers/rows.py describes the format"
                 ) from error
         logger.info("%s: %s", path, ", ".join(f"{number:,} {name}" for name, number in counts.items()))
 

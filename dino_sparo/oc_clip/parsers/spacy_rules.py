@@ -34,7 +34,7 @@ class Word(NamedTuple):
         text: as written.
         pos: coarse part of speech, such as NOUN.
         dep: label of the dependency.
-        head: index of the token it depends on; its own for a root.
+        head: index of the token on which the word depends; a root depends on itself.
     """
 
     text: str
@@ -67,7 +67,7 @@ def graph_of_words(words: Sequence[Word]) -> SceneGraph:
 
     "and" joins subjects and objects of one relation, and is not a relation. A verb, an adjective or a place without a
     second entity stays in the phrase of its entity ("dog running", "the dog is brown", "bench on the left"). "not"
-    stays in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
+    stays in the relation or phrase. Pronouns are not entities; a relative pronoun is the noun that its clause modifies.
     """
     return _Tree(words).graph()
 
@@ -122,14 +122,14 @@ class _Tree:
         return is_noun and not self.is_place(token) and not self.is_of(word.head, token)
 
     def is_inside(self, token: int) -> bool:
-        """Whether a noun is an attribute of another, or "and" joins it to one: "a salt and pepper shaker"."""
+        """Whether a noun is an attribute of another noun, or "and" joins it to one: "a salt and pepper shaker"."""
         word = self.words[token]
         if word.dep == "conj" and word.head != token:
             return self.words[word.head].pos in NOUNS and self.is_inside(word.head)
         return word.dep in ("compound", "nmod", "npadvmod", "poss") and self.words[word.head].pos in NOUNS
 
     def objects(self, token: int) -> list[int]:
-        """The entities of an object: its own, the ones joined to it, or the antecedent of a relative pronoun."""
+        """The entities of an object: its head, entities joined to it, or the antecedent of a relative pronoun."""
         if token in self.entity_of:
             return self.joined(token)
         if self.words[token].text.lower() not in RELATIVE:
@@ -180,13 +180,13 @@ class _Tree:
         return " ".join(words).replace(" 's", "'s")
 
     def attributes(self, token: int, end: int) -> list[int]:
-        """The attributes of a word before `end`, with their own attributes and the ones that "and" joins to them."""
-        found = []
+        """The attributes of a word before `end`, with attributes of attributes, and those that "and" joins to them."""
+        tokens = []
         for child in self.children[token]:
             is_joined = token < child < end and self.words[child].dep in ATTRIBUTES_AFTER
             if is_joined or (child < token and self.words[child].dep in ATTRIBUTES):
-                found += [*self.attributes(child, end), child]
-        return found
+                tokens += [*self.attributes(child, end), child]
+        return tokens
 
     def dependents(self, token: int, *labels: str) -> list[int]:
         """The tokens that depend on a token with one of these labels."""

@@ -85,7 +85,7 @@ class Benchmark:
         part_of: question -> the part of the images that the question needs; a user may have some parts only.
         blind_group: question -> the group in which the control with shuffled images exchanges images. The group must
             not reveal the answer.
-        is_own: whether a folder with such files belongs to this benchmark.
+        accepts: whether a folder with such files belongs to this benchmark.
         other_files: pattern of files of any name that `read` takes, too. If this benchmark alone is named, --data_root
             may hold such files.
     """
@@ -108,12 +108,12 @@ class Benchmark:
     more: Callable[[Sequence[Question], Sequence[float]], dict[str, float]] = lambda questions, worth: {}
     part_of: Callable[[Question], str] = lambda question: "the images"
     blind_group: Callable[[Question], str] = lambda question: question.split
-    is_own: Callable[[Path], bool] = lambda folder: True
+    accepts: Callable[[Path], bool] = lambda folder: True
     other_files: str = ""
 
     def is_in(self, folder: Path) -> bool:
         """Whether a folder holds the benchmark or a part of it."""
-        return any((folder / name).is_file() for name in self.files) and self.is_own(folder)
+        return any((folder / name).is_file() for name in self.files) and self.accepts(folder)
 
     @property
     def layout(self) -> str:
@@ -168,18 +168,18 @@ def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> d
     by_split: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_split[outcome.split].append(outcome)
-    counts = {split: len(own) for split, own in by_split.items()}
-    rights = {split: sum(outcome.right for outcome in own) for split, own in by_split.items()}
+    counts = {split: len(group) for split, group in by_split.items()}
+    rights = {split: sum(outcome.right for outcome in group) for split, group in by_split.items()}
     splits = {
         split: {
             "accuracy": 100 * rights[split] / counts[split],
             "interval_95": wilson(rights[split], counts[split]),
-            "official": 100 * sum(outcome.worth(benchmark.tie_credit) for outcome in own) / counts[split],
+            "official": 100 * sum(outcome.worth(benchmark.tie_credit) for outcome in group) / counts[split],
             "chance": benchmark.chance[split] if isinstance(benchmark.chance, Mapping) else benchmark.chance,
             "num_questions": counts[split],
-            "num_ties": sum(outcome.tied for outcome in own),
+            "num_ties": sum(outcome.tied for outcome in group),
         }
-        for split, own in by_split.items()
+        for split, group in by_split.items()
     }
     weights = dict(benchmark.means(counts))
     is_one_each = len({outcome.question for outcome in outcomes}) == len(outcomes)  # not several scores of each
@@ -198,11 +198,9 @@ def _mean(
         sum(weight * splits[split][key] for split, weight in weights.items())
         for key in ("accuracy", "official", "chance")
     )
-    own_rights, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
+    numbers, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
     single = len(weights) == 1
-    interval = (
-        wilson(own_rights[0], counts[0]) if single else bootstrap(own_rights, counts, list(weights.values()), seed)
-    )
+    interval = wilson(numbers[0], counts[0]) if single else bootstrap(numbers, counts, list(weights.values()), seed)
     return {
         "accuracy": accuracy,
         "interval_95": interval,

@@ -65,7 +65,7 @@ def tasks_of(task: ScorerTask) -> list[ScorerTask]:
 
 
 def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
-    """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
+    """Evaluate the models of the options, write a result for each, show the table; returns the content of the files."""
     task = ScorerTask.start(args, open_model)
     rules, names = ImageRules.of(args, Path(args.data_root)), args.benchmarks or list(BENCHMARKS)
     if args.list:
@@ -87,12 +87,12 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
         logger.info("%s: %s", label, task.args.pretrained_weights)
         journals.append(Journal.of(file.path, file.options, all_questions(benchmarks, args.seed, args.blind)))
-        found = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
-        evaluations[label] = found._replace(result=file.write(found.result))
+        evaluation = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
+        evaluations[label] = evaluation._replace(result=file.write(evaluation.result))
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
-            written += write_failures(task.scorer, label, found.failures, stem, task.limits)
+            written += write_failures(task.scorer, label, evaluation.failures, stem, task.limits)
         del task.scorer  # the next model needs the memory
     results = {label: each.result for label, each in evaluations.items()}
     if args.graphs and not any("graphs" in result for result in results.values()):
@@ -154,11 +154,11 @@ class Evaluation(NamedTuple):
 
 
 def all_questions(benchmarks: Sequence[LocalBenchmark], seed: int, blind: bool) -> list[Question]:
-    """The questions of all benchmarks; with `blind` followed by the same with the images of other questions."""
-    own = [question for local in benchmarks for question in local.questions]
+    """The questions of all benchmarks; with `blind` followed by these questions with the images of other questions."""
+    questions = [question for local in benchmarks for question in local.questions]
     for local in benchmarks if blind else ():
-        own += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
-    return own
+        questions += with_shuffled_images(local.questions, seed, local.benchmark.blind_group)
+    return questions
 
 
 def evaluate(
@@ -254,7 +254,7 @@ def add_blind(result: Result, shuffled: Result) -> None:
 
 
 def table(results: Mapping[str, Result]) -> str:
-    """Accuracies for people: a row per split or mean, a column per model."""
+    """The accuracies as a table to print: a row per split or mean, a column per model."""
 
     def row(label: str, count: object, chance: str, cells: Sequence[str]) -> str:
         aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, results, strict=True))

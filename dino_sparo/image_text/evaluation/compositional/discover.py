@@ -78,7 +78,7 @@ class ImageRules:
 
     @classmethod
     def of(cls, args: argparse.Namespace, root: Path, default_images: Path | None = None) -> "ImageRules":
-        """The rules that the options give; `default_images` takes the place of --images."""
+        """The rules that the options give; `default_images` is used without --images."""
         images = Path(args.images) if args.images else default_images
         return cls(root, images, args.max_missing, args.allow_outside)
 
@@ -100,7 +100,7 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if unknown := set(names) - set(BENCHMARKS):
         raise UserError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
     if not root.is_dir():
-        raise UserError(f"--data_root {str(root)!r} is not a folder; give the one that holds the benchmarks")
+        raise UserError(f"--data_root {str(root)!r} is not a folder; give the folder that holds the benchmarks")
     candidates = list(folders_of(root, names))
     named = BENCHMARKS[names[0]]
     if not candidates and len(names) == 1 and named.other_files and named.annotations(root):
@@ -127,16 +127,16 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
 
 
 def list_benchmarks(names: Sequence[str], rules: ImageRules) -> str:
-    """All benchmarks of these names in words: questions and gaps of what lies below the folder, origin of the rest."""
+    """One line per benchmark: its questions and missing files if a copy was found, otherwise where to get it."""
     folders = list(folders_of(rules.root, names)) if str(rules.root) != "." else []
     lines = []
     for name in names:
-        own = [folder for benchmark, folder in folders if benchmark.name == name]
-        for folder in own:
+        copies = [folder for benchmark, folder in folders if benchmark.name == name]
+        for folder in copies:
             local = open_benchmark(BENCHMARKS[name], folder, rules)
             gaps = "complete" if not local.missing else "incomplete: " + "; ".join(local.missing)
             lines.append(f"{name:<16} {len(local.questions):>9,} questions in {folder}, {gaps}")
-        if not own:
+        if not copies:
             lines.append(f"{name:<16} not found; get it {BENCHMARKS[name].origin}")
     return "\n".join(lines)
 
@@ -203,8 +203,8 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
     """The folder of the images: the first folder of the benchmark that has one of the first few images."""
     tries = [start / name for start in (folder, folder.parent, root) for name in benchmark.images]
     there = [path for path in tries if path.is_dir()]
-    seen = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
-    return next(seen, (there or tries)[0])
+    hits = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
+    return next(hits, (there or tries)[0])
 
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:

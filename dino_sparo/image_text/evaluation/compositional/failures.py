@@ -1,4 +1,4 @@
-"""Answers -> the clearest errors of a benchmark -> an HTML page and sheets: `compositional --failures N`.
+"""Answers -> the clearest errors of a benchmark -> an HTML page and sheets of pictures: `compositional --failures N`.
 
 An error is an image that scores higher with a false caption than with its own. The page shows the errors with the
 largest margins of each benchmark, one per image, so that neither a large benchmark nor one odd image fills the page. A
@@ -32,14 +32,14 @@ LAYOUT = Layout((160, 160), per_line=5, side=290)
 MARKS = {"true": (60, 190, 100), "false": (240, 90, 75)}  # behind words that differ
 MARK_LEVEL = 0.22
 RULE = (
-    "Shown are the questions in which a false caption scores most above the true one, one per image. Of several false "
-    "captions it is the one with the greatest score. Words that the other caption does not have there are marked."
+    "The page shows the questions with the largest lead of a false caption over the true caption, one question per "
+    "image and the false caption with the highest score. Words that the other caption lacks there are marked."
 )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that scores higher with a false caption, the best of them, than with its own.
+    """An image that scores higher with a false caption (the best false caption) than with the true caption.
 
     Attributes:
         box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
@@ -142,7 +142,7 @@ def write_failures(
 
 
 def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
-    """The image of an error, and beside it the true and the false caption with their scores and maps."""
+    """The image of an error, and next to it the true and the false caption with their scores and maps."""
     kinds: tuple[Literal["true", "false"], ...] = ("true", "false")
     true, false = (text[:MAX_LETTERS] for text in (failure.true_caption, failure.false_caption))
     captions = differing(true.split(), false.split())

@@ -1,4 +1,4 @@
-"""Answers of an evaluation in progress, in a file beside its result: a killed command resumes where it stopped.
+"""Answers of an evaluation in progress, in a file next to the result: a killed command resumes where it stopped.
 
     compositional_NAME.answers.jsonl   what the answers depend on; then one line per part of the questions
 
@@ -38,7 +38,7 @@ class Journal(NamedTuple):
         return cls(result.with_name(result.stem + ENDING), words.hexdigest())
 
     def read(self) -> list[Part]:
-        """The parts that are answered, on every process; the file keeps these alone."""
+        """The parts that are answered, on every process; all other lines are removed from the file."""
         parts = broadcast_object(self._valid() if is_main() else [])
         if is_main():
             lines = [json.dumps({"key": self.key}), *(json.dumps(part) for part in parts)]

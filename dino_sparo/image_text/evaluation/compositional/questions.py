@@ -42,7 +42,7 @@ CHUNK_IMAGES = 2048
 
 
 class Question(NamedTuple):
-    """Images, captions, and which of them match.
+    """Images, captions, and which image matches which caption.
 
     Attributes:
         split: kind of the question; accuracy is reported per split.
@@ -117,7 +117,7 @@ def json_reader(
 
 
 def list_of(value: Any, length: int | None = None) -> list[Any]:
-    """A list in an entry, perhaps of a fixed length; raises ValueError for anything else, such as a text."""
+    """A list in an entry, optionally of a fixed length; raises ValueError for anything else, such as a text."""
     if not isinstance(value, list) or length not in (None, len(value)):
         raise UserError(f"{value!r:.80} is not a list" + (f" of {length}" if length else ""))
     return value
@@ -194,20 +194,20 @@ def judge(
         image_of: row of each image; images of one row are the same image. None: all images differ.
     """
     is_image = matches >= 0
-    own_caption = matches.clamp(min=0)[:, :, None]
+    caption_of = matches.clamp(min=0)[:, :, None]
     is_same = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device).expand(len(scores), -1, -1)
     if image_of is not None:
         is_same = image_of[:, :, None] == image_of[:, None, :]
-    is_own = matches[:, :, None] == torch.arange(scores.shape[2], device=scores.device)
-    is_true = (is_same.float() @ is_own.float()) > 0  # also the captions of the same image
-    own = scores.gather(2, own_caption)[:, :, 0]
+    is_match = matches[:, :, None] == torch.arange(scores.shape[2], device=scores.device)
+    is_true = (is_same.float() @ is_match.float()) > 0  # also the captions of the same image
+    true_scores = scores.gather(2, caption_of)[:, :, 0]
     best_caption, caption = scores.masked_fill(is_true, -torch.inf).max(dim=2)
-    by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
+    by_caption = scores.gather(2, caption_of.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
     best_image = by_caption.masked_fill(is_same, -torch.inf).amax(dim=1)
-    right = [((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image)]
-    ties = [((own == best) & is_image).any(dim=1) for best in (best_caption, best_image)]
-    worst = torch.where(is_image, best_caption - own, -torch.inf).argmax(dim=1, keepdim=True)
-    confusion = [column.gather(1, worst)[:, 0] for column in (caption, own, best_caption)]
+    right = [((true_scores > best) | ~is_image).all(dim=1) for best in (best_caption, best_image)]
+    ties = [((true_scores == best) & is_image).any(dim=1) for best in (best_caption, best_image)]
+    worst = torch.where(is_image, best_caption - true_scores, -torch.inf).argmax(dim=1, keepdim=True)
+    confusion = [column.gather(1, worst)[:, 0] for column in (caption, true_scores, best_caption)]
     columns = (column.tolist() for column in (*right, *ties, worst[:, 0], *confusion))
     return [Answer(*row) for row in zip(*columns, strict=True)]
 
@@ -268,8 +268,8 @@ def encode_questions(
     marks = [{name: any(values[row] for row in rows) for name, values in text_marks.items()} for rows in text_rows]
     if texts.alike is not None:
         alike = texts.alike.tolist()
-        for own, rows, question in zip(marks, text_rows, readable, strict=True):
-            own["alike"] = [alike[row] for row in rows].count(alike[rows[question.matches[0]]]) > 1
+        for question_marks, rows, question in zip(marks, text_rows, readable, strict=True):
+            question_marks["alike"] = [alike[row] for row in rows].count(alike[rows[question.matches[0]]]) > 1
     truncated = list(compress(captions, text_marks.get("truncated", ())))
     places = image_of.to(scorer.device), _filled(text_rows).to(scorer.device)
     return EncodedQuestions(readable, images.payload, texts.payload, *places, numbers, marks, truncated)
@@ -298,7 +298,8 @@ def judge_tables(
         scores[number, : len(table), : len(table[0])] = torch.tensor(table)
     image_of = _filled([[question.images.index(name) for name in question.images] for question in questions])
     answers = judge(scores, _filled([question.matches for question in questions]), image_of)
-    return [answer._replace(marks=own, scores=table) for answer, own, table in zip(answers, marks, tables, strict=True)]
+    rows = zip(answers, marks, tables, strict=True)
+    return [answer._replace(marks=each, scores=table) for answer, each, table in rows]
 
 
 @torch.no_grad()
@@ -321,13 +322,13 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
-    """Share of images that prefer their own caption, per split; raises ValueError for scores that are not finite."""
-    own: dict[str, list[Answer]] = defaultdict(list)
+    """Share of images that prefer their true caption, per split; raises ValueError for scores that are not finite."""
+    by_split: dict[str, list[Answer]] = defaultdict(list)
     for question, answer in zip(encoded.questions, answers_to(encoded, score_pairs), strict=True):
-        own[question.split].append(answer)
+        by_split[question.split].append(answer)
     return {
         split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
-        for split, each in own.items()
+        for split, each in by_split.items()
     }
 
 
@@ -361,7 +362,7 @@ def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits:
 
 @runtime_checkable
 class Parts(Protocol):
-    """Parts that were answered before, and a record of new ones."""
+    """Parts that were answered before, and a record of new parts."""
 
     def read(self) -> list[Part]:
         """The parts that are answered."""
@@ -439,8 +440,8 @@ def with_shuffled_images(
     for index, question in enumerate(questions):
         by_group[group_of(question)].append(index)
     shuffled = list(questions)
-    for own in by_group.values():
-        order = rng.permutation(own)
+    for indices in by_group.values():
+        order = rng.permutation(indices)
         for here, there in zip(order, np.roll(order, 1), strict=True):
             shuffled[here] = questions[here]._replace(images=questions[there].images)
     return shuffled

@@ -126,8 +126,8 @@ def cells(lines: Sequence[Line]) -> list[list[str]]:
         p = "" if each is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         row += ["", "", ""] if each is None else [f"{each.value:+.1f}", f"{each.low:+.1f} to {each.high:+.1f}", p]
         rows.append(row)
-    used = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
-    return [[cell for cell, is_used in zip(row, used, strict=True) if is_used] for row in rows]
+    is_needed = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
+    return [[cell for cell, is_used in zip(row, is_needed, strict=True) if is_used] for row in rows]
 
 
 def to_markdown(lines: Sequence[Line]) -> str:
@@ -167,14 +167,14 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     step = 0.7 / len(models)
     with panels(path, 1, 1, size=(9.0, 1.3 + len(titles) * max(0.42, 0.2 * len(models)))) as ((axis,),):
         for number, model in enumerate(models):
-            own = [line for line in lines if line.model == model]
-            rows = [titles.index(line.title) + step * ((len(models) - 1) / 2 - number) for line in own]
+            model_lines = [line for line in lines if line.model == model]
+            rows = [titles.index(line.title) + step * ((len(models) - 1) / 2 - number) for line in model_lines]
             colour = colour_of(number, len(models))
-            accuracy = np.array([line.accuracy for line in own])
-            reach = np.abs(np.array([(line.low, line.high) for line in own]).T - accuracy)
+            accuracy = np.array([line.accuracy for line in model_lines])
+            reach = np.abs(np.array([(line.low, line.high) for line in model_lines]).T - accuracy)
             style = {"color": colour, "markersize": 7, "elinewidth": 2, "zorder": 3, "clip_on": False}
             axis.errorbar(accuracy, rows, xerr=reach, fmt="osD^v"[number % 5], label=model, **style)
-            blind = [(line.blind, row) for line, row in zip(own, rows, strict=True) if line.blind is not None]
+            blind = [(line.blind, row) for line, row in zip(model_lines, rows, strict=True) if line.blind is not None]
             if blind:
                 label = "with shuffled images" if number == len(models) - 1 else None
                 axis.plot(*zip(*blind, strict=True), "o", mfc="none", mec=SOFT, markersize=7, label=label)

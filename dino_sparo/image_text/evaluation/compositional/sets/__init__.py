@@ -1,4 +1,4 @@
-"""The benchmarks by name. A new one is a file here and a line in the table."""
+"""The benchmarks by name. A new benchmark is a file here and a line in the table."""
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets import (

@@ -11,7 +11,7 @@ files once:
     dino-sparo order-captions --captions coco_karpathy_test.json --output data/coco/coco_order.json
     dino-sparo order-captions --captions flickr30k_test.json --output data/flickr30k/flickr_order.json
 
-The draw depends on the seed and the caption's number alone, and a file beside the output records the tools that tagged
+The draw depends on the seed and the caption's number alone, and a file next to the output records the tools that tagged
 the words. A caption whose words cannot be shuffled stays as it is, and is then a true caption among the false ones. The
 command writes such questions, as the authors do, and counts them.
 
@@ -77,7 +77,7 @@ def attribute_means(counts: Mapping[str, int]) -> dict[str, Weights]:
 
 
 def attributes_of(entry: Any) -> str:
-    """Split of an entry about attributes: the first two, in their order."""
+    """Split of an entry about attributes: its first two attributes, in their order."""
     first, second = list_of(entry["attributes"])[:2]
     return "_".join((first, second))
 
@@ -107,7 +107,7 @@ def crops(name: str, file: str, split_of: Callable[[Any], str], split_field: str
         REPOSITORY,
         licence="MIT; images: CC BY 4.0",
         size="1.2 GB",
-        is_own=lambda folder: not (folder.parent / "swapped_data").is_dir(),  # a file of the hard positives
+        accepts=lambda folder: not (folder.parent / "swapped_data").is_dir(),  # a file of the hard positives
         **more,
     )
 
@@ -157,7 +157,7 @@ Draw = Callable[[int], Any]
 
 
 def options_of(caption: str, tagged: Sequence[tuple[str, str]], plain: Sequence[str], draw: Draw) -> list[str]:
-    """The caption and its four shuffled ones, in the order of `PERTURBATIONS`, which is the authors'.
+    """The caption and its four shuffled versions, in the authors' order, which `PERTURBATIONS` has.
 
     Nouns change places with nouns and adjectives with adjectives; all other words; words within each three; threes, of
     which the last may be shorter. spaCy's words have their tags in the Penn Treebank; nltk's words are plain.
@@ -173,7 +173,7 @@ def options_of(caption: str, tagged: Sequence[tuple[str, str]], plain: Sequence[
 
 
 def _permuted(texts: Sequence[str], is_moved: Sequence[bool], draw: Draw) -> list[str]:
-    """Texts, some of which change places with one another."""
+    """Texts, some of which are exchanged with one another."""
     moved = [number for number, moves in enumerate(is_moved) if moves]
     result = list(texts)
     for target, source in zip(moved, draw(len(moved)), strict=True):
@@ -188,7 +188,7 @@ def cleaned(caption: str) -> str:
 
 
 def write_order(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the questions, and a record beside them; returns the record."""
+    """Write the questions, and a record in the same folder; returns the record."""
     setup_logging()
     require("nltk", PURPOSE)
     tools = spacy_record(PURPOSE)
@@ -199,7 +199,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     except LookupError as error:
         raise MissingPackageError(f"{PURPOSE} need nltk's punkt_tab; install it with: {INSTALL['nltk']}") from error
     captions_of, _, split = read_captions(Path(args.captions), args.split)
-    pairs = [(image, caption.strip()) for image, own in captions_of.items() for caption in own if caption.strip()]
+    pairs = [(image, text.strip()) for image, texts in captions_of.items() for text in texts if text.strip()]
     entries, unchanged = [], dict.fromkeys(PERTURBATIONS, 0)
     documents = spacy_documents(caption for _, caption in pairs)
     for number, document in enumerate(progress(documents, len(pairs), "shuffling")):

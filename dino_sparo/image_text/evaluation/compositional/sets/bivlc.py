@@ -58,7 +58,7 @@ BENCHMARKS = (
         licence="MIT; images: COCO's terms",
         size="0.5 GB",
         total=2933,
-        is_own=lambda folder: any(
+        accepts=lambda folder: any(
             "negative_image" in columns_of(folder / file) for file in FILES if (folder / file).is_file()
         ),
         **PAIR_RULES,

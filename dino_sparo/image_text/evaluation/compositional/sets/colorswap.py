@@ -32,7 +32,7 @@ BENCHMARKS = (
         licence="MIT",
         size="2.8 GB",
         total=300,
-        is_own=lambda folder: {"caption_1", "image_1"} <= first_keys(folder / FILE),
+        accepts=lambda folder: {"caption_1", "image_1"} <= first_keys(folder / FILE),
         **PAIR_RULES,
     ),
 )

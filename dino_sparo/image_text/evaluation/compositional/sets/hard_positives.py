@@ -1,4 +1,4 @@
-"""Hard positives: a caption, a false caption, and a true caption that is as close to the first as the false one.
+"""Hard positives: a caption, a false caption, and a true caption that is as close to the first as the false caption.
 
     data/visual_genome_attribution.json and two more          [{"true_caption", "false_caption", "image_path"}]
     swapped_data/visual_genome_attribution.json and two more  the same questions, with the other true caption
@@ -34,7 +34,7 @@ SCORES = {"original": 50.0, "augmented": 100 / 3, "brittle": 100 / 3}  # -> accu
 
 
 def _question(split: str, entry: Any) -> Question:
-    """True and false caption of an entry; SWAP shows a crop of one of ARO's images."""
+    """True and false caption of an entry; SWAP shows a crop of an image of ARO."""
     image: Any = entry["image_path"]
     if split.startswith("swap"):
         left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
@@ -43,7 +43,7 @@ def _question(split: str, entry: Any) -> Question:
 
 
 def read(folder: Path) -> Iterator[Question]:
-    """The image twice, with both true captions; then the false captions of either file."""
+    """Questions with the image twice, for both true captions; then the false captions of either file."""
     for split, name in NAMES.items():
         files = [f"{part}/{name}.json" for part in FOLDERS]
         if not all((folder / file).is_file() for file in files):
@@ -75,8 +75,8 @@ def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[O
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Macro averages of the three scores; SWAP and REPLACE count the same."""
     splits = {score: [split for split in counts if split.endswith(score)] for score in SCORES}
-    found = {score: nested(own) for score, own in splits.items() if own}
-    return {"macro": found["augmented"], "original": found["original"], "brittle": found["brittle"]} if found else {}
+    table = {score: nested(parts) for score, parts in splits.items() if parts}
+    return {"macro": table["augmented"], "original": table["original"], "brittle": table["brittle"]} if table else {}
 
 
 BENCHMARKS = (
@@ -95,6 +95,6 @@ BENCHMARKS = (
         means=means,
         outcomes=outcomes,
         part_of=lambda question: file_of(question.images[0]).split("/")[1],
-        is_own=lambda folder: any((folder / FOLDERS[1] / f"{name}.json").is_file() for name in NAMES.values()),
+        accepts=lambda folder: any((folder / FOLDERS[1] / f"{name}.json").is_file() for name in NAMES.values()),
     ),
 )

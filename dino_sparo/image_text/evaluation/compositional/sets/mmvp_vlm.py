@@ -1,4 +1,4 @@
-"""MMVP-VLM: pairs of photographs that CLIP sees as alike, in nine visual patterns.
+"""MMVP-VLM: pairs of photographs with similar encodings by CLIP, in nine visual patterns.
 
     Questions.csv                    Question ID,Type,Statement; two lines are a pair
     MLLM_VLM Images/TYPE/ID.jpg
@@ -65,6 +65,6 @@ BENCHMARKS = (
         chance=25.0,
         total=135,
         outcomes=outcomes,
-        is_own=lambda folder: rows_of(folder)[:1] == [HEADER],
+        accepts=lambda folder: rows_of(folder)[:1] == [HEADER],
     ),
 )

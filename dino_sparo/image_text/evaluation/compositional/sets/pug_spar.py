@@ -68,6 +68,6 @@ BENCHMARKS = (
         (".",),
         "https://github.com/facebookresearch/PUG",
         tie_credit=0.5,
-        is_own=is_labels,
+        accepts=is_labels,
     ),
 )

@@ -37,7 +37,7 @@ Entry = dict[str, str]
 
 
 def swapped_objects(graph: SceneDescription) -> SceneDescription:
-    """The graph with its two objects exchanged: each stands where the other stood in the sentence."""
+    """The graph with its two objects exchanged: each object takes the position of the other object in the sentence."""
     relation = graph.relations[0]
     return replace(graph, relations=(replace(relation, subject=relation.object, object=relation.subject),))
 
@@ -94,7 +94,7 @@ def write_scene_pairs(
 
 
 def write_pairs(args: argparse.Namespace) -> None:
-    """The command."""
+    """Write both files of `dino-sparo scene-pairs`."""
     setup_logging()
     folder = Path(args.output_dir)
     old = [path for pattern in ("swap_*.json", "images/*.png") for path in folder.glob(pattern)]
@@ -113,7 +113,7 @@ BENCHMARKS = (
         read,
         ("images",),
         "the command scene-pairs",
-        is_own=is_scene_pairs,
+        accepts=is_scene_pairs,
     ),
     Benchmark(
         "oc-splits",
@@ -122,6 +122,6 @@ BENCHMARKS = (
         lambda folder: read(folder / "tests"),
         ("tests/images",),
         "python -m studies oc-splits",
-        is_own=lambda folder: (folder / "tests").is_dir(),
+        accepts=lambda folder: (folder / "tests").is_dir(),
     ),
 )

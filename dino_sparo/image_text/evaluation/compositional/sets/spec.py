@@ -28,7 +28,7 @@ FILES = {f"{subset}/{direction}": f"{subset}/{direction}.json" for subset in SUB
 
 
 def question(split: str, entry: Any) -> Question:
-    """One image with all captions, or all images with one caption, which only the true image has as its own."""
+    """One image with all captions, or all images with one caption, which is true for one image."""
     subset, direction = split.split("/")
     query, keys, label = entry["query"], list_of(entry["keys"]), range(len(entry["keys"]))[entry["label"]]
     if direction == DIRECTIONS[0]:
@@ -40,20 +40,20 @@ def question(split: str, entry: Any) -> Question:
 def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Whether the true candidate scores strictly highest; officially, whether it is the first maximum."""
     found = []
-    for number, (own, answer) in enumerate(zip(questions, answers, strict=True)):
-        if is_text := len(own.images) == 1:
-            scores, label = list(answer.scores[0]), own.matches[0]
+    for number, (item, answer) in enumerate(zip(questions, answers, strict=True)):
+        if is_text := len(item.images) == 1:
+            scores, label = list(answer.scores[0]), item.matches[0]
         else:
-            scores, label = [row[0] for row in answer.scores], own.matches.index(0)
+            scores, label = [row[0] for row in answer.scores], item.matches.index(0)
         right, tied = (answer.text, answer.text_tied) if is_text else (answer.image, answer.image_tied)
-        found.append(Outcome(own.split, number, right, tied, float(scores.index(max(scores)) == label)))
+        found.append(Outcome(item.split, number, right, tied, float(scores.index(max(scores)) == label)))
     return found
 
 
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Mean over all parts, and the authors' mean of each direction."""
     parts = {direction: [split for split in counts if split.endswith(direction)] for direction in DIRECTIONS}
-    return equal_means(counts) | {name: dict.fromkeys(own, 1 / len(own)) for name, own in parts.items() if own}
+    return equal_means(counts) | {name: dict.fromkeys(part, 1 / len(part)) for name, part in parts.items() if part}
 
 
 BENCHMARKS = (

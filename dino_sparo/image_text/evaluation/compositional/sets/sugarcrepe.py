@@ -29,7 +29,7 @@ COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
 
 
 def read(folder: Path) -> Iterator[Question]:
-    """The questions of SugarCrepe's files that lie in a folder; without any of these, of every JSON file there."""
+    """The questions of SugarCrepe's files in a folder; if there are none, of every JSON file in the folder."""
     files = {split: file for split, file in FILES.items() if (folder / file).is_file()}
     if 0 < len(files) < len(FILES):
         logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(files), len(FILES), ", ".join(files))
@@ -46,7 +46,7 @@ def _question(split: str, entry: Any) -> Question:
 
 
 def is_scene_pairs(folder: Path) -> bool:
-    """Whether files in SugarCrepe's format are those of scene-pairs, which notes the attribute."""
+    """Whether files in SugarCrepe's format are by scene-pairs, whose entries name the attribute."""
     return "swapped" in first_keys(folder / FILES["swap_att"])
 
 
@@ -58,8 +58,8 @@ def is_sugarcrepe(folder: Path) -> bool:
 
 def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """SPARO's average, the mean over splits, and the mean of each group of splits."""
-    own = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
-    groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in own.items() if splits}
+    splits_of = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
+    groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in splits_of.items() if splits}
     return {**equal_means(counts), **groups}
 
 
@@ -75,7 +75,7 @@ BENCHMARKS = (
         means=group_means,
         licence="MIT; images: COCO's terms",
         size="2 MB, images 0.8 GB",
-        is_own=is_sugarcrepe,
+        accepts=is_sugarcrepe,
         other_files="*.json",
     ),
 )

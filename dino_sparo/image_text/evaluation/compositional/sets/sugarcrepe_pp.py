@@ -1,4 +1,4 @@
-"""SugarCrepe++: two true captions of different words, and a false one that is close to the first.
+"""SugarCrepe++: two true captions of different words, and a false caption that is close to the first.
 
     replace_att.json and four more   [{"filename", "caption", "caption2", "negative_caption"}], images of COCO val2017
 
@@ -35,6 +35,6 @@ BENCHMARKS = (
         size="1.3 MB, images 0.8 GB",
         chance=100 / 3,
         counts=COUNTS,
-        is_own=lambda folder: any("caption2" in first_keys(folder / file) for file in FILES.values()),
+        accepts=lambda folder: any("caption2" in first_keys(folder / file) for file in FILES.values()),
     ),
 )

@@ -51,7 +51,7 @@ BENCHMARKS = (
         licence="MIT; images: of each source",
         size="6 MB, images several GB",
         counts={split: count for split, (count, _) in PARTS.items()},
-        part_of=lambda own: file_of(own.images[0]).rpartition("/")[0],
-        is_own=lambda folder: any({"foil", "mturk"} <= first_keys(folder / file) for file in FILES.values()),
+        part_of=lambda question: file_of(question.images[0]).rpartition("/")[0],
+        accepts=lambda folder: any({"foil", "mturk"} <= first_keys(folder / file) for file in FILES.values()),
     ),
 )

@@ -21,13 +21,13 @@ CATEGORIES = ("object", "attribute", "counting", "relation")
 def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Text, image and group score of every example; their splits begin with the category."""
     pairs = enumerate(zip(questions, answers, strict=True))
-    return [outcome for number, (own, answer) in pairs for outcome in three_scores(f"{own.split} ", number, answer)]
+    return [outcome for number, (item, answer) in pairs for outcome in three_scores(f"{item.split} ", number, answer)]
 
 
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Each score as a mean over the categories."""
     splits = {score: [split for split in counts if split.endswith(f" {score}")] for score in CHANCE}
-    return {score: dict.fromkeys(own, 1 / len(own)) for score, own in splits.items() if own}
+    return {score: dict.fromkeys(names, 1 / len(names)) for score, names in splits.items() if names}
 
 
 BENCHMARKS = (
@@ -47,6 +47,6 @@ BENCHMARKS = (
         total=2084,
         means=means,
         outcomes=outcomes,
-        is_own=lambda folder: any("text_0" in columns_of(folder / file) for file in FILES if (folder / file).is_file()),
+        accepts=lambda root: any("text_0" in columns_of(root / file) for file in FILES if (root / file).is_file()),
     ),
 )

@@ -86,8 +86,8 @@ def image_set(question: Question) -> str:
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """Macro average, and the mean of each kind; on every level of the splits' names all parts count the same."""
     kinds = dict.fromkeys(split.split("/")[0] for split in counts)
-    own = {kind: [split for split in counts if split.startswith(f"{kind}/")] for kind in kinds}
-    return {"macro": nested(list(counts)), **{kind: nested(splits) for kind, splits in own.items()}}
+    splits_of = {kind: [split for split in counts if split.startswith(f"{kind}/")] for kind in kinds}
+    return {"macro": nested(list(counts)), **{kind: nested(splits) for kind, splits in splits_of.items()}}
 
 
 def nested(splits: Sequence[str], depth: int = 0) -> Weights:

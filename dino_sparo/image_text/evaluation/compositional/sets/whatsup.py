@@ -42,7 +42,7 @@ def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
 
 
 def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dict[str, float]:
-    """Share of pairs, and of sets, whose questions are all right, in percent; incomplete ones do not count.
+    """Share of pairs, and of sets, whose questions are all answered correctly, in percent; if they are complete.
 
     Args:
         questions: of controlled images.
@@ -52,8 +52,8 @@ def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dic
     for question, value in zip(questions, worth, strict=True):
         key, preposition = set_and_preposition(file_of(question.images[0]))
         sets.setdefault(key, {})[preposition] = value
-    pairs = [own[a] * own[b] for own in sets.values() for a, b in PAIRS if a in own and b in own]
-    values = {"pairs": pairs, "sets": [math.prod(own.values()) for own in sets.values() if len(own) == 4]}
+    pairs = [each[a] * each[b] for each in sets.values() for a, b in PAIRS if a in each and b in each]
+    values = {"pairs": pairs, "sets": [math.prod(each.values()) for each in sets.values() if len(each) == 4]}
     return {name: 100 * sum(each) / len(each) for name, each in values.items() if each}
 
 

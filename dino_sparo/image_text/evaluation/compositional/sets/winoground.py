@@ -1,6 +1,6 @@
 """Winoground: two images and two captions of the same words.
 
-    examples.jsonl   {"image_0", "image_1", "caption_0", "caption_1"} per line, perhaps a tag; images in `images`
+    examples.jsonl   {"image_0", "image_1", "caption_0", "caption_1"} per line, optionally a tag; images in `images`
 
 Source: Thrush et al., "Winoground: probing vision and language models for visio-linguistic compositionality", section
 3.2.
