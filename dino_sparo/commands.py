@@ -23,6 +23,7 @@ from dino_sparo.evaluation.objects.options import slot_score_parser
 from dino_sparo.evaluation.options import knn_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
+from dino_sparo.evaluation.video.options import segmentation_parser, video_parser
 from dino_sparo.ibot import options as ibot_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
@@ -222,6 +223,26 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
             "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
+        ),
+    ),
+    "video": Command(
+        EVALUATE,
+        "A checkpoint and a video -> a video of the attention of its slots or heads.",
+        "evaluation.video.command:generate",
+        video_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path walk.mp4 --output_dir walk",
+            "--pretrained_weights checkpoint.pth --data_path frames --video_format gif --fps 10 --img_size 256",
+        ),
+    ),
+    "video-segmentation": Command(
+        EVALUATE,
+        "A checkpoint and DAVIS 2017 -> masks of the objects in its videos by label propagation, and their J&F.",
+        "evaluation.video.segmentation:segment_videos",
+        segmentation_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path DAVIS --output_dir masks",
+            "--pretrained_weights checkpoint.pth --slots 0,3,7 --data_path DAVIS --output_dir masks",
         ),
     ),
     "export": Command(

@@ -30,6 +30,8 @@ SCRIPTS = {
     "eval_image_retrieval.py": "image-retrieval",
     "eval_copy_detection.py": "copy-detection",
     "visualize_attention.py": "attention",
+    "eval_video_segmentation.py": "video-segmentation",
+    "video_generation.py": "video",
 }
 # A command as it is typed; group 1 is its name, group 2 its options.
 COMMAND = re.compile(

@@ -134,7 +134,7 @@ def crops_grid(
     height = max(GRID_HEIGHT, *(view.shape[-2] for view in views))
     columns = [to_pixels(view[:num_images], mean, std) for view in views]
     bicubic = Image.Resampling.BICUBIC
-    return _stacked([[resize(crop, height, bicubic) for crop in row] for row in zip(*columns, strict=True)])
+    return stack_pictures([[resize(crop, height, bicubic) for crop in row] for row in zip(*columns, strict=True)])
 
 
 def maps_grid(
@@ -145,13 +145,15 @@ def maps_grid(
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
         shown = resize(picture, height, Image.Resampling.BICUBIC)
-        tiles = [_numbered(overlay(shown, heat(heatmap)), str(number)) for number, heatmap in enumerate(image_maps)]
-        tiles.insert(0, _numbered(shown, ""))
+        tiles = [
+            number_picture(overlay(shown, heat(heatmap)), str(number)) for number, heatmap in enumerate(image_maps)
+        ]
+        tiles.insert(0, number_picture(shown, ""))
         rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]
-    return _stacked(rows)
+    return stack_pictures(rows)
 
 
-def _stacked(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
+def stack_pictures(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
     """Pictures of one size -> one picture, rows below each other, left-aligned, with gaps between."""
     columns = max(map(len, rows))
     blank = np.full_like(rows[0][0], GRID_COLOUR)
@@ -160,10 +162,11 @@ def _stacked(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]) -> U
     return grid.permute(1, 2, 0).numpy()
 
 
-def _numbered(picture: Picture, number: str) -> UInt8[np.ndarray, "_ W 3"]:
-    """A picture under a line with its number."""
-    line = Image.new("RGB", (picture.shape[1], NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
+def number_picture(picture: Picture, number: str, scale: int = 1) -> UInt8[np.ndarray, "_ W 3"]:
+    """A picture under a line with its number, whose letters are `scale` times as large as in TensorBoard's grids."""
+    line = Image.new("RGB", (picture.shape[1] // scale, NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
     ImageDraw.Draw(line).text((0, 0), number, fill=(0, 0, 0), font=ImageFont.load_default())
+    line = line.resize((picture.shape[1], scale * NUMBER_HEIGHT))
     return np.concatenate([np.asarray(line), picture])
 
 

@@ -44,6 +44,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "parse-llm": ("openai",),
     "objects": ("scipy", "pycocotools"),
+    "video": ("av",),
 }
 INSTALL = {
     **{package: f"pip install 'dino_sparo[{extra}]'" for extra, packages in EXTRAS.items() for package in packages},

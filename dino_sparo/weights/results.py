@@ -68,7 +68,7 @@ def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
     rows = result.get("results")
     if isinstance(rows, list) and any("k" in row for row in rows):
         return {f"{row['k']}-NN": row["top1"] for row in rows}
-    names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected")
+    names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected", "J&F-Mean")
     values = result.get("best", result)
     return {name: values[name] for name in names if isinstance(values.get(name), float)}
 

@@ -127,6 +127,7 @@ ROOT = Path(main_dino.__file__).parent
 SCRIPTS = (
     *("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "eval_image_retrieval.py"),
     *("eval_copy_detection.py", "visualize_attention.py"),
+    *("eval_video_segmentation.py", "video_generation.py"),
 )
 PARSERS = {name: partial(parser_of, name) for name, command in COMMANDS.items() if command.parser is not None}
 OF_EVERY_PARSER = {"help", "help_all", "config", "print_config"}

@@ -1,0 +1,1 @@
+"""Videos: segmentation by label propagation on DAVIS, and the attention of heads or slots as a video."""
