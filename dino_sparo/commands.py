@@ -470,7 +470,7 @@ def command_for(name: str, words: Sequence[str]) -> str:
     """
     words = [with_underscores(word) for word in words]
     kinds = {kind: other for other, command in COMMANDS.items() if command.instead_of == name for kind in command.kinds}
-    if not kinds or any(word.partition("=")[0] == "--image_encoder" for word in words):
+    if not kinds or any(word.partition("=")[0] in ("--image_encoder", "--pca") for word in words):
         return name
     weights, files = values_of(words, "--pretrained_weights"), values_of(words, "--config")
     if not weights and not files:
