@@ -17,7 +17,7 @@ from dino_sparo.data import options as data_options
 from dino_sparo.demo.options import demo_parser
 from dino_sparo.dino import options as dino_options
 from dino_sparo.evaluation.attention.options import attention_parser
-from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
+from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser, search_parser
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
 from dino_sparo.evaluation.options import knn_parser
@@ -163,6 +163,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "embeddings",
             "embeddings --clusters 50 --map pca",
+        ),
+    ),
+    "search": Command(
+        EVALUATE,
+        "Embeddings and query images -> the most similar images, on a page and as a table; groups of near copies.",
+        "evaluation.embed.search:search",
+        search_parser,
+        examples=(
+            "embeddings --images photo.jpg",
+            "embeddings --duplicates 0.97",
         ),
     ),
     "predict": Command(
@@ -491,7 +501,7 @@ def command_for(name: str, words: Sequence[str]) -> str:
     """
     words = [with_underscores(word) for word in words]
     kinds = {kind: other for other, command in COMMANDS.items() if command.instead_of == name for kind in command.kinds}
-    if not kinds or any(word.partition("=")[0] == "--image_encoder" for word in words):
+    if not kinds or any(word.partition("=")[0] in ("--image_encoder", "--pca") for word in words):
         return name
     weights, files = values_of(words, "--pretrained_weights"), values_of(words, "--config")
     if not weights and not files:

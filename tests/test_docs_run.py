@@ -15,7 +15,7 @@ from dino_sparo.__main__ import main
 from dino_sparo.data.scenes.images import Scenes
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md")
+RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md", "dense.md")
 NEEDS = {
     "backbones.md": "released weights",
     "clip.md": "pairs of images and captions by the million; `make demo-clip` runs in make demo-short",

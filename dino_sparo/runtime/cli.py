@@ -106,6 +106,7 @@ MAIN_OPTIONS = {
     *("init_from", "init_clip", "preset", "graphs", "device", "val_path", "captions", "caption", "parser", "server"),
     *("model", "split", "slots", "keep", "nb_knn", "fast", "numbers", "probe"),
     *("what", "dtype", "overwrite", "num_images", "threshold", "save_each", "max_maps", "compare", "atlas", "masks"),
+    *("pca", "duplicates"),
     *("maps", "match", "classnames", "templates", "images", "benchmarks", "blind", "failures", "k", "parts", "pairs"),
     *("nodes", "ngpus", "partition", "timeout_min", "dry_run"),
 }

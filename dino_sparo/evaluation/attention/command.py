@@ -6,7 +6,8 @@
     python visualize_attention.py --pretrained_weights output/checkpoint.pth --atlas data/imagenet/val
 
 Always writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json (which map is how peaked,
-and which look alike); further files as the options say. Options as in facebookresearch/dino.
+and which look alike); further files as the options say. With --pca, `pca.py` draws principal components instead.
+Options as in facebookresearch/dino.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.maps import maps_and_slots, mass_mask
+from dino_sparo.evaluation.attention.pca import draw_components, refuse_options_of_maps
 from dino_sparo.evaluation.encoders import EvaluatedEncoder, compared_encoder
 from dino_sparo.evaluation.features import check_features, disjoint_subsets
 from dino_sparo.evaluation.task import EncoderTask
@@ -55,7 +57,11 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     if task is None:
         return {}
     require_matplotlib()
+    refuse_options_of_maps(args)
     subject = task.subject
+    if args.pca:
+        images = read_images(args.data_path, args.num_images, task.limits)
+        return draw_components(task, images, reference_view(subject, args.img_size, square=len(images) > 1))
     file = task.open_figures("attention", ("threshold", "save_each", "figure_format"))
     folder = file.path.parent
     limits, channels = task.limits, args.show_channels

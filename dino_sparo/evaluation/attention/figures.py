@@ -159,7 +159,7 @@ def maps_figure(
         short_name(first.names[images[0]]) if len(images) == 1 else f"{len(images)} images",
         f"{first.run}  ·  {first.about(orders[0])}" if len(sides) == 1 else "",
         sections,
-        _layout(first.pictures[images[0]], count, longest, longest if is_aligned else 1),
+        tile_layout(first.pictures[images[0]], count, longest, longest if is_aligned else 1),
         summary,
         ends=RAMP_ENDS if threshold is None else None,
     )
@@ -172,7 +172,7 @@ def _order_in_words(map_set: MapSet) -> str:
     return f"From the {average if number > 1 else f'most peaked {map_set.kind}'} to the most spread. {NUMBERS_IN_WORDS}"
 
 
-def _layout(picture: Picture, count: int, longest: int, least: int) -> Layout:
+def tile_layout(picture: Picture, count: int, longest: int, least: int) -> Layout:
     """Tiles that fill a sheet of about a slide's shape, with few places left empty in a band's last line."""
     aspect = picture.shape[1] / picture.shape[0]
     columns = min(

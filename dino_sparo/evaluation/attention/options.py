@@ -34,6 +34,12 @@ PICTURES: Group = {
     **SHOW_CHANNELS,
     "max_maps": Option(None, "Number of maps in a grid, most concentrated first; by default all maps.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
+    "pca": Option(
+        False,
+        "Draw the first three principal components of the patch tokens as colours instead of maps, with one basis for "
+        "all images: pca.png, pca.npy and pca.json. With slots, also those of the patches' attention over slots.",
+    ),
+    "foreground": Option(False, "With --pca: only patches of the foreground, by the sign of the first component."),
 }
 ATLAS: Group = {
     "atlas": Option(

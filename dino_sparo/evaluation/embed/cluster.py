@@ -12,7 +12,6 @@ random batches from the memory-mapped array.
 """
 
 import argparse
-import contextlib
 import logging
 import warnings
 from collections import Counter
@@ -23,13 +22,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, TableColumns, open_source
-from dino_sparo.data.views import rgb_pixels
-from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, short_name
+from dino_sparo.draw.figure import Band, Figure, Layout, Section
 from dino_sparo.draw.html import save_page
-from dino_sparo.draw.pixels import fit
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.embed.pictures import PICTURE_HEIGHT, PICTURE_WIDTH, open_pictures
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, check_sample, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
@@ -46,7 +43,6 @@ SCORED_IMAGES, MAPPED_IMAGES = 5_000, 2_000  # samples for the silhouette and fo
 PERPLEXITY = 30.0  # of t-SNE, scikit-learn's default
 MIN_DIFFERENT = 3  # features of a map; t-SNE of equal ones ends the process
 LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # behind a cluster's number
-PICTURE_HEIGHT, PICTURE_WIDTH = 160, 240  # pixels, at most
 
 Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # rows, as indices or a slice -> their features
 
@@ -221,49 +217,26 @@ def draw_page(
     channels: Sequence[int],
 ) -> None:
     """The images nearest to each center, where they can still be read."""
-    images = embeddings.record["images"]
-    columns = TableColumns(*images.get("columns", ()))
-    try:
-        limits = ImageLimits(**embeddings.record["settings"].get("limits", {}))
-        source = open_source(data_path or images["data_path"], images["split"], columns=columns, limits=limits)
-    except ValueError as error:
-        logger.warning("%s is not written: the images are gone (%s); --data_path says where they are now", path, error)
+    pictures = open_pictures(embeddings, path, data_path, channels)
+    if pictures is None:
         return
     sections = []
     for cluster, rows in zip(result["clusters"], examples, strict=True):
-        tiles = [_tile(source, row, embeddings, data_path is not None, channels) for row in rows]
         facts = [f"{cluster['num_images']:,} images"]
         if cluster["label"]:
             facts.append(f"{cluster['label_share']:.0%} {cluster['label']}")
-        shown = [tile for tile in tiles if tile is not None]
+        shown = [tile for tile in map(pictures.tile, rows) if tile is not None]
         sections.append(Section([Band(tiles=shown)], f"cluster {cluster['cluster']}", facts))
     what = result["embeddings"]["what"]
     figure = Figure(
         f"{result['num_clusters']} clusters",
-        f"{result['embeddings']['num_images']:,} images of {source.name}; features: {what}",
+        f"{result['embeddings']['num_images']:,} images of {pictures.source.name}; features: {what}",
         sections,
         Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=max(map(len, examples))),
         explanation="Each cluster with its images nearest to the center, nearest first.",
         ends=None,
     )
     save_page(figure, path)
-
-
-def _tile(
-    source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool, channels: Sequence[int]
-) -> Tile | None:
-    """The image of a row; None if the source has no such image any more, or it cannot be read.
-
-    Unreadable images have no row, so the image's place in the source is the row or a little more.
-    """
-    path, num_unreadable = embeddings.index["path"][row], embeddings.record["num_unreadable"]
-    for place in range(row, min(row + num_unreadable + 1, len(source))):
-        location = source.location(place)
-        if location == path or (has_moved and Path(location).name == Path(path).name):
-            with contextlib.suppress(CorruptImageError):
-                picture = fit(rgb_pixels(source.read(place), channels), PICTURE_HEIGHT, PICTURE_WIDTH)
-                return Tile(picture, path, notes=(short_name(path), ""))
-    return None
 
 
 def _table(result: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""The options of `dino-sparo embed`, `cluster` and `predict`; no torch here."""
+"""The options of `dino-sparo embed`, `cluster`, `search` and `predict`; no torch here."""
 
 from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
 from dino_sparo.evaluation.options import OUTPUT, evaluation_parser
-from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, whole_number
+from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_above_0, whole_number
+from dino_sparo.runtime.options import DEVICE
 
 FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
@@ -56,6 +57,43 @@ def cluster_parser() -> Parser:
     """The options of `dino-sparo cluster`."""
     folder = Option(None, "Embeddings, written by dino-sparo embed.", is_positional=True)
     return Parser({"features": {"folder": folder, **VECTOR_FEATURES}, "clusters and map": CLUSTERS})
+
+
+SEARCHED: Group = {
+    "folder": Option(None, "Embeddings, written by dino-sparo embed.", is_positional=True),
+    "what": VECTOR_FEATURES["what"],
+    "slots": Option(
+        None,
+        "Search by these slots only: numbers such as 3,7, or a file of dino-sparo slots study. With features encoding "
+        "or slots.",
+    ),
+    "images": Option(
+        None,
+        "Images whose nearest images are searched: an image, anything that embed takes as --data_path, or "
+        "embeddings of the same encoder.",
+    ),
+    "top": Option(12, "Number of nearest images.", positive_int),
+    "duplicates": Option(
+        None,
+        "List groups of near copies: images whose cosine similarity is at least this number, such as 0.97, and "
+        "images that such pairs connect.",
+        share_above_0,
+    ),
+    "pretrained_weights": Option(
+        None, "Weights that embed the images of --images; by default those that embedded the folder, at their path."
+    ),
+}
+FOUND: Group = {
+    **SHOW_CHANNELS,
+    **{name: CLUSTERS[name] for name in ("data_path", "output_dir")},
+    "overwrite": Option(False, "Overwrite an earlier search in --output_dir."),
+    **{name: DEVICE[name] for name in ("device", "num_workers")},
+}
+
+
+def search_parser() -> Parser:
+    """The options of `dino-sparo search`."""
+    return Parser({"search": SEARCHED, "result and device": FOUND}, defaults={"num_workers": 4})
 
 
 CLASSIFIED: Group = {

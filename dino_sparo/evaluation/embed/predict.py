@@ -19,10 +19,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, check_sample, load_embeddings, write_csv
+from dino_sparo.evaluation.embed.store import (
+    BLOCK_ROWS,
+    Embeddings,
+    check_sample,
+    load_embeddings,
+    require_same_encoder,
+    write_csv,
+)
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import differences, versions, write_json
+from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
 
@@ -49,9 +56,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     labelled = load_embeddings(args.folder)
     others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
     labelled.array(args.what)
-    for folder, other in others.items():
+    for other in others.values():
         other.array(args.what)
-        _require_same_encoder(labelled, args.folder, other, folder)
+        require_same_encoder(labelled, other)
     features, labels = _labelled_rows(labelled, args.what, args.folder)
     warnings = _warnings_of_fitted_images(labelled, others, args.what)
     for folder, embeddings in {args.folder: labelled, **others}.items():
@@ -81,19 +88,6 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     say(_table(result))
     say(f"\n{output if args.images else record}")
     return result
-
-
-def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, other_folder: str) -> None:
-    """ValueError unless both folders were made by the same weights, at the same image size."""
-    first, second = (
-        {**record["encoder"], "pretrained_weights": None, "img_size": record["settings"]["img_size"]}
-        for record in (labelled.record, other.record)
-    )
-    if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
-        raise UserError(
-            f"{other_folder} holds embeddings of another encoder than {folder}: {'; '.join(different)}; "
-            "embed both with the same checkpoint"
-        )
 
 
 def _warnings_of_fitted_images(labelled: Embeddings, others: Mapping[str, Embeddings], kind: str) -> list[str]:

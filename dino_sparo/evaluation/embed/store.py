@@ -34,7 +34,7 @@ from dino_sparo.runtime.files import differences, write_json, write_record, writ
 
 logger = logging.getLogger(__name__)
 
-DERIVED = ("clusters", "predictions")  # stems of what other commands write beside embeddings
+DERIVED = ("clusters", "predictions", "search", "duplicates")  # stems of what other commands write beside embeddings
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
 INDEXES = ("index.parquet", "index.csv")
 RECORDED = {"settings", "encoder", "features", "images", "complete"}  # entries that every record has
@@ -78,12 +78,19 @@ class Embeddings:
 
     def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
         """Features in memory, float32, each image's numbers in one vector of length one."""
-        features = np.asarray(self.array(kind, slot)[rows], dtype=np.float32)
-        features = features.reshape(len(features), -1)
-        if not np.isfinite(features).all():
-            raise UserError(f"{kind}: features are not finite; embed again, with an encoder that is not broken")
-        lengths = np.linalg.norm(features, axis=1, keepdims=True)
-        return features / np.maximum(lengths, np.finfo(np.float32).tiny)
+        return unit_vectors(self.array(kind, slot)[rows], kind)
+
+    def cells(self, row: int) -> tuple[int, str, str]:
+        """Row, path and label of an image, for a table."""
+        return row, self.index["path"][row], self.index["label"][row]
+
+
+def unit_vectors(features: np.ndarray, kind: str) -> Float[np.ndarray, "rows F"]:
+    """Features (rows, ...) of a kind, float32, each row's numbers in one vector of length one."""
+    vectors = np.asarray(features, dtype=np.float32).reshape(len(features), -1)
+    if not np.isfinite(vectors).all():
+        raise UserError(f"{kind}: features are not finite; embed again, with an encoder that is not broken")
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
 def check_sample(array: np.ndarray, name: str) -> list[str]:
@@ -113,6 +120,19 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
             raise
         raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
     return Embeddings(arrays, index, with_exif_of_store(record, folder), folder)
+
+
+def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
+    """UserError unless both were made by the same weights, at the same image size."""
+    first, second = (
+        {**each.record["encoder"], "pretrained_weights": None, "img_size": each.record["settings"]["img_size"]}
+        for each in (embeddings, other)
+    )
+    if different := differences(first, second, f"in {embeddings.folder}", f"in {other.folder}"):
+        raise UserError(
+            f"{other.folder} holds embeddings of another encoder than {embeddings.folder}: {'; '.join(different)}; "
+            "embed both with the same checkpoint"
+        )
 
 
 def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:

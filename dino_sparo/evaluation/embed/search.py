@@ -1,0 +1,228 @@
+"""Embeddings -> the images that are most similar to others, and groups of near copies.
+
+    dino-sparo search embeddings --images photo.jpg
+    dino-sparo search embeddings --images photo.jpg --slots 3,7      # similar in these slots
+    dino-sparo search embeddings --duplicates 0.97
+
+    search.csv        query, rank, row, path, label, similarity: cosine of the features; an image never finds itself
+    search.html       the first queries, each with its nearest images
+    search.json       how it was made, and the first queries
+    duplicates.*      table, page and record of near copies, see `near_copies.py`
+
+The search compares with every image, block by block, so the result is exact and memory does not grow with the
+embeddings. With slots, the features are those of the chosen slots, concatenated and then of length one, as
+`dino-sparo knn` takes them.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dino_sparo.data.sources import ARRAY_EXTENSION, IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import read_image
+from dino_sparo.data.sources.image_source import FileSource, ImageSource, PackedStrings
+from dino_sparo.draw.figure import Section, short_name
+from dino_sparo.evaluation.embed.command import features_of
+from dino_sparo.evaluation.embed.near_copies import DUPLICATES, write_groups
+from dino_sparo.evaluation.embed.options import embed_parser
+from dino_sparo.evaluation.embed.pictures import SHOWN_PARTS, Pictures, open_pictures, save_found
+from dino_sparo.evaluation.embed.store import (
+    RECORD,
+    Embeddings,
+    check_sample,
+    load_embeddings,
+    require_same_encoder,
+    write_csv,
+)
+from dino_sparo.evaluation.embed.vectors import ROWS, Vectors, open_slots, open_vectors
+from dino_sparo.evaluation.knn import first_largest
+from dino_sparo.evaluation.task import EncoderTask
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.files import plain, versions, write_json
+from dino_sparo.runtime.launch import is_only_a_peer, select_device
+from dino_sparo.runtime.logs import progress, setup_logging
+
+SEARCH = "search"  # stem of files
+PRINTED = 3  # queries
+
+Neighbours = tuple[int, list[tuple[int, float]]]  # a query's row -> rows and similarities, best first
+
+
+def search(args: argparse.Namespace) -> dict[str, Any]:
+    """Search the images nearest to --images, and near copies; returns what search.json and duplicates.json hold."""
+    if is_only_a_peer():
+        return {}
+    setup_logging()
+    stems = [SEARCH] * bool(args.images) + [DUPLICATES] * (args.duplicates is not None)
+    if not stems:
+        raise UserError("nothing to search; give --images, or --duplicates 0.97")
+    if args.duplicates is not None:
+        require("scipy", "groups of near copies")
+    out = Path(args.output_dir or args.folder)
+    old = [path for stem in stems for ending in ("csv", "html", "json") if (path := out / f"{stem}.{ending}").exists()]
+    if old and not args.overwrite:
+        raise UserError(f"{old[0]} exists already; give another --output_dir, or --overwrite")
+    store, device = load_embeddings(args.folder), select_device(args.device)
+    warnings = check_sample(store.array(args.what), f"{args.what} in {args.folder}")
+    slots, slots_record = open_slots(store, args.what, args.slots)
+    record = {
+        "embeddings": {**store.source(args.what), "slots": slots_record, "num_images": len(store.index["path"])},
+        "encoder": store.record["encoder"],
+        "versions": versions(),
+        **({"warnings": warnings} if warnings else {}),
+    }
+    query = open_query(store, args, device) if args.images else None
+    vectors, results = open_vectors(store, args.what, slots, device), {}
+    out.mkdir(parents=True, exist_ok=True)
+    if query is not None:
+        queries = open_vectors(query[0], args.what, slots, device)
+        found = nearest(store, vectors, query[0], queries, args.top)
+        results[SEARCH] = write_nearest(store, query, found, record, out, args)
+    if args.duplicates is not None:
+        results[DUPLICATES] = write_groups(
+            store, vectors, record, out, args.duplicates, args.data_path, args.show_channels
+        )
+        counts = [results[DUPLICATES][name] for name in ("num_images", "num_groups")]
+        say("{:,} images in {:,} groups of near copies".format(*counts))
+    say("\n".join(str(path) for stem in stems for path in sorted(out.glob(f"{stem}.*"))))
+    return results
+
+
+# The query.
+
+
+def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device) -> tuple[Embeddings, Pictures | None]:
+    """The features and the pictures of --images; images are embedded with the encoder of the store."""
+    if (Path(args.images) / RECORD).is_file():
+        query = load_embeddings(args.images)
+        query.array(args.what)
+        require_same_encoder(store, query)
+        return query, open_pictures(query, Path(f"the part of the page with {args.images}"), None, args.show_channels)
+    task = open_encoder(store, args, device)
+    query = Embeddings({}, {}, {**store.record, "encoder": plain(dict(task.weights))}, Path(args.images))
+    require_same_encoder(store, query)
+    source = open_images(task, args.images)
+    kind, shape = args.what, store.array(args.what).shape[1:]
+    features = task.features(source, lambda images: features_of(task.encoder, [kind], images)[kind].flatten(1))
+    if not len(features.features):
+        raise UserError(f"--images {args.images}: no image can be read")
+    query = replace(
+        query,
+        arrays={kind: features.features.cpu().numpy().reshape(-1, *shape)},
+        index={"path": [source.location(index) for index in features.indices.tolist()]},
+        record={**query.record, "num_unreadable": features.num_corrupt},
+    )
+    return query, Pictures(source, query, args.show_channels)
+
+
+def open_images(task: EncoderTask, path: str) -> ImageSource:
+    """All images of a path, which may be a single image."""
+    if not (Path(path).is_file() and path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))):
+        return task.open_split("all")
+    read_image(path, path, limits=task.limits)  # refuses an unreadable image
+    return FileSource(f"image {path}", "", PackedStrings.pack([os.fsencode(path)]), limits=task.limits)
+
+
+def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
+    """The encoder and the view of a store, for the images of --images."""
+    settings, limits, encoder = (
+        store.record["settings"],
+        store.record["settings"].get("limits", {}),
+        store.record["encoder"],
+    )
+    remedy = f"embed {args.images} with the options of {store.folder}, and give the folder"
+    if encoder.get("untrained"):
+        raise UserError(f"{store.folder} is of random weights; {remedy}")
+    options = {
+        "pretrained_weights": args.pretrained_weights or encoder["pretrained_weights"],
+        "checkpoint_key": encoder.get("checkpoint_key"),
+        "data_path": args.images,
+        "max_image_mb": limits.get("max_mb"),
+        "max_image_mpix": limits.get("max_mpix"),
+        **{name: limits.get(name) for name in ("max_value", "exif")},
+        **{name: settings.get(name) for name in ("img_size", "fast_views", "precision")},
+        **{name: getattr(args, name) for name in ("device", "num_workers")},
+    }
+    task = EncoderTask(embed_parser().parse_keywords(options), device)
+    try:
+        task.encoder  # noqa: B018
+    except UserError as error:
+        raise UserError(
+            f"the encoder of {store.folder}, which embeds {args.images}: {error}. Say with --pretrained_weights where "
+            f"the weights are now; or {remedy}"
+        ) from error
+    return task
+
+
+# The nearest images.
+
+
+def nearest_rows(vectors: Vectors, queries: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
+    """The k most similar rows of each query, best first, of equal ones the first: similarities and rows, (m, k)."""
+    similarities = queries.new_empty(len(queries), 0)
+    rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for block, features in vectors.blocks():
+        numbers = torch.arange(block.start, block.stop, device=queries.device)
+        compared = torch.cat((similarities, queries @ features.T), dim=1)
+        similarities, positions = first_largest(compared, min(k, compared.shape[1]))
+        rows = torch.cat((rows, numbers.expand(len(queries), -1)), dim=1).gather(1, positions)
+    return similarities, rows
+
+
+def nearest(store: Embeddings, vectors: Vectors, query: Embeddings, queries: Vectors, top: int) -> Iterator[Neighbours]:
+    """The nearest images of each query image, without the image itself, which has its path."""
+    for block, features in progress(queries.blocks(), total=-(-queries.num_rows // ROWS), desc=SEARCH):
+        found = (part.cpu().tolist() for part in nearest_rows(vectors, features, top + 1))
+        for number, similarities, rows in zip(range(block.start, block.stop), *found, strict=True):
+            own = os.path.abspath(query.index["path"][number])
+            pairs = zip(rows, similarities, strict=True)
+            yield number, [pair for pair in pairs if os.path.abspath(store.index["path"][pair[0]]) != own][:top]
+
+
+def write_nearest(
+    store: Embeddings,
+    query: tuple[Embeddings, Pictures | None],
+    found: Iterator[Neighbours],
+    record: Mapping[str, Any],
+    out: Path,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Write table, page and record; returns the record."""
+    images, pictures = query
+    shown: list[Neighbours] = []
+    names, paths = images.index["path"], store.index["path"]
+
+    def lines() -> Iterator[Sequence[Any]]:
+        yield "query", "rank", "row", "path", "label", "similarity"
+        for number, pairs in found:
+            if len(shown) < SHOWN_PARTS:
+                shown.append((number, pairs))
+            for rank, (row, similarity) in enumerate(pairs, 1):
+                yield names[number], rank, *store.cells(row), f"{similarity:.6f}"
+
+    write_csv(out / f"{SEARCH}.csv", lines())
+    first: list[dict[str, Any]] = [
+        {"query": names[i], "nearest": [[paths[row], value] for row, value in pairs]} for i, pairs in shown
+    ]
+    result = {"evaluation": SEARCH, **record, "images": args.images, "num_queries": len(names), "queries": first}
+    page = out / f"{SEARCH}.html"
+    page.unlink(missing_ok=True)
+    if (stored := open_pictures(store, page, args.data_path, args.show_channels)) is not None:
+        sections = [
+            Section([stored.band(pairs)], about=short_name(names[i]), picture=pictures.tile(i) if pictures else None)
+            for i, pairs in shown
+        ]
+        words = "At the left the query. Beside it the nearest images, nearest first, with their cosine similarity."
+        save_found(f"Images like {short_name(args.images)}", words, sections, page, result)
+    write_json(result, out / f"{SEARCH}.json")
+    for entry in first[:PRINTED]:
+        say("\n".join([entry["query"], *(f"  {value:.3f}  {path}" for path, value in entry["nearest"])]))
+    return result
