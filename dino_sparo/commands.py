@@ -22,6 +22,7 @@ from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
 from dino_sparo.evaluation.options import knn_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
+from dino_sparo.evaluation.segment.options import segment_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.evaluation.video.options import segmentation_parser, video_parser
 from dino_sparo.ibot import options as ibot_options
@@ -253,6 +254,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path DAVIS --output_dir masks",
             "--pretrained_weights checkpoint.pth --slots 0,3,7 --data_path DAVIS --output_dir masks",
+        ),
+    ),
+    "segment": Command(
+        EVALUATE,
+        "A checkpoint and images with masks -> a segmentation head, its mean IoU, and masks of new images.",
+        "evaluation.segment.command:segment",
+        segment_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path photos --masks masks --images photos",
+            "--pretrained_weights checkpoint.pth --data_path VOC2012 --head conv --slot_masks",
         ),
     ),
     "export": Command(

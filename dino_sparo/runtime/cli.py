@@ -108,7 +108,7 @@ MAIN_OPTIONS = {
     *("what", "dtype", "overwrite", "num_images", "threshold", "save_each", "max_maps", "compare", "atlas", "masks"),
     *("pca", "duplicates"),
     *("maps", "match", "classnames", "templates", "images", "benchmarks", "blind", "failures", "k", "parts", "pairs"),
-    *("nodes", "ngpus", "partition", "timeout_min", "dry_run"),
+    *("nodes", "ngpus", "partition", "timeout_min", "dry_run", "head", "steps", "slot_masks"),
 }
 
 # Type of a default -> type of the option, unless it names another. A text may be a path, unless the option says `str`.

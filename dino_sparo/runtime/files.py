@@ -31,7 +31,7 @@ WEIGHTS, WEIGHTS_ENDINGS = ("pretrained_weights", "match", "compare"), (".pth", 
 INPUTS = (
     *WEIGHTS,
     *("data_path", "data_root", "captions", "graphs", "val_path", "val_graphs", "zero_shot_path", "images", "masks"),
-    *("image_folder", "atlas", "exclude_images", "symmetric", "val"),
+    *("image_folder", "atlas", "exclude_images", "symmetric", "val", "val_masks", "class_names"),
 )
 
 

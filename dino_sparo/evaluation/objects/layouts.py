@@ -73,12 +73,29 @@ def view_objects(
 ) -> ObjectMasks:
     """The objects in an encoder's view, cut and resampled as the image is, by the nearest pixel.
 
-    Objects without a pixel in the view are left out. `stored_size` is that of an image which was turned upright.
+    Objects without a pixel in the view are left out. The other arguments are those of `check_mask_size`.
+    """
+    check_mask_size(objects.void.shape, location, image_size, stored_size)
+    void, *masks = (
+        np.asarray(Image.fromarray(mask).resize((view.width, view.height), Image.Resampling.NEAREST, box=view.box)) > 0
+        for mask in (objects.void, *objects.masks)
+    )
+    stack = np.stack([mask & ~void for mask in masks]) if masks else np.zeros((0, *void.shape), dtype=bool)
+    seen = stack.any(axis=(1, 2))
+    return ObjectMasks(stack[seen], objects.classes[seen], void)
+
+
+def check_mask_size(
+    mask_shape: tuple[int, ...], location: str, image_size: tuple[int, int], stored_size: tuple[int, int] | None
+) -> None:
+    """Refuse masks that are not those of an image of width and height `image_size`.
+
+    `stored_size` is that of an image which was turned upright.
 
     Raises:
         CorruptImageError: the masks are of another size, or may be of the image before it was turned.
     """
-    height, width = objects.void.shape
+    height, width = mask_shape
     if (width, height) == stored_size:
         raise CorruptImageError(
             location,
@@ -89,31 +106,31 @@ def view_objects(
         raise CorruptImageError(
             location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}"
         )
-    void, *masks = (
-        np.asarray(Image.fromarray(mask).resize((view.width, view.height), Image.Resampling.NEAREST, box=view.box)) > 0
-        for mask in (objects.void, *objects.masks)
-    )
-    stack = np.stack([mask & ~void for mask in masks]) if masks else np.zeros((0, *void.shape), dtype=bool)
-    seen = stack.any(axis=(1, 2))
-    return ObjectMasks(stack[seen], objects.classes[seen], void)
 
 
-def open_objects(data_path: str, masks: str | None = None, limits: ImageLimits = DEFAULT_LIMITS) -> ObjectSource:
-    """Images with objects, in one of the layouts at the top of this file; `limits` as in `open_source`."""
+def open_objects(
+    data_path: str, masks: str | None = None, limits: ImageLimits = DEFAULT_LIMITS, split: str = "val"
+) -> ObjectSource:
+    """Images with objects, in one of the layouts at the top of this file; `limits` as in `open_source`.
+
+    `split` is that of scenes and of VOC's layout, "train" or "val".
+    """
     root = Path(data_path)
     is_voc = (root / "SegmentationObject").is_dir()
     if masks is not None and (is_voc or names_scenes(data_path)):
         raise UserError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
     if names_scenes(data_path):
-        scenes = Scenes(*parse_scenes_spec(data_path), split="val")
+        scenes = Scenes(*parse_scenes_spec(data_path), split=split)
         return ObjectSource(scenes, list(scenes.classes or []), partial(_scene_objects, scenes))
     if not data_path or not root.is_dir():
         raise UserError(f"--data_path {data_path!r} is not a folder (in {os.getcwd()}); give one with images")
     if is_voc:
-        return _open_voc(root, limits)
+        return _open_voc(root, limits, split)
     if masks is None:
         if not ((root / "images").is_dir() and (root / "masks").is_dir()):
-            raise UserError(f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/")
+            raise UserError(
+                f"--data_path {data_path!r} lacks SegmentationObject/, or images/ and masks/; or give --masks"
+            )
         return _open_pairs(root / "images", root / "masks", limits)
     path = Path(masks)
     if path.suffix.lower() == ".json":
@@ -128,19 +145,31 @@ def _scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
     return ObjectMasks(masks, classes, np.zeros(masks.shape[1:], dtype=bool))
 
 
-def _image_files(name: str, folder: Path, names: Sequence[str], limits: ImageLimits) -> FileSource:
+def image_names(folder: Path) -> list[str]:
+    """Names of the image files in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+
+
+def image_files(name: str, folder: Path, names: Sequence[str], limits: ImageLimits) -> FileSource:
+    """Some images of a folder."""
     return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in names]), limits=limits)
 
 
 # Masks in files, whose pixels are numbers of objects.
 
 
-def _open_voc(root: Path, limits: ImageLimits) -> ObjectSource:
-    """The images that VOC lists in ImageSets/Segmentation/val.txt."""
-    listing = root / "ImageSets" / "Segmentation" / "val.txt"
+def voc_images(root: Path, limits: ImageLimits, split: str) -> tuple[list[str], FileSource]:
+    """The images that VOC lists in ImageSets/Segmentation/, such as val.txt, and their stems."""
+    listing = root / "ImageSets" / "Segmentation" / f"{split}.txt"
     if not listing.is_file():
         raise UserError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
     stems = listing.read_text(encoding="utf-8").split()
+    return stems, image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits)
+
+
+def _open_voc(root: Path, limits: ImageLimits, split: str) -> ObjectSource:
+    """VOC's images with the objects of SegmentationObject."""
+    stems, images = voc_images(root, limits, split)
     has_classes = (root / "SegmentationClass").is_dir()
 
     def objects(index: int) -> ObjectMasks:
@@ -148,25 +177,24 @@ def _open_voc(root: Path, limits: ImageLimits) -> ObjectSource:
         class_path = root / "SegmentationClass" / name if has_classes else None
         return _objects_in_files(root / "SegmentationObject" / name, class_path, VOC_VOID)
 
-    images = _image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits)
     return ObjectSource(images, list(VOC_CLASSES), objects)
 
 
 def _open_pairs(images: Path, masks: Path, limits: ImageLimits) -> ObjectSource:
     """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
-    names = sorted(path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
-    files = _image_files(f"folder {images}", images, names, limits)
+    names = image_names(images)
+    files = image_files(f"folder {images}", images, names, limits)
     return ObjectSource(files, [], lambda index: _objects_in_files(masks / f"{Path(names[index]).stem}.png"))
 
 
 def _objects_in_files(path: Path, class_path: Path | None = None, void: int = NO_VOID) -> ObjectMasks:
     """The objects of an image, by their numbers; `class_path` is a mask whose pixels are VOC's classes."""
-    ids = _read_numbers(path)
+    ids = read_numbers(path)
     numbers = np.unique(ids)
     masks = ids == numbers[(numbers > 0) & (numbers != void)][:, None, None]
     if class_path is None:
         return ObjectMasks(masks, np.full(len(masks), UNKNOWN), ids == void)
-    classes = _read_numbers(class_path)
+    classes = read_numbers(class_path)
     if classes.shape != ids.shape:
         raise CorruptImageError(str(class_path), f"has shape {classes.shape}, but the objects' mask has {ids.shape}")
     return ObjectMasks(masks, np.array([_most_frequent(classes[mask]) for mask in masks], dtype=np.int64), ids == void)
@@ -178,7 +206,7 @@ def _most_frequent(numbers: Int[np.ndarray, " pixels"]) -> int:
     return int(counts.argmax()) - 1 if counts.any() else UNKNOWN
 
 
-def _read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
+def read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
     """The pixels of a mask as they are stored, without a palette's colours."""
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
@@ -205,7 +233,7 @@ def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
         for annotation in content["annotations"]:
             annotations.setdefault(annotation["image_id"], []).append(annotation)
         entries = [(image["id"], image["height"], image["width"]) for image in content["images"]]
-        files = _image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits)
+        files = image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits)
     except (KeyError, TypeError) as error:
         raise UserError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
     class_numbers = {identity: number for number, identity in enumerate(sorted(names))}

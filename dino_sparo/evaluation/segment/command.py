@@ -1,0 +1,240 @@
+"""Images with masks -> a segmentation head, its mIoU, a picture of its errors, and masks of new images.
+
+    dino-sparo segment --pretrained_weights demo --data_path scenes:200:64 --slot_masks --output_dir segmentation
+    dino-sparo segment --pretrained_weights checkpoint.pth --data_path photos --masks masks --images photos
+    dino-sparo segment --pretrained_weights checkpoint.pth --data_path VOC2012 --head conv
+    dino-sparo segment --pretrained_weights checkpoint.pth --head segment_checkpoint_photos.pth --images new_photos
+
+`docs/segment.md` explains layouts, protocol and measures.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from PIL import Image
+from torch import Tensor, nn
+
+from dino_sparo.data.sources import open_source
+from dino_sparo.data.sources.folders import ALL
+from dino_sparo.draw.figure import describe_model, file_names, run_names
+from dino_sparo.draw.sheet import require_matplotlib, save_sheet
+from dino_sparo.evaluation.features import inference
+from dino_sparo.evaluation.segment.data import MaskSource, open_splits
+from dino_sparo.evaluation.segment.head import (
+    HEADS,
+    WEIGHT_DECAY,
+    class_scores,
+    classes_of_slots,
+    count_pairs,
+    largest,
+    load_head,
+    save_head,
+    train_head,
+)
+from dino_sparo.evaluation.segment.pictures import SegmentedImage, save_mask, segmentation_figure
+from dino_sparo.evaluation.segment.tokens import TokenCache, WindowedView, map_encoder, token_encoder
+from dino_sparo.evaluation.task import EncoderTask
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.lock import create_output_dir
+from dino_sparo.runtime.logs import progress
+
+# Options that change no number of a result.
+UNRECORDED = ("images", "pictures", "cache_gb")
+
+
+@dataclass(frozen=True)
+class Segmenter:
+    """An encoder with a head: image -> label of each pixel.
+
+    Attributes:
+        head: on the encoder's device, in eval mode.
+        view: the windows of the image.
+        encode: windows -> patch features.
+        classes: class number -> name, in the order of the head's outputs.
+    """
+
+    head: nn.Module
+    view: WindowedView
+    encode: Callable[[Tensor], Tensor]
+    classes: dict[int, str]
+
+    @torch.no_grad()
+    def __call__(self, image: Image.Image) -> Int[np.ndarray, "H W"]:
+        """Labels 0, 1, ... in the order of `classes`, at the size of the image."""
+        tokens = self.view.features(image, self.encode)
+        return largest(self.head(tokens[None].to(self.view.device))[0], image.height, image.width)
+
+
+def segment(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Train a head or read one, measure it, predict masks of new images.
+
+    Returns:
+        The content of the result file; None on processes other than the first.
+    """
+    task = EncoderTask.start_on_first(args)
+    if task is None:
+        return None
+    require_matplotlib()
+    is_saved = args.head not in HEADS
+    if not args.data_path and not (is_saved and args.images):
+        raise UserError("--data_path is empty; give images with masks, or a trained --head and --images")
+    config = task.subject.encoder.config
+    if args.slot_masks and config.kind.shows == "average":
+        raise UserError(f"--slot_masks: readout={config.readout!r} averages all tokens and has no maps; leave it out")
+    file = task.open_result("segment_evaluate" if is_saved else "segment", unrecorded=UNRECORDED)
+    folder = file.path.with_name(f"{file.path.stem}_masks")
+    if args.images and folder.exists() and not args.overwrite:
+        raise UserError(f"{folder} exists already; give another --output_dir, or --overwrite")
+    splits = open_splits(args, task.limits) if args.data_path else ()
+    segmenter, head_record = trained_head(task, splits, file.path.with_suffix(".pth"))
+    result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record}
+    written = [] if is_saved else [file.path.with_suffix(".pth")]
+    if splits:
+        shown, measured = measure(task, segmenter, *splits)
+        counts = {f"num_{name}": len(source.indices) for name, source in zip(("train", "val"), splits, strict=True)}
+        result |= {**measured, "class_numbers": list(segmenter.classes), "images": counts}
+        written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
+    if args.images:
+        written += predict_masks(task, segmenter, folder)
+    content = file.write(result, table(result) if splits else None)
+    say("\n".join(map(str, written)))
+    return content
+
+
+def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) -> tuple[Segmenter, dict[str, Any]]:
+    """The head of the file --head, or a new one, trained on the first split and written to `path`; and its record."""
+    args, subject = task.args, task.subject
+    config = subject.encoder.config
+    identity = {name: value for name, value in task.weights.items() if name != "pretrained_weights"}
+    head: nn.Sequential | None = None
+    record: dict[str, Any] = {}
+    if args.head not in HEADS:
+        head, record = load_head(args.head, identity)
+    img_size = args.img_size or record.get("img_size") or 2 * config.img_size
+    window = args.window or record.get("window") or img_size
+    view = WindowedView(img_size, window, config.patch_size, subject.mean, subject.std, args.batch_size, task.device)
+    blocks = record.get("n_last_blocks") or args.n_last_blocks or 1
+    encode = frozen(task, token_encoder(task.encoder, blocks))
+    if head is None:
+        samples = TokenCache(splits[0], view, encode, args.cache_gb * 1e9)
+        options = {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "seed")}
+        head = train_head(args.head, len(splits[0].classes), samples, task.device, **options)
+        training = {"optimizer": f"AdamW, weight decay {WEIGHT_DECAY:g}, warm-up, linear decay to 0", **options}
+        record = {
+            "kind": args.head,
+            "dim": head[0].num_features,
+            "classes": splits[0].classes,
+            "img_size": img_size,
+            "window": window,
+            "n_last_blocks": blocks,
+            "encoder": identity,
+            "training": training,
+        }
+        save_head(head, record, path)
+    shown = {name: value for name, value in record.items() if name not in ("classes", "encoder")}
+    shown |= {"img_size": img_size, "window": window}
+    return Segmenter(head.to(task.device), view, encode, record["classes"]), shown
+
+
+def frozen(task: EncoderTask, encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The same without gradients, in eval mode and in the precision of the task."""
+
+    def encode_frozen(images: Tensor) -> Tensor:
+        with inference(task.encoder, task.device, task.dtype):
+            return encode(images)
+
+    return encode_frozen
+
+
+def measure(
+    task: EncoderTask, segmenter: Segmenter, train: MaskSource, val: MaskSource
+) -> tuple[list[SegmentedImage], dict[str, Any]]:
+    """The worst validation images, and the measures of the head, with --slot_masks also those of the slots."""
+    train, val = (replace(source, classes=segmenter.classes) for source in (train, val))
+    names, slots = list(segmenter.classes.values()), None
+    if task.args.slot_masks:
+        slots = Segmenter(nn.Identity(), segmenter.view, frozen(task, map_encoder(task.encoder)), {})
+        class_of_slot = name_slots(slots, train)
+    counts, slot_counts = (np.zeros((len(names), len(names)), dtype=np.int64) for _ in range(2))
+    worst: list[SegmentedImage] = []
+    for index in progress(val.indices, desc="measures"):
+        image, labels = val.read(index)
+        item = SegmentedImage(
+            val.images.location(index), image, segmenter(image), labels, slots(image) if slots else None
+        )
+        counts += (own := count_pairs(item.predicted, labels, *counts.shape))
+        if item.slots is not None:
+            slot_counts += count_pairs(class_of_slot[item.slots], labels, *counts.shape)
+        if own.any():  # else all pixels are void
+            worst.append(item._replace(miou=class_scores(own, names)["miou"]))
+            worst = sorted(worst, key=lambda item: item.miou or 0)[: task.args.pictures]
+    if not worst:
+        raise UserError(f"{val.images.name}: all pixels of the {len(val.indices)} validation masks are void")
+    result = class_scores(counts, names)
+    if slots:
+        result["slots"] = {**class_scores(slot_counts, names), "class_of_slot": [names[i] for i in class_of_slot]}
+    return worst, result
+
+
+def name_slots(slots: Segmenter, train: MaskSource) -> Int[np.ndarray, " slots"]:
+    """The class of each slot, by the pixels of the training images; nothing is trained."""
+    counts: Any = 0
+    for index in progress(train.indices, desc="slots"):
+        image, labels = train.read(index)
+        maps = slots.view.features(image, slots.encode)
+        numbers = largest(maps, image.height, image.width)
+        counts = counts + count_pairs(numbers, labels, len(maps), len(train.classes))
+    return classes_of_slots(counts)
+
+
+def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list[Path]:
+    """Write a PNG of class numbers for each new image, and a picture of the first ones."""
+    source = open_source(task.args.images, ALL, limits=task.limits)
+    locations = [source.location(index) for index in range(len(source))]
+    stems = [PurePath(location).stem for location in locations]
+    # The stems of the images, so that other commands find the masks.
+    names = stems if len(set(stems)) == len(stems) else file_names(locations)
+    create_output_dir(folder)
+    numbers = list(segmenter.classes)
+    shown: list[SegmentedImage] = []
+    for index in progress(range(len(source)), desc="masks"):
+        image = source.read(index)
+        item = SegmentedImage(locations[index], image, segmenter(image))
+        save_mask(item.predicted, numbers, folder / f"{names[index]}.png")
+        shown += [item] * (index < task.args.pictures)
+    return [folder, draw(task, shown, segmenter, folder)]
+
+
+def draw(task: EncoderTask, images: Sequence[SegmentedImage], segmenter: Segmenter, stem: Path) -> Path:
+    """Write a sheet of segmented images; returns its path."""
+    weights = task.args.pretrained_weights
+    about = describe_model(task.weights, task.subject.encoder.config, run_names([weights])[0] if weights else None)
+    worst = images[0].truth is not None
+    title = f"Segmentation: {'the worst validation images' if worst else 'new images'}"
+    path = stem.with_name(f"{stem.name}.png")
+    save_sheet(segmentation_figure(images, segmenter.classes, title, about), path)
+    return path
+
+
+def table(result: dict[str, Any]) -> str:
+    """Measures for people, a line per class."""
+    slots = result.get("slots")
+    lines = [f"{'class':<20}{'IoU %':>8}{'accuracy %':>12}{'pixels %':>10}" + "  slots: IoU %" * bool(slots)]
+
+    def cell(value: float | None, width: int) -> str:
+        return f"{'-' if value is None else f'{value:.1f}':>{width}}"
+
+    for number, row in enumerate(result["classes"]):
+        cells = cell(row["iou"], 8) + cell(row["accuracy"], 12) + cell(row["pixels"], 10)
+        lines.append(f"{row['class'][:19]:<20}{cells}" + (cell(slots["classes"][number]["iou"], 15) if slots else ""))
+    lines.append(f"{'mean IoU':<20}{cell(result['miou'], 8)}" + (cell(slots["miou"], 37) if slots else ""))
+    lines.append(f"{'pixel accuracy':<20}{cell(result['pixel_accuracy'], 20)}")
+    images = result["images"]
+    return "\n".join([*lines, f"{images['num_train']} training images, {images['num_val']} validation images"])
