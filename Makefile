@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := dino_sparo benchmarks studies tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py eval_image_retrieval.py eval_copy_detection.py visualize_attention.py eval_video_segmentation.py video_generation.py hubconf.py
+SOURCES := dino_sparo benchmarks studies tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py eval_finetune.py eval_image_retrieval.py eval_copy_detection.py visualize_attention.py eval_video_segmentation.py video_generation.py hubconf.py
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 

@@ -25,6 +25,7 @@ from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image
 from dino_sparo.evaluation.segment.options import segment_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.evaluation.video.options import segmentation_parser, video_parser
+from dino_sparo.finetune import options as finetune_options
 from dino_sparo.ibot import options as ibot_options
 from dino_sparo.image_text.evaluation import options as image_text_options
 from dino_sparo.image_text.options import FOREIGN_OPTION
@@ -205,6 +206,18 @@ COMMANDS: dict[str, Command] = {
             "--pretrained_weights checkpoint.pth --data_path imagenet",
             "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
         ),
+    ),
+    "finetune": Command(
+        EVALUATE,
+        "A checkpoint and labelled images -> the whole encoder fine-tuned with a linear head, and its accuracy.",
+        "finetune.result:finetune",
+        finetune_options.finetune_parser,
+        needs={"objective_class": "finetune.train:FinetuneObjective"},
+        examples=(
+            "--pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10",
+            "--pretrained_weights checkpoint.pth --data_path imagenet --output_dir runs/fine",
+        ),
+        check=finetune_options.check_options,
     ),
     "image-retrieval": Command(
         EVALUATE,

@@ -24,6 +24,7 @@ NEEDS = {
     "continue.md": "released weights",
     "data.md": "no commands that end",
     "extending.md": "run by test_extending.py",
+    "finetune.md": "minutes; run by tests/finetune",
     "configuration.md": "run by tests/runtime/test_cli.py",
     "from_dino.md": "run by test_from_dino.py",
     "gpu.md": "a GPU",

@@ -27,6 +27,7 @@ SCRIPTS = {
     "run_with_submitit.py": "submit",
     "eval_knn.py": "knn",
     "eval_linear.py": "linear",
+    "eval_finetune.py": "finetune",
     "eval_image_retrieval.py": "image-retrieval",
     "eval_copy_detection.py": "copy-detection",
     "visualize_attention.py": "attention",

@@ -31,6 +31,7 @@ TOP = {
     "image_text": set(),
     "clip": {"image_text"},
     "oc_clip": {"image_text"},
+    "finetune": {"distillation"},
     "demo": set(),
 }
 ROOMS: dict[str, set[str]] = {

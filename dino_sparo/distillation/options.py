@@ -254,7 +254,9 @@ def check_normalization(args: argparse.Namespace) -> None:
             )
 
 
-def fill_in_defaults(args: argparse.Namespace, defaults: Mapping[str, tuple[int, int]] = {}) -> dict[str, int | float]:
+def fill_in_defaults(
+    args: argparse.Namespace, defaults: Mapping[str, tuple[int, int | float]] = {}
+) -> dict[str, int | float]:
     """Give options whose default depends on the run's length their values: the reference's, or the highest that fits.
 
     The log names what differs from the reference.

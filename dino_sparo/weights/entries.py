@@ -7,6 +7,7 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     ibot_loss              iBOT's centers, of crops and of patches
     gram_teacher           iBOT: the fixed backbone of Gram anchoring, if there is one
     simdino_loss           empty: SimDINO's loss has no state
+    finetune               fine-tuning: names of the classes, and the encoder that the run started from
     encoder                how their encoder was built (`EncoderConfig`), and the mean and std of its images
     model                  CLIP and OC-CLIP instead: the weights of the whole model
     clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
@@ -23,6 +24,7 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     num_dropped_nodes      OC-CLIP: entities beyond --max_nodes in the running epoch
     num_dropped_relations  OC-CLIP: relations beyond --max_relations in the running epoch
     best_knn               DINO and SimDINO: the highest 20-NN accuracy so far
+    best_top1              fine-tuning: the highest validation accuracy so far
     best_zero_shot         CLIP and OC-CLIP: the highest zero-shot accuracy so far
     ranks                  per process: random number generators, and sums of the running epoch's means
     num_images, num_pairs  size of the data: DINO and SimDINO; CLIP and OC-CLIP

@@ -30,6 +30,7 @@ COMMANDS = {
     "iBOT": "train-ibot",
     "CLIP": "train-clip",
     "OC-CLIP": "train-oc-clip",
+    "fine-tuning": "finetune",
 }
 DefaultsOf = Callable[[str], Mapping[str, Any]]
 Folders = Mapping[str, Callable[[Path], dict[str, Any]]]

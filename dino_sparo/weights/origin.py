@@ -11,7 +11,10 @@ from dino_sparo.runtime.files import file_sha256, versions
 from dino_sparo.weights.results import ENCODER_RESULTS, data_name, scores_beside
 
 # Entry of a checkpoint -> its objective.
-OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO", "ibot_loss": "iBOT"}
+OBJECTIVES = {
+    **{"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO", "ibot_loss": "iBOT"},
+    "finetune": "fine-tuning",
+}
 # Options that an export records. The others describe paths, machines and the architecture, which the export has.
 RECIPE = (
     *("epochs", "max_steps", "seed", "init_clip", "freeze", "drop_path_rate", "max_value", "exif"),

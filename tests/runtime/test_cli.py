@@ -118,7 +118,7 @@ NO_PATHS = {
         "slurm_additional",
         "split",
     ),
-    "split_column",
+    *("split_column", "val_split"),
 }
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
@@ -126,7 +126,7 @@ OF_PEERS = {"dist_url", "dist_timeout_min"}
 ROOT = Path(main_dino.__file__).parent
 SCRIPTS = (
     *("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "eval_image_retrieval.py"),
-    *("eval_copy_detection.py", "visualize_attention.py"),
+    *("eval_copy_detection.py", "eval_finetune.py", "visualize_attention.py"),
     *("eval_video_segmentation.py", "video_generation.py"),
 )
 PARSERS = {name: partial(parser_of, name) for name, command in COMMANDS.items() if command.parser is not None}

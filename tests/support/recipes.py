@@ -47,6 +47,8 @@ CAPTIONS: Options = {
     "batch_size": 2,
     "warmup_steps": 18,
 }
+# Batches of any size, and images in folders without a split to validate on.
+UNMIXED: Options = {"mixup": 0, "cutmix": 0, "val_freq": 0, "warmup_epochs": 1}
 SMALL_CAPTIONS: Options = {**SMALL, "img_size": 16, "batch_size": 6, "warmup_steps": 2}
 
 
@@ -128,6 +130,19 @@ RECIPES: dict[str, Recipe] = {
             {"precision": "bf16", "patch_weight": 0.5},
         ),
         draws_by_rank=True,  # the masks
+    ),
+    "finetune": Recipe(
+        {**COMMON, "untrained": "", "readout": "cls", "img_size": 32, "batch_size_per_gpu": 1, **UNMIXED},
+        {**SMALL, "img_size": 16, "batch_size_per_gpu": 6},
+        ("step", "epoch", "student", "teacher", "optimizer", "finetune"),
+        (),  # rectangles are erased in the order of each part
+        ("train_loss",),
+        (
+            ({"readout": "gap"}, "readout 'cls' in the checkpoint, 'gap' asked for"),
+            ({"layer_decay": 0.5}, "--layer_decay was 0.75 and is now 0.5"),
+        ),
+        ({"mixup": 0.8, "cutmix": 1, "optimizer": "sgd"}, {"arch": "timm/resnet18", "patch_size": 32, "img_size": 32}),
+        draws_by_rank=True,
     ),
     "train-clip": Recipe(
         {**CAPTIONS, **SPARO, "embed_dim": 15},

@@ -75,15 +75,21 @@ PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop
 
 
 class ProbeAugmentation:
-    """Image -> one view to train a probe on: a random box, resized (bilinear), flipped half of the time, normalised."""
+    """Image -> one view to train a probe on: a random box, resized, flipped half of the time, normalised."""
 
-    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self.img_size, self.mean, self.std = img_size, mean, std
+    def __init__(
+        self,
+        img_size: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    ) -> None:
+        self.img_size, self.mean, self.std, self.interpolation = img_size, mean, std, interpolation
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C img_size img_size"]]:
         """The view, in a list, drawn with `rng`."""
         box = sample_box(rng, image.height, image.width, PROBE_SCALE)
-        crop = TF.resized_crop(image, *box, [self.img_size, self.img_size], InterpolationMode.BILINEAR)
+        crop = TF.resized_crop(image, *box, [self.img_size, self.img_size], self.interpolation)
         if rng.random() < FLIP_PROBABILITY:
             crop = TF.hflip(crop)
         return [normalized_tensor(crop, self.mean, self.std)]

@@ -1,0 +1,61 @@
+"""`dino-sparo finetune`: train, then write the accuracies of the run into finetune_WEIGHTS_DATA.json.
+
+    python eval_finetune.py --pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10
+
+WEIGHTS are those that the run started from: the result says what they are good for. The same command resumes the run.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.data.views import EvalTransform
+from dino_sparo.evaluation.result import ResultFile, options_of, result_stem
+from dino_sparo.evaluation.task import view_record
+from dino_sparo.runtime.files import versions
+from dino_sparo.runtime.launch import is_main
+from dino_sparo.training.objective import Objective
+from dino_sparo.training.options import RUN
+from dino_sparo.training.run import train
+from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.entries import normalization_of
+
+SELECTION = "the epoch of `best` was chosen on the validation images themselves, so its accuracy is optimistic"
+UNRECORDED = {*RUN, "max_steps", "val_freq"} - {"seed"}
+
+
+def finetune(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
+    """Train what the options say; then rank 0 writes the result and prints a table, unless no epoch was validated."""
+    train(args, objective_class)
+    if is_main():
+        write_result(args)
+
+
+def write_result(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The result of the epochs of a run that were validated: the last and the best; None if there are none."""
+    folder = Path(args.output_dir)
+    lines = (folder / "log.txt").read_text().splitlines() if (folder / "log.txt").is_file() else []
+    rows = [row for row in map(json.loads, lines) if "val_top1" in row]
+    if not rows:
+        return None
+    checkpoint = load_checkpoint(folder / "checkpoint.pth", mmap=True)
+    start, classes = checkpoint["finetune"]["start"], checkpoint["finetune"]["classes"]
+    chosen = {"last": rows[-1], "best": max(rows, key=lambda row: row["val_top1"])}
+    results = {
+        name: {"epoch": row["epoch"], "top1": row["val_top1"], "top5": row["val_top5"]} for name, row in chosen.items()
+    }
+    counts = {"num_classes": len(classes), "num_train": checkpoint["num_images"]}
+    result = {
+        "evaluation": "fine-tuning",
+        **results,
+        "selection": SELECTION,
+        "images": {"data_path": args.data_path, "val_split": args.val_split, **counts},
+        "view": view_record(EvalTransform(args.img_size, *normalization_of(checkpoint)), args.exif),
+        "encoder": start,
+    }
+    options = {**options_of(args, UNRECORDED), "global_batch_size": checkpoint["global_batch"]}
+    path = folder / f"{result_stem(args, 'finetune', start)}.json"
+    lines = [f"{name:<6}{row['epoch']:>7}{row['top1']:>9.2f}{row['top5']:>9.2f}" for name, row in results.items()]
+    table = "\n".join([f"{'':<6}{'epoch':>7}{'top-1 %':>9}{'top-5 %':>9}", *lines])
+    return ResultFile(path, options, lambda: {"versions": versions()}).write(result, table)
