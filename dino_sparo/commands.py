@@ -20,7 +20,7 @@ from dino_sparo.evaluation.attention.options import attention_parser
 from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
-from dino_sparo.evaluation.options import knn_parser
+from dino_sparo.evaluation.options import knn_parser, report_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.ibot import options as ibot_options
@@ -222,6 +222,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
             "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
+        ),
+    ),
+    "report": Command(
+        EVALUATE,
+        "Folders with results of evaluations -> one table of all models and scores, and a plot.",
+        "evaluation.report:report",
+        report_parser,
+        examples=(
+            "runs",
+            "runs/first runs/second --output_dir report",
         ),
     ),
     "export": Command(

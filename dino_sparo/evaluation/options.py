@@ -74,6 +74,22 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
     )
 
 
+REPORT_FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}  # format -> ending of its file
+REPORT: Group = {
+    "runs": Option(
+        None, "Folders with result files, searched with their subfolders; or the files.", nargs="+", is_positional=True
+    ),
+    "format": Option("markdown", "Format of the table that is printed.", choices=tuple(REPORT_FORMATS)),
+    "output_dir": Option(None, "Folder for report.md, report.tex, report.csv and report.png, the plot."),
+    "overwrite": Option(False, "Overwrite an earlier report in this folder."),
+}
+
+
+def report_parser() -> Parser:
+    """The options of `dino-sparo report`."""
+    return Parser({"report": REPORT})
+
+
 IMAGE_ENCODER = Option(
     False,
     "Use only the image encoder of a CLIP or an OC-CLIP. By default these models have a protocol and "
