@@ -20,7 +20,7 @@ from dino_sparo.evaluation.attention.options import attention_parser
 from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
-from dino_sparo.evaluation.options import knn_parser, report_parser
+from dino_sparo.evaluation.options import few_labels_parser, knn_parser, report_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
 from dino_sparo.ibot import options as ibot_options
@@ -170,8 +170,8 @@ COMMANDS: dict[str, Command] = {
         "evaluation.embed.predict:predict",
         predict_parser,
         examples=(
-            "embeddings --images new_embeddings",
             "embeddings --images new_embeddings --val other_embeddings --top 5",
+            "labelled_photos --images new_photos --pretrained_weights checkpoint.pth",
         ),
     ),
     "knn": Command(
@@ -192,6 +192,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path imagenet",
             "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
+        ),
+    ),
+    "few-labels": Command(
+        EVALUATE,
+        "A checkpoint and labelled images -> accuracy of k-NN and of linear classifiers with a share of the labels.",
+        "evaluation.few_labels:evaluate_few_labels",
+        few_labels_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path cifar10:data",
+            "--pretrained_weights checkpoint.pth --data_path imagenet --label_share 1percent.txt --C 10",
         ),
     ),
     "image-retrieval": Command(
