@@ -20,7 +20,7 @@ from dino_sparo.evaluation.attention.options import attention_parser
 from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser, search_parser
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
-from dino_sparo.evaluation.options import knn_parser
+from dino_sparo.evaluation.options import few_labels_parser, knn_parser, report_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.segment.options import segment_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
@@ -183,8 +183,8 @@ COMMANDS: dict[str, Command] = {
         "evaluation.embed.predict:predict",
         predict_parser,
         examples=(
-            "embeddings --images new_embeddings",
             "embeddings --images new_embeddings --val other_embeddings --top 5",
+            "labelled_photos --images new_photos --pretrained_weights checkpoint.pth",
         ),
     ),
     "knn": Command(
@@ -218,6 +218,16 @@ COMMANDS: dict[str, Command] = {
             "--pretrained_weights checkpoint.pth --data_path imagenet --output_dir runs/fine",
         ),
         check=finetune_options.check_options,
+    ),
+    "few-labels": Command(
+        EVALUATE,
+        "A checkpoint and labelled images -> accuracy of k-NN and of linear classifiers with a share of the labels.",
+        "evaluation.few_labels:evaluate_few_labels",
+        few_labels_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path cifar10:data",
+            "--pretrained_weights checkpoint.pth --data_path imagenet --label_share 1percent.txt --C 10",
+        ),
     ),
     "image-retrieval": Command(
         EVALUATE,
@@ -277,6 +287,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path photos --masks masks --images photos",
             "--pretrained_weights checkpoint.pth --data_path VOC2012 --head conv --slot_masks",
+        ),
+    ),
+    "report": Command(
+        EVALUATE,
+        "Folders with results of evaluations -> one table of all models and scores, and a plot.",
+        "evaluation.report:report",
+        report_parser,
+        examples=(
+            "runs",
+            "runs/first runs/second --output_dir report",
         ),
     ),
     "export": Command(

@@ -51,6 +51,7 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.released import take_released_weights
+from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     train, val, record = cached or extract(task)
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
     totals = {split: total_images(part, task.device) for split, part in (("train", train), ("val", val))}
-    return file.write(describe(results, totals, args.temperature, record), table(results))
+    headline = [Score(f"{k}-NN", accuracy.top1) for k, accuracy in results.items()]
+    return file.write(describe(results, totals, args.temperature, record), table(results), headline=headline)
 
 
 def load(task: EncoderTask) -> tuple[Features, Features, dict]:

@@ -2,7 +2,7 @@
 
 from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.data.options import COLUMNS, DOWNLOAD, IMAGE_LIMITS
-from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number
+from dino_sparo.runtime.cli import Group, Option, Parser, path, positive_int, positive_number
 from dino_sparo.runtime.options import DEVICE, PRECISIONS
 from dino_sparo.weights.options import CHECKPOINT, FOREIGN_WEIGHTS
 
@@ -74,6 +74,22 @@ def evaluation_parser(groups: dict[str, Group]) -> Parser:
     )
 
 
+REPORT_FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}  # format -> ending of its file
+REPORT: Group = {
+    "runs": Option(
+        None, "Folders with result files, searched with their subfolders; or the files.", nargs="+", is_positional=True
+    ),
+    "format": Option("markdown", "Format of the table that is printed.", choices=tuple(REPORT_FORMATS)),
+    "output_dir": Option(None, "Folder for report.md, report.tex, report.csv and report.png, the plot."),
+    "overwrite": Option(False, "Overwrite an earlier report in this folder."),
+}
+
+
+def report_parser() -> Parser:
+    """The options of `dino-sparo report`."""
+    return Parser({"report": REPORT})
+
+
 IMAGE_ENCODER = Option(
     False,
     "Use only the image encoder of a CLIP or an OC-CLIP. By default these models have a protocol and "
@@ -93,6 +109,52 @@ KNN: Group = {
     ),
     **FEATURE_FILES,
 }
+
+
+def label_share(text: str) -> float | str:
+    """A share of the labels, above 0 and at most 1, or the path of a file."""
+    try:
+        share = float(text)
+    except ValueError:
+        return path(text)
+    if not 0 < share <= 1:
+        raise ValueError(f"{text}: give a share above 0 and at most 1, or a file")
+    return share
+
+
+CLASSIFIERS = ("knn", "logistic", "linear")
+FEW_LABELS: Group = {
+    "label_share": Option(
+        [0.01, 0.1],
+        "Shares of the training labels, such as 0.01, drawn balanced over the classes; or files that name the labelled "
+        "images, one per line, such as the 1 %% and 10 %% lists of SimCLR.",
+        label_share,
+        metavar="SHARE|FILE",
+    ),
+    "draws": Option(5, "Random draws of each share; the result is their mean and standard deviation.", positive_int),
+    "classifiers": Option(
+        ["knn", "logistic"],
+        "knn: weighted k-NN. logistic: logistic regression of scikit-learn. linear: the probe of linear --fast.",
+        choices=CLASSIFIERS,
+        nargs="+",
+    ),
+    "C": Option(
+        [10.0, 1.0, 100.0],
+        "Inverse strengths of regularisation of logistic; cross-validation on the labelled images chooses one. With "
+        "one label per class, it is the first.",
+        positive_number,
+    ),
+    "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
+    "epochs": Option(100, "Number of epochs of linear.", positive_int),
+    "lr": Option([0.003, 0.01, 0.03, 0.1, 0.3, 1.0], "Learning rates of linear for a batch of 256.", positive_number),
+}
+
+
+def few_labels_parser() -> Parser:
+    """The options of `dino-sparo few-labels`, in data-flow order."""
+    parser = evaluation_parser({"few labels": FEW_LABELS, "features and k-NN": KNN})
+    parser.set_defaults(nb_knn=[5, 20])
+    return parser
 
 
 def knn_parser() -> Parser:

@@ -8,7 +8,8 @@ the next.
 import argparse
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.options import DEVICE
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS
 from dino_sparo.weights.entries import NETWORKS
-from dino_sparo.weights.results import data_name
+from dino_sparo.weights.results import Score, data_name
 
 # Options of most evaluations that change no number of a result, or that `ResultFile.options` states otherwise.
 UNRECORDED = {*DEVICE, "pretrained_weights", "output_dir", "overwrite", "batch_size_per_gpu", "use_cuda", "download"}
@@ -43,20 +44,34 @@ class ResultFile:
     options: dict[str, Any]
     protocol: Callable[[], Mapping[str, Any]]
 
-    def write(self, result: Mapping[str, Any], table: str | None = None) -> dict[str, Any]:
+    def write(
+        self, result: Mapping[str, Any], table: str | None = None, *, headline: Sequence[Score]
+    ) -> dict[str, Any]:
         """Write the result with its protocol, options and warnings, and print the table, on rank 0.
+
+        Args:
+            result: numbers and protocol.
+            table: the numbers for people; None: prints nothing.
+            headline: the main scores, which exports, `info` and `report` show; none for a figure.
 
         Returns:
             The content of the file, on every rank.
         """
         warnings = {"warnings": list(WARNINGS)} if WARNINGS else {}
         protocol = {name: value for name, value in self.protocol().items() if name not in result}
-        content = {**result, **protocol, **warnings, "options": self.options}
+        scores = [score._asdict() for score in headline]
+        content = {**result, "headline": scores, **protocol, **warnings, "options": self.options}
         if is_main():
             write_json(content, self.path)
         if is_main() and table is not None:
             say(f"{table}\n\n{self.path}")
         return content
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (of a sample; None of one value) and the values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "std": deviation, "draws": list(values)}
 
 
 def result_stem(args: argparse.Namespace, name: str, weights: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from dino_sparo.training.options import RUN
 from dino_sparo.training.run import train
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.entries import normalization_of
+from dino_sparo.weights.results import Score
 
 SELECTION = "the epoch of `best` was chosen on the validation images themselves, so its accuracy is optimistic"
 UNRECORDED = {*RUN, "max_steps", "val_freq"} - {"seed"}
@@ -56,6 +57,7 @@ def write_result(args: argparse.Namespace) -> dict[str, Any] | None:
     }
     options = {**options_of(args, UNRECORDED), "global_batch_size": checkpoint["global_batch"]}
     path = folder / f"{result_stem(args, 'finetune', start)}.json"
+    headline = [Score("fine-tuned top-1", results["best"]["top1"])]
     lines = [f"{name:<6}{row['epoch']:>7}{row['top1']:>9.2f}{row['top5']:>9.2f}" for name, row in results.items()]
     table = "\n".join([f"{'':<6}{'epoch':>7}{'top-1 %':>9}{'top-5 %':>9}", *lines])
-    return ResultFile(path, options, lambda: {"versions": versions()}).write(result, table)
+    return ResultFile(path, options, lambda: {"versions": versions()}).write(result, table, headline=headline)

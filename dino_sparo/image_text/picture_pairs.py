@@ -73,7 +73,7 @@ class PicturesTask(ModelTask):
         save_sheet(figure, paths[0])
         save_page(figure, paths[1])
         say("\n".join(map(str, [*paths, file.path])))
-        return file.write({**numbers, "data_path": self.args.data_path})
+        return file.write({**numbers, "data_path": self.args.data_path}, headline=[])
 
 
 def view_pictures(source: ImageSource, indices: Sequence[int], view: PatchView) -> list[Picture]:

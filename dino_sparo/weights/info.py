@@ -20,7 +20,7 @@ from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import NETWORKS, image_text_entry, network_name
 from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import origin_of
-from dino_sparo.weights.results import evaluated_data, in_percent, scores_of, subject_of
+from dino_sparo.weights.results import evaluated_data, scores_of, subject_of
 
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
@@ -151,7 +151,7 @@ def _describe_result(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not a result of an evaluation; for an export or embeddings give the file or folder")
     kind = record.get("evaluation", file.stem)
     try:
-        scores, facts = in_percent(scores_of(record)), facts_of(record)
+        scores, facts = ", ".join(map(str, scores_of(record))), facts_of(record)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file} is not a result of this version, or was changed ({error!r}); evaluate again"

@@ -1,15 +1,46 @@
-"""The result files of evaluations -> their subject, data and scores in words, for exports, model cards and `info`."""
+"""The result files of evaluations -> subject, data and scores, for exports, model cards, `info` and `report`.
+
+Every evaluation declares its main scores, the entry `headline` of its result; nobody else knows the other entries.
+"""
 
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_sparo.runtime.files import parse_json
 
 # Scores of an encoder in an export of a whole CLIP.
 ENCODER_RESULTS = ("knn", "linear", "slot_score")
 PARTS = ("train", "val", "test", "images", "train2017")  # names of folders that need the name of the folder above
+
+
+class Score(NamedTuple):
+    """A main score of a result.
+
+    Attributes:
+        name: such as "20-NN".
+        value: in `unit`; None if no image has a value.
+        unit: "%", or "" for a number without a unit.
+        low: lower end of the 95 % interval, or the mean minus the standard deviation of several draws; None: unknown.
+        high: upper end.
+    """
+
+    name: str
+    value: float | None
+    unit: str = "%"
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number}{' ' * bool(self.unit)}{self.unit}"
+
+    @property
+    def number(self) -> str:
+        """The value with as many digits as tables show."""
+        if self.value is None:
+            return "none"
+        return f"{self.value:.2f}" if self.unit == "%" else f"{self.value:.4g}"
 
 
 def data_name(path: str) -> str:
@@ -40,7 +71,7 @@ def scores_beside(
             continue
         if "probe" in result.get("best", {}) or (is_encoder and "encoder" not in result):
             continue
-        if words := in_percent(scores_of(result)):
+        if words := ", ".join(map(str, scores_of(result))):
             data, side = data_name(evaluated_data(result) or ""), result.get("view", {}).get("crop")
             scores[path.stem] = words + f" on {data}" * bool(data) + f" at image size {side}" * bool(side)
     return scores
@@ -57,22 +88,27 @@ def evaluated_data(result: Mapping[str, Any]) -> str | None:
     return result.get("images", {}).get("data_path") or result.get("data", {}).get("name")
 
 
-def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
+def scores_of(result: Mapping[str, Any]) -> list[Score]:
     """The main scores in the content of a result file; empty if this version knows none of them."""
+    if "headline" in result:
+        return [Score(**score) for score in result["headline"]]
+    return [Score(name, value) for name, value in _scores_of_old_result(result).items() if isinstance(value, float)]
+
+
+def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, float]:
+    """The main scores of a result of version 0.3 or older, which has no entry `headline`, in percent."""
     if "measures" in result:  # of slots score, from 0 to 1
         return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
     if "text_recall" in result:
         return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}
-    if "means" in result:
-        return {name: value["accuracy"] for name, value in result["means"].items()}
     rows = result.get("results")
     if isinstance(rows, list) and any("k" in row for row in rows):
         return {f"{row['k']}-NN": row["top1"] for row in rows}
     names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected", "J&F-Mean")
     values = result.get("best", result)
-    return {name: values[name] for name in names if isinstance(values.get(name), float)}
+    return {name: values.get(name) for name in names}
 
 
-def in_percent(scores: Mapping[str, float]) -> str:
-    """Scores in words: `20-NN 61.25 %, 10-NN 60.50 %`."""
-    return ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if isinstance(value, float))
+def scores_in_percent(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Score]:
+    """The scores of some entries of a result, in percent; `names` maps an entry to the name of its score."""
+    return [Score(name, values[entry]) for entry, name in names.items()]

@@ -53,7 +53,8 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
     command(str(evaluation), *words, "--output_dir", name)
     (file,) = (folder / name).glob("*.json")
     result = json.loads(file.read_text())
-    result.pop("options", None)
+    for added in ("options", "headline"):
+        result.pop(added, None)
     return result
 
 

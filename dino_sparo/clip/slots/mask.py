@@ -48,6 +48,7 @@ from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.results import scores_in_percent
 
 MAX_BARS = 256  # more parts are drawn as an area
 BOUND = 100.0
@@ -283,7 +284,8 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     }
     if is_main():
         draw_mask(fit_result, result["accuracy"]["initial"], file.path.with_suffix(".png"))
-    return file.write(result, table(result))
+    names = {"initial": "accuracy without mask", "masked": "accuracy with mask"}
+    return file.write(result, table(result), headline=scores_in_percent(result["accuracy"], names))
 
 
 def describe(

@@ -44,6 +44,7 @@ from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, rank, world_size
+from dino_sparo.weights.results import scores_in_percent
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
 
@@ -184,7 +185,9 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         draw(scores, len(result["slots"]), file.path.with_suffix(".png"))
-    return file.write(result, table(scores, len(result["slots"])))
+    names = {"top1_all": "top-1, all slots", "top1_selected": "top-1, selected slots"}
+    headline = scores_in_percent(result, names)
+    return file.write(result, table(scores, len(result["slots"])), headline=headline)
 
 
 def describe(

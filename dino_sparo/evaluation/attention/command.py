@@ -69,7 +69,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     subject.encoder.to(task.device)
     maps = map_images(subject, runs[0], images, args.img_size, channels)
-    record = file.write({**maps.record(), "exif": args.exif})
+    record = file.write({**maps.record(), "exif": args.exif}, headline=[])
     written = [file.path.with_suffix(".npy"), file.path]
     np.save(written[0], maps.maps)
     written += draw(maps, folder, args)

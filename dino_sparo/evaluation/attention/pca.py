@@ -78,7 +78,8 @@ def draw_components(task: EncoderTask, images: Sequence[tuple[str, Image.Image]]
             "explained_variance": {FILES[kind]: shares.tolist() for kind, shares in variances.items()},
             "foreground_share": foreground.mean(axis=(1, 2)).tolist() if args.foreground else None,
             "exif": args.exif,
-        }
+        },
+        headline=[],
     )
     say("\n".join(map(str, written)))
     return record

@@ -1,9 +1,10 @@
 """The options of `dino-sparo embed`, `cluster`, `search` and `predict`; no torch here."""
 
 from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
-from dino_sparo.evaluation.options import OUTPUT, evaluation_parser
+from dino_sparo.evaluation.options import IMAGES, OUTPUT, evaluation_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_above_0, whole_number
 from dino_sparo.runtime.options import DEVICE
+from dino_sparo.weights.options import CHECKPOINT
 
 FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")  # that embed writes
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
@@ -97,11 +98,27 @@ def search_parser() -> Parser:
 
 
 CLASSIFIED: Group = {
-    "folder": Option(None, "Embeddings of labelled images, written by dino-sparo embed.", is_positional=True),
-    "images": Option(
-        None, "Embeddings of new images, from the same encoder. Without this option, only the accuracy is measured."
+    "folder": Option(
+        None,
+        "Embeddings of labelled images, written by dino-sparo embed; or with --pretrained_weights the images.",
+        is_positional=True,
     ),
-    "val": Option(None, "Embeddings of other labelled images, to measure the accuracy on."),
+    "images": Option(
+        None,
+        "Embeddings of new images, from the same encoder, or the images. Without this option, only the accuracy is "
+        "measured.",
+    ),
+    "val": Option(None, "Embeddings of other labelled images, or the images, to measure the accuracy on."),
+}
+# For images in place of embeddings.
+ENCODER_OF_IMAGES: Group = {
+    "pretrained_weights": CHECKPOINT["pretrained_weights"]._replace(
+        help="Encoder of images that are given in place of embeddings: a checkpoint, an export, released weights or "
+        "demo. The embeddings are temporary; to keep them, use dino-sparo embed."
+    ),
+    "checkpoint_key": CHECKPOINT["checkpoint_key"],
+    "img_size": IMAGES["img_size"],
+    **{name: DEVICE[name] for name in ("device", "num_workers")},
 }
 CLASSIFIER: Group = {
     "C": Option(
@@ -119,4 +136,5 @@ CLASSIFIER: Group = {
 
 def predict_parser() -> Parser:
     """The options of `dino-sparo predict`."""
-    return Parser({"features": CLASSIFIED | VECTOR_FEATURES, "classifier": CLASSIFIER})
+    groups = {"features": CLASSIFIED | VECTOR_FEATURES, "images in place of embeddings": ENCODER_OF_IMAGES}
+    return Parser({**groups, "classifier": CLASSIFIER})

@@ -1,16 +1,19 @@
 """Labelled embeddings -> a classifier, its accuracy on images it has not seen, and its predictions for new images.
 
     dino-sparo predict labelled_embeddings --images new_embeddings --output predictions.csv
+    dino-sparo predict labelled_images --images new_images --pretrained_weights demo
 
     predictions.csv    row, path, the most probable classes and their probabilities
     predictions.json   how it was made, and the accuracy
 
 The classifier is a logistic regression on features of length one. Its accuracy is that of cross-validation, and with
---val also that on other labelled embeddings. Rows without a label are skipped.
+--val also that on other labelled embeddings. Rows without a label are skipped. Images in place of embeddings are
+embedded in a temporary folder.
 """
 
 import argparse
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +22,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from dino_sparo.evaluation.embed.command import embed_images
+from dino_sparo.evaluation.embed.options import embed_parser
 from dino_sparo.evaluation.embed.store import (
     BLOCK_ROWS,
+    RECORD,
     Embeddings,
     check_sample,
     load_embeddings,
@@ -32,6 +38,7 @@ from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,8 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     setup_logging()
     require("sklearn", "predictions")
-    output = Path(args.output or Path(args.images or args.folder) / "predictions.csv")
+    new = args.images or args.folder
+    output = Path(args.output or Path(new if is_store(new) else "") / "predictions.csv")
     record = output.with_suffix(".json")
     if output == record:
         raise UserError(f"--output {output} names the table; the record is put beside it as JSON: give a .csv")
@@ -53,8 +61,40 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     for path in [output, record] if args.images else [record]:
         if path.exists() and not args.overwrite:
             raise UserError(f"{path} exists already; give another --output, or --overwrite")
-    labelled = load_embeddings(args.folder)
-    others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
+    with tempfile.TemporaryDirectory(prefix="dino_sparo_") as temporary:
+        paths = dict.fromkeys(filter(None, (args.folder, args.images, args.val)))
+        if args.pretrained_weights and all(map(is_store, paths)):
+            raise UserError("--pretrained_weights: all folders hold embeddings already; leave it out")
+        stores = {path: open_store(path, args, Path(temporary, str(n))) for n, path in enumerate(paths)}
+        return predict_from(stores, args, output)
+
+
+def is_store(path: str) -> bool:
+    """Whether a path is a folder of embeddings."""
+    return Path(path, RECORD).is_file()
+
+
+def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
+    """The embeddings at a path, or those of all images at a path, which are written to `folder`."""
+    if is_store(path):
+        return load_embeddings(path)
+    if not args.pretrained_weights:
+        raise UserError(
+            f"{path} has no embeddings: there is no {RECORD} in it; give the folder that dino-sparo embed wrote, or "
+            "images and --pretrained_weights"
+        )
+    options = {"data_path": path, "output_dir": str(folder), "split": "all", "what": [args.what]}
+    options |= {"pretrained_weights": args.pretrained_weights, "checkpoint_key": args.checkpoint_key}
+    options |= {"img_size": args.img_size, "device": args.device, "num_workers": args.num_workers}
+    embed_images(embed_parser().parse_keywords(options))
+    return load_embeddings(folder)
+
+
+def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """Fit the classifier on the first of the stores, which are named by the options, measure and predict."""
+    labelled = stores[args.folder]
+    others = {folder: stores[folder] for folder in (args.images, args.val) if folder}
+    record = output.with_suffix(".json")
     labelled.array(args.what)
     for other in others.values():
         other.array(args.what)
@@ -64,8 +104,17 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     for folder, embeddings in {args.folder: labelled, **others}.items():
         warnings += check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
+    accuracy_on = {
+        folder: _accuracy(classifier, other, args.what, folder)
+        for folder, other in others.items()
+        if folder == args.val or any(other.index["label"])
+    }
+    scores = [Score("accuracy by cross-validation", accuracy["accuracy"])]
+    scores += [Score(f"accuracy on {folder}", value) for folder, value in accuracy_on.items()]
     result = {
         "evaluation": "predict",
+        "headline": [score._asdict() for score in scores],
+        "data": {"name": args.folder},
         "embeddings": {"labelled": args.folder, "images": args.images, "val": args.val, "what": args.what},
         "files": {folder: each.source(args.what)["file"] for folder, each in {args.folder: labelled, **others}.items()},
         "encoder": labelled.record["encoder"],
@@ -73,11 +122,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         "classes": classifier.classes_.tolist(),
         "num_labelled": len(labels),
         "cross_validation": accuracy,
-        "accuracy_on": {
-            folder: _accuracy(classifier, other, args.what, folder)
-            for folder, other in others.items()
-            if folder == args.val or any(other.index["label"])
-        },
+        "accuracy_on": accuracy_on,
         "versions": versions(sklearn="scikit-learn"),
         **({"warnings": warnings} if warnings else {}),
     }
@@ -120,7 +165,7 @@ def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Floa
 
 
 def fit_classifier(
-    features: Float[np.ndarray, "rows F"], labels: list[str], strengths: Sequence[float], num_folds: int, seed: int
+    features: Float[np.ndarray, "rows F"], labels: list[Any], strengths: Sequence[float], num_folds: int, seed: int
 ) -> tuple[Any, dict[str, Any]]:
     """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
 

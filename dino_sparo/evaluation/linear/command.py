@@ -64,6 +64,7 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.file import load_strictly
 from dino_sparo.weights.released import release_of, released_file, take_released_weights
+from dino_sparo.weights.results import Score
 
 # Default epochs and learning rates; those of read-outs are of efficient probing, whose search starts at 0.1.
 LAYERS = 4  # of a vision transformer that a linear probe reads by default
@@ -108,7 +109,9 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
     rows, counts = evaluate_saved(probed, saved_probes(args, saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
-    return file.write(result, table(result))
+    best = best_of_each(rows) if args.probe else {"": result["best"]}
+    headline = [Score(f"{kind} top-{n}".strip(), row[f"top{n}"]) for kind, row in best.items() for n in (1, 5)]
+    return file.write(result, table(result), headline=headline)
 
 
 class ProbeTask:

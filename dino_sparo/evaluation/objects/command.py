@@ -27,6 +27,7 @@ from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.weights.results import Score
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
@@ -72,7 +73,9 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     }
     if other is not None:
         result["match"] = match_models(survey, other, source, args, task.device)
-    written = file.write(result, table(result))
+    scores = result["measures"][MODEL].items()
+    headline = [Score(name, each["mean"], "", *(each["interval_95"] or ())) for name, each in scores]
+    written = file.write(result, table(result), headline=headline)
     say("\n".join(map(str, draw(result, task, file.path))))
     return written
 
@@ -105,6 +108,7 @@ def describe_run(
     """Encoder, data and view of a result."""
     config = subject.encoder.config
     return {
+        "evaluation": "slot score",
         "kind": config.kind.shows,
         "num_maps": survey.jaccards[MODEL][0].shape[1],
         "maps_per_score": survey.subsets[1],

@@ -39,6 +39,7 @@ from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.released import LANDMARKS, take_released_weights
+from dino_sparo.weights.results import Score
 
 SCALES = (1.0, 0.5**0.5, 0.5)  # of an image, whose encodings --multiscale averages
 GEM_POWER = 4  # exponent of the generalised mean over patches
@@ -64,7 +65,8 @@ def evaluate_retrieval(args: argparse.Namespace) -> dict[str, Any]:
     database = features(task, found.database, view, encode)
     queries = database if found.queries is None else features(task, found.queries, view, encode)
     scores = search(found, queries, database)
-    return file.write(describe(task, "image retrieval", scores, found, len(database)), table(scores))
+    result = describe(task, "image retrieval", scores, found, len(database))
+    return file.write(result, table(scores), headline=headline(scores))
 
 
 def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +86,8 @@ def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
         whiten = whitening(learned)
         database, queries = whiten(database), whiten(queries)
     scores = search(found, F.normalize(queries), F.normalize(database), SHOWN)
-    return file.write(describe(task, "copy detection", scores, found, len(database)), table(scores))
+    result = describe(task, "copy detection", scores, found, len(database))
+    return file.write(result, table(scores), headline=headline(scores))
 
 
 def folder(path: str, task: EncoderTask) -> ImageSource:
@@ -190,6 +193,11 @@ def describe(
         "images": {"data_path": args.data_path, "num_database": num_images},
         "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
     }
+
+
+def headline(scores: dict[str, Precision]) -> list[Score]:
+    """The mean average precision of each protocol."""
+    return [Score(f"mAP {protocol}", score.map) for protocol, score in scores.items()]
 
 
 def table(scores: dict[str, Precision]) -> str:

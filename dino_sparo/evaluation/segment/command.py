@@ -44,6 +44,7 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.results import Score
 
 # Options that change no number of a result.
 UNRECORDED = ("images", "pictures", "cache_gb")
@@ -103,7 +104,8 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
         written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
     if args.images:
         written += predict_masks(task, segmenter, folder)
-    content = file.write(result, table(result) if splits else None)
+    headline = [Score("mIoU", result["miou"])] if splits else []
+    content = file.write(result, table(result) if splits else None, headline=headline)
     say("\n".join(map(str, written)))
     return content
 

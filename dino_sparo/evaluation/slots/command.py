@@ -14,7 +14,6 @@ and table 4, for CLIP.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,6 +38,7 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
     train_one_epoch,
 )
+from dino_sparo.evaluation.result import spread
 from dino_sparo.evaluation.slots.choice import check_has_slots
 from dino_sparo.evaluation.slots.curve import (
     Curve,
@@ -54,6 +54,7 @@ from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.results import scores_in_percent
 
 MAX_CHOOSING_SHARE = 5  # at most one of this many training images chooses
 PROBE_BATCH = 256
@@ -152,12 +153,6 @@ def accuracy_curve(
     return curve
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (of a sample; None of one value) and the values."""
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "std": deviation, "draws": list(values)}
-
-
 def probe_slots(
     images: StudyImages, slots: Sequence[int], epochs: int, learning_rates: Sequence[float], seed: int = 0
 ) -> dict[str, float]:
@@ -204,7 +199,8 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     result = describe(task, ranking, curve, probes) | record
     if is_main():
         draw(result, file.path.with_suffix(".png"))
-    return file.write(result, table(result))
+    names = {"top1_all": f"{args.nb_knn}-NN, all slots", "top1_selected": f"{args.nb_knn}-NN, selected slots"}
+    return file.write(result, table(result), headline=scores_in_percent(result, names))
 
 
 def kept_numbers(numbers: list[int] | None, keep: int | None, num_slots: int) -> list[int]:

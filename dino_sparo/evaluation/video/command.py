@@ -65,7 +65,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
         "num_frames": len(frames),
         "fps": args.fps or fps,
     }
-    return file.write(result, str(video))
+    return file.write(result, str(video), headline=[])
 
 
 def _join_pictures(args: argparse.Namespace) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.released import take_released_weights
+from dino_sparo.weights.results import Score
 
 LONG_SIDE_STEP = 64  # pixels; the reference rounds the long side of a frame down to a multiple
 
@@ -51,7 +52,9 @@ def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
         for path, mask in zip(video.annotations, masks, strict=True):
             write_mask(mask, palette, folder / path.name)
         scores[video.name] = {number: summarize(values) for number, values in score_objects(masks, truths).items()}
-    return file.write(describe(task, videos, scores), table(scores))
+    result = describe(task, videos, scores)
+    headline = [Score(name, result[name]) for name in ("J&F-Mean", "J-Mean", "F-Mean")]
+    return file.write(result, table(scores), headline=headline)
 
 
 def segment(

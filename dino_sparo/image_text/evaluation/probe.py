@@ -40,10 +40,11 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.result import ResultFile
 from dino_sparo.image_text.evaluation.options import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
-from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
+from dino_sparo.image_text.evaluation.zero_shot import ACCURACIES, ClassCounts
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.launch import rank, world_size
+from dino_sparo.weights.results import scores_in_percent
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[s
             "num_corrupt_test": test.num_corrupt,
         },
     }
-    return file.write(result, table(result))
+    return file.write(result, table(result), headline=scores_in_percent(result, ACCURACIES))
 
 
 def _features(task: ScorerTask) -> tuple[Features, Features, dict[str, Any], ResultFile]:

@@ -37,6 +37,7 @@ from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.weights.results import Score
 
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
 
@@ -177,7 +178,9 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
             "left_out": data.left_out,
         },
     }
-    return file.write(result, table(outcome))
+    recalls = {"text": outcome.text, "image": outcome.image}
+    headline = [Score(f"{kind} R@{k}", recall.any) for kind, found in recalls.items() for k, recall in found.items()]
+    return file.write(result, table(outcome), headline=headline)
 
 
 def table(outcome: RetrievalResult) -> str:

@@ -28,8 +28,10 @@ from dino_sparo.image_text.prompts import AUTO, open_labelled
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.weights.results import scores_in_percent
 
 TOP = 5
+ACCURACIES = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}  # entry -> score
 SAMPLED = 8  # images per batch whose scores are compared
 
 
@@ -146,7 +148,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
             for name, (number, right) in zip(classes.names, outcome.per_class, strict=True)
         ],
     }
-    return file.write(result, table(outcome))
+    return file.write(result, table(outcome), headline=scores_in_percent(result, ACCURACIES))
 
 
 def table(outcome: ZeroShotResult) -> str:

@@ -34,13 +34,14 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.short import short_lines, to_markdown, write_short
+from dino_sparo.image_text.evaluation.compositional.short import main_entry, short_lines, to_markdown, write_short
 from dino_sparo.image_text.evaluation.published import PublishedTask, is_published
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
+from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
         logger.info("%s: %s", label, task.args.pretrained_weights)
         journals.append(Journal.of(file.path, file.options, all_questions(benchmarks, args.seed, args.blind)))
         evaluation = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
-        evaluations[label] = evaluation._replace(result=file.write(evaluation.result))
+        headlines = headline(evaluation.result, benchmarks)
+        evaluations[label] = evaluation._replace(result=file.write(evaluation.result, headline=headlines))
         written.append(file.path)
         if is_main() and args.failures:
             stem = file.path.with_name(f"{file.path.stem}_failures")
@@ -102,6 +104,13 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     for journal in journals:
         journal.remove()
     return list(results.values())
+
+
+def headline(result: Result, benchmarks: Sequence[LocalBenchmark]) -> list[Score]:
+    """The accuracy that stands for each benchmark, with its interval; a star marks an incomplete benchmark."""
+    found = [(local, result["benchmarks"][local.title]) for local in benchmarks if local.title in result["benchmarks"]]
+    entries = {local.title + " *" * (not each["complete"]): main_entry(local.benchmark, each) for local, each in found}
+    return [Score(title, entry["accuracy"], "%", *entry["interval_95"]) for title, entry in entries.items()]
 
 
 def report(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dino_sparo.draw.tables import latex_table, markdown_table
 from dino_sparo.image_text.evaluation.compositional.benchmark import NUM_RESAMPLES, Benchmark, Outcome, Weights
 from dino_sparo.runtime.faults import require
 
@@ -100,7 +101,7 @@ def short_lines(
             if title not in result["benchmarks"] or title not in outcomes[first]:
                 continue
             found = result["benchmarks"][title]
-            entry = (found["means"] | found["splits"]).get(benchmark.headline) or found["means"]["micro"]
+            entry = main_entry(benchmark, found)
             difference = None
             if model != first:
                 difference = compare_pairs(benchmark, outcomes[first][title], outcomes[model][title], seed)
@@ -109,6 +110,12 @@ def short_lines(
             numbers = entry["accuracy"], low, high, entry["chance"], entry.get("blind")
             lines.append(Line(name, model, found["num_questions"], *numbers, difference))
     return lines
+
+
+def main_entry(benchmark: Benchmark, result: Mapping[str, Any]) -> dict[str, Any]:
+    """The mean or the split of a benchmark's result that stands for the whole."""
+    entry: dict[str, Any] = (result["means"] | result["splits"]).get(benchmark.headline) or result["means"]["micro"]
+    return entry
 
 
 HEAD = ("benchmark", "model", "questions", "accuracy, %", "95 % interval", "chance", "shuffled images")
@@ -132,17 +139,12 @@ def cells(lines: Sequence[Line]) -> list[list[str]]:
 
 def to_markdown(lines: Sequence[Line]) -> str:
     """A table of Markdown."""
-    head, *rows = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells(lines)]
-    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows]) + "\n"
+    return markdown_table(cells(lines))
 
 
 def to_latex(lines: Sequence[Line]) -> str:
     """A table of LaTeX with the rules of booktabs."""
-    escape = str.maketrans({letter: f"\\{letter}" for letter in "&%$#_{}"} | {"<": "$<$", "~": "\\~{}", "^": "\\^{}"})
-    head, *rows = [" & ".join(cell.translate(escape) for cell in row) + r" \\" for row in cells(lines)]
-    columns = "ll" + "r" * (len(cells(lines)[0]) - 2)
-    rules = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *rows, r"\bottomrule"]
-    return "\n".join([*rules, r"\end{tabular}"]) + "\n"
+    return latex_table(cells(lines), num_words=2)
 
 
 def to_csv(lines: Sequence[Line]) -> str:

@@ -1,0 +1,233 @@
+"""Frozen features and few labels -> accuracy of k-NN, logistic regression and a linear probe, over several draws.
+
+    dino-sparo few-labels --pretrained_weights demo --data_path scenes:2000:48 --label_share 0.05 0.2
+
+A share of the labels is drawn as SimCLR does (section 4.2 of "A simple framework for contrastive learning of visual
+representations"): balanced over the classes,
+
+    labels of a class = min(max(1, round(share x training images / classes)), images of the class)
+
+drawn at random within each class. Draw number d takes the first images of one random order, so a smaller share is part
+of a larger one. A file names the labelled images instead, as SimCLR's lists of ImageNet do. The encoder runs once, on
+all images; all classifiers see the same features, of length one.
+"""
+
+import argparse
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.evaluation.embed.predict import MAX_STEPS, fit_classifier
+from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.knn import classify_shards, extract, load
+from dino_sparo.evaluation.linear.command import SELECTION
+from dino_sparo.evaluation.linear.probe import (
+    LinearProbe,
+    ProbeSGD,
+    cached_batches,
+    cosine_factor,
+    probe_accuracy,
+    scaled_learning_rates,
+    train_one_epoch,
+)
+from dino_sparo.evaluation.result import spread
+from dino_sparo.evaluation.task import EncoderTask
+from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.files import file_sha256, open_regular
+from dino_sparo.weights.released import take_released_weights
+from dino_sparo.weights.results import Score
+
+logger = logging.getLogger(__name__)
+
+PROBE_BATCH = 256
+Classifier = Callable[[Features, Features, int], dict[str, float]]  # train, val, seed -> name of a score -> top-1
+
+
+def evaluate_few_labels(args: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
+    take_released_weights(args)
+    task = EncoderTask.start_on_first(args)
+    if task is None:
+        return {}
+    require("sklearn", "logistic regression")
+    lists = {str(share): file_sha256(Path(share)) for share in args.label_share if isinstance(share, str)}
+    if lists and args.load_features:
+        raise UserError(
+            f"--label_share {next(iter(lists))} names images, and --load_features has no names: leave one out"
+        )
+    cached = load(task) if args.load_features else None
+    unrecorded = ("dump_features", "load_features")
+    file = task.open_result("few_labels", cached[2] if cached else None, unrecorded, label_lists=lists)
+    train, val, record = cached or extract(task)
+    num_classes = int(train.labels.max()) + 1
+    rows = []
+    for share in args.label_share:
+        if isinstance(share, str):
+            draws = [listed_rows(Path(share), task.splits[0], train)]
+        else:
+            draws = [draw_labels(train.labels.numpy(force=True), share, seed) for seed in seeds(args)]
+        rows += evaluate_draws(draws, str(share), train, val, classifiers(args, num_classes, task.device), args.seed)
+    counts = {"num_train": len(train.labels), "num_val": len(val.labels), "num_corrupt_train": train.num_corrupt}
+    result = {
+        "evaluation": "few labels",
+        "results": rows,
+        "rule": "labels balanced over the classes, drawn at random within each; mean and standard deviation over draws",
+        "selection": {"linear": SELECTION, "logistic": "cross-validation on the labelled images chooses C"},
+        **record,
+        "images": {**record.get("images", {}), **counts, "num_corrupt_val": val.num_corrupt},
+    }
+    return file.write(result, table(rows), headline=headline(rows))
+
+
+def seeds(args: argparse.Namespace) -> range:
+    """The random seed of each draw."""
+    return range(args.seed, args.seed + args.draws)
+
+
+def draw_labels(labels: Int64[np.ndarray, " images"], share: float, seed: int) -> Int64[np.ndarray, " drawn"]:
+    """Rows of a class-balanced share of the images, ascending."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    classes = np.unique(labels)
+    number = max(1, round(share * len(labels) / len(classes)))
+    return np.sort(np.concatenate([order[labels[order] == each][:number] for each in classes]))
+
+
+def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.ndarray, " listed"]:
+    """Rows of the images that a file names, one per line: the name of a file, or the end of its path."""
+    with open_regular(path) as file:
+        names = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    images: dict[str, list[int]] = defaultdict(list)
+    for image in range(len(source)):
+        images[PurePath(source.location(image)).name].append(image)
+    row_of = {image: row for row, image in enumerate(train.indices.tolist())}
+    rows, unreadable = set(), 0
+    for name in names:
+        parts = PurePath(name).parts
+        found = [i for i in images.get(parts[-1], []) if PurePath(source.location(i)).parts[-len(parts) :] == parts]
+        if len(found) != 1:
+            raise UserError(
+                f"--label_share {path}: {name} names {len(found)} of the {len(source):,} training images; give one "
+                "name per line, with as many folders as are needed"
+            )
+        unreadable += found[0] not in row_of
+        rows |= {row_of[image] for image in found if image in row_of}
+    if unreadable:
+        logger.warning("%s: %d of the %d images are unreadable, and left out", path, unreadable, len(names))
+    if not rows:
+        raise UserError(f"--label_share {path} names no readable image; give one name of a file per line")
+    return np.array(sorted(rows))
+
+
+def classifiers(args: argparse.Namespace, num_classes: int, device: torch.device) -> dict[str, Classifier]:
+    """The classifiers that the options name, by their names."""
+    table: dict[str, Classifier] = {
+        "knn": partial(knn, ks=args.nb_knn, temperature=args.temperature, device=device),
+        "logistic": partial(logistic, strengths=args.C, num_folds=args.folds),
+        "linear": partial(linear, num_classes=num_classes, rates=args.lr, epochs=args.epochs, device=device),
+    }
+    return {name: table[name] for name in args.classifiers}
+
+
+def evaluate_draws(
+    draws: Sequence[Int64[np.ndarray, " drawn"]],
+    share: str,
+    train: Features,
+    val: Features,
+    classify: dict[str, Classifier],
+    first_seed: int,
+) -> list[dict[str, Any]]:
+    """A row of the result per classifier: top-1 on all validation images, with its spread over the draws."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for seed, drawn in enumerate(draws, first_seed):
+        rows = torch.from_numpy(drawn).to(train.labels.device)
+        some = Features(train.features[rows], train.labels[rows], train.indices[rows.cpu()].to(rows.device))
+        for classifier in classify.values():
+            for name, top1 in classifier(some, val, seed).items():
+                found[name].append(top1)
+    counts = {"share": share, "num_labelled": len(draws[0]), "num_classes": len(train.labels[draws[0]].unique())}
+    return [{**counts, "classifier": name, "top1": spread(values)} for name, values in found.items()]
+
+
+def knn(
+    train: Features, val: Features, seed: int, *, ks: Sequence[int], temperature: float, device: torch.device
+) -> dict[str, float]:
+    """Weighted k-NN, which uses no random numbers."""
+    neighbours = {k: min(k, len(train.labels)) for k in ks}
+    found = classify_shards(train, val, sorted({*neighbours.values()}), temperature, device)
+    return {f"{k}-NN": found[number].top1 for k, number in neighbours.items()}
+
+
+def logistic(
+    train: Features, val: Features, seed: int, *, strengths: Sequence[float], num_folds: int
+) -> dict[str, float]:
+    """Logistic regression of scikit-learn, with the first C unless two classes have two labels to validate on."""
+    from sklearn.linear_model import LogisticRegression
+
+    features, labels = (part.numpy(force=True) for part in (train.features, train.labels))
+    numbers = np.unique(labels, return_counts=True)[1]
+    if len(numbers) < 2:
+        raise UserError("the labelled images are of one class; give more labels")
+    if len(strengths) > 1 and (numbers > 1).sum() > 1:
+        model = fit_classifier(features, labels.tolist(), strengths, num_folds, seed)[0]
+    else:
+        model = LogisticRegression(C=strengths[0], max_iter=MAX_STEPS).fit(features, labels)
+    predicted = model.predict(val.features.numpy(force=True))
+    return {"logistic": 100 * float(np.mean(predicted == val.labels.numpy(force=True)))}
+
+
+def linear(
+    train: Features,
+    val: Features,
+    seed: int,
+    *,
+    num_classes: int,
+    rates: Sequence[float],
+    epochs: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """The best of the linear probes of `linear --fast`; features have the length sqrt(F) of a LayerNorm's output."""
+    length = train.features.shape[1] ** 0.5
+    train = Features(length * train.features, train.labels, train.indices)
+    probe = LinearProbe(train.features.shape[1], num_classes, len(rates), seed).to(device)
+    batch_size = min(PROBE_BATCH, len(train.labels))
+    optimizer = ProbeSGD(probe, scaled_learning_rates(rates, batch_size))
+    batches = cached_batches(train, device, batch_size=batch_size, seed=seed)
+    for epoch in range(epochs):
+        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, epochs)))
+    return {"linear": max(row["top1"] for row in probe_accuracy(probe, length * val.features, val.labels))}
+
+
+def share_name(row: dict[str, Any]) -> str:
+    """The share in percent, or the name of the list."""
+    share: str = row["share"]
+    return f"{100 * float(share):g} %" if share.replace(".", "", 1).isdigit() else Path(share).name
+
+
+def headline(rows: Sequence[dict[str, Any]]) -> list[Score]:
+    """Mean top-1 of each share and classifier; the ends are one standard deviation away."""
+    scores = []
+    for row in rows:
+        mean, std = row["top1"]["mean"], row["top1"]["std"]
+        ends = () if std is None else (mean - std, mean + std)
+        scores.append(Score(f"{row['classifier']}, {share_name(row)} of labels", mean, "%", *ends))
+    return scores
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Accuracies for people."""
+    lines = [f"{'labels':>12}{'images':>8}{'classifier':>12}{'top-1 %':>9}{'std':>7}{'draws':>7}"]
+    for row in rows:
+        top1 = row["top1"]
+        std = "" if top1["std"] is None else f"{top1['std']:.2f}"
+        numbers = f"{top1['mean']:>9.2f}{std:>7}{len(top1['draws']):>7}"
+        lines.append(f"{share_name(row):>12}{row['num_labelled']:>8}{row['classifier']:>12}{numbers}")
+    return "\n".join(lines)
