@@ -550,6 +550,7 @@ def chain(typed: str) -> Iterator[tuple[object, ...]]:
     for split in ("train", "val"):
         yield "embed", *evaluation, "--split", split, "--output_dir", f"{typed}/of_{split}"
     yield "cluster", f"{typed}/of_train", "--clusters", 2, "--map", "pca"
+    yield "search", f"{typed}/of_train", "--images", f"{typed}/val/a/1.png", "--duplicates", 0.9, *DEVICE
     yield "predict", f"{typed}/of_train", "--images", f"{typed}/of_val", "--output", f"{typed}/p.csv"
     yield "export", weights, f"{typed}/exports/v1.0"
     yield "export", weights, f"{typed}/exports/hf", "--format", "huggingface"

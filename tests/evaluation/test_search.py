@@ -205,6 +205,8 @@ def test_moved_images_are_shown_from_data_path(
     search(folder, "--images", photographs / "0.png", *words)
     assert (folder / "search.html").read_text().count("<img") == 1 + 2
     assert (folder / "duplicates.html").read_text().count("<img") >= 2
+    search(folder, "--images", folder, *words)
+    assert (folder / "search.html").read_text().count("<img") == NUM_IMAGES * (1 + 2)
 
 
 def test_a_clip_is_searched_by_its_image_encoder(photographs: Path, tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_weights_that_moved_are_found_and_others_are_refused(
     [
         ((), "nothing to search; give --images, or --duplicates 0.97"),
         (("--images", "empty"), "empty"),
-        (("--images", "broken.png"), "broken.png: is none of BMP"),
+        (("--images", "broken.png"), "broken.png: is not"),
         (("--images", "broken"), "broken"),
         (("--images", "nowhere.jpg"), "data_path='nowhere.jpg' does not exist"),
         (("--duplicates", "0.9", "--what", "mean"), "--what mean: the folder has encoding"),

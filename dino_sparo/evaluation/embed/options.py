@@ -86,8 +86,7 @@ SEARCHED: Group = {
 }
 FOUND: Group = {
     **SHOW_CHANNELS,
-    **{name: CLUSTERS[name] for name in ("data_path", "output_dir")},
-    "overwrite": Option(False, "Overwrite an earlier search in --output_dir."),
+    **{name: CLUSTERS[name] for name in ("data_path", "output_dir", "overwrite")},
     **{name: DEVICE[name] for name in ("device", "num_workers")},
 }
 
