@@ -26,6 +26,7 @@ NEEDS = {
     "extending.md": "run by test_extending.py",
     "finetune.md": "minutes; run by tests/finetune",
     "configuration.md": "run by tests/runtime/test_cli.py",
+    "few_labels.md": "run by tests/evaluation/test_few_labels.py",
     "from_dino.md": "run by test_from_dino.py",
     "gpu.md": "a GPU",
     "large_models.md": "several nodes",
@@ -36,6 +37,7 @@ NEEDS = {
     "oc_clip_splits.md": "hours",
     "probe.md": "released weights; run by tests/evaluation/test_attentive.py",
     "result_files.md": "nothing is typed",
+    "report.md": "results of runs",
     "results.md": "hours",
     "scene_graphs.md": "COCO; a server with a language model",
     "shards.md": "shards of Conceptual Captions",
@@ -46,6 +48,7 @@ NEEDS = {
     "small_photographs.md": "CIFAR-10",
     "train_sizes.md": "a GPU for hours",
     "troubleshooting.md": "nothing is typed",
+    "video.md": "a video; run by tests/evaluation/test_video.py",
     "weights.md": "the hub; run by tests/weights",
 }
 # Commands that need more than a folder of images: what they begin with, as README has them in its table.

@@ -87,7 +87,7 @@ Table = dict[Row, dict[str, tuple[Score, Path]]]  # row -> model -> its score, a
 
 
 def report(args: argparse.Namespace) -> Table:
-    """Write and print the table of all results below --runs; returns the rows."""
+    """Write and print the table of all results below the folders; returns the rows."""
     setup_logging()
     results = list(read_results(args.runs))
     if not results:
