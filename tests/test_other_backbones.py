@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from davis_files import write_davis
 from runs import Ranks, assert_same_checkpoint, checkpoint_of, epochs_of
 from small_models import TINY
 from timm_models import FAMILIES, Family
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from dino_sparo import create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.api import call
 from dino_sparo.dino import options
 from dino_sparo.evaluation.attention.maps import attention_maps, class_token_share
 from dino_sparo.evaluation.embed.store import load_embeddings
@@ -302,6 +304,23 @@ def test_maps_are_the_slots_attention_to_patches(family: Family, checkpoint: Pat
     assert len(record["maps"]) == SLOTS
     assert np.load(tmp_path / "attention.npy").shape == (1, SLOTS, *record["grid"])
     assert (tmp_path / "attention.png").is_file()
+
+
+@pytest.mark.slow
+@one_of_each_kind
+def test_videos_are_segmented_by_tokens_and_by_slots(family: Family, checkpoint: Path, tmp_path: Path) -> None:
+    davis, scores = write_davis(tmp_path / "DAVIS", ("tall",)), []
+    for slots in (None, "0,1"):
+        options = {
+            "pretrained_weights": checkpoint,
+            "data_path": davis,
+            "img_size": 128,
+            "device": "cpu",
+            "slots": slots,
+        }
+        scores.append(call("video-segmentation", output_dir=tmp_path / f"masks {slots}", **options).results["J&F-Mean"])
+    assert 0 < min(scores) < 100
+    assert scores[0] != scores[1]
 
 
 @pytest.mark.slow

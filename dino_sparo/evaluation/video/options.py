@@ -1,7 +1,9 @@
 """The options of `dino-sparo video-segmentation` and `dino-sparo video`; no torch here."""
 
-from dino_sparo.evaluation.options import EVALUATION_LIMITS, IMAGE_ENCODER, OUTPUT, map_parser
+from dino_sparo.evaluation.options import EVALUATION_LIMITS, IMAGE_ENCODER, OUTPUT
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_above_0
+from dino_sparo.runtime.options import DEVICE_OPTION
+from dino_sparo.weights.options import CHECKPOINT, FOREIGN_WEIGHTS
 
 VIDEO_FORMATS = ("mp4", "avi", "gif")
 
@@ -34,8 +36,7 @@ MASKS: Group = {
 
 def segmentation_parser() -> Parser:
     """The options of `eval_video_segmentation.py`."""
-    groups = {"videos": ANNOTATED_VIDEOS, "propagation": PROPAGATION, "result": MASKS}
-    return map_parser(groups, {"image_encoder": IMAGE_ENCODER})
+    return _parser({"videos": ANNOTATED_VIDEOS, "propagation": PROPAGATION, "result": MASKS})
 
 
 FRAMES: Group = {
@@ -74,4 +75,11 @@ VIDEO: Group = {
 
 def video_parser() -> Parser:
     """The options of `video_generation.py`."""
-    return map_parser({"frames": FRAMES, "video": VIDEO}, {"image_encoder": IMAGE_ENCODER})
+    return _parser({"frames": FRAMES, "video": VIDEO})
+
+
+def _parser(groups: dict[str, Group]) -> Parser:
+    """The options of one process that encodes frame after frame."""
+    encoder = {**CHECKPOINT, "image_encoder": IMAGE_ENCODER}
+    device = {"device": DEVICE_OPTION}
+    return Parser({"encoder": encoder, "foreign weights": FOREIGN_WEIGHTS, **groups, "device": device})

@@ -61,27 +61,21 @@ def propagate_once(
     are never formed, and only the chosen ones are exponentiated.
     """
     height, width = frame.shape[:2]
-    rows, columns = (torch.arange(side, device=frame.device) for side in (height, width))
+    grid = [torch.arange(side, device=frame.device, dtype=torch.int16) for side in (height, width)]
+    places = torch.cartesian_prod(*grid).view(height, width, 2)
     found = frame.new_empty(height, width, labels.shape[-1])
     for top in range(0, height, TILE):
         for left in range(0, width, TILE):
             tile = slice(top, top + TILE), slice(left, left + TILE)
-            reach = (
-                slice(max(0, top - radius), top + TILE + radius),
-                slice(max(0, left - radius), left + TILE + radius),
-            )
-            is_near = [
-                (places[own, None] - places[other]).abs() <= radius
-                for places, own, other in zip((rows, columns), tile, reach, strict=True)
-            ]
-            near = is_near[0][:, None, :, None] & is_near[1][:, None]  # rows, columns of the tile, then of its reach
-            near = near.flatten(2).flatten(0, 1)
+            rows, columns = (slice(max(0, start - radius), start + TILE + radius) for start in (top, left))
+            own, others = places[tile].flatten(0, 1), places[rows, columns].flatten(0, 1)
+            near = (own[:, None] - others).abs().amax(dim=-1) <= radius
             # One product per source frame: equal frames get equal similarities, to the last bit.
-            keys = sources[:, reach[0], reach[1]].flatten(1, 2)
+            keys = sources[:, rows, columns].flatten(1, 2)
             similarity = frame[tile].flatten(0, 1) @ keys.transpose(1, 2)
             similarity = similarity.masked_fill_(~near, -torch.inf).transpose(0, 1).flatten(1)
             weights, chosen = _most_similar(similarity, topk)
-            values = labels[:, reach[0], reach[1]].flatten(0, 2)[chosen]
+            values = labels[:, rows, columns].flatten(0, 2)[chosen]
             found[tile] = (weights[..., None] * values).sum(dim=1).view_as(found[tile])
     return found
 

@@ -52,9 +52,22 @@ def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
         for path, mask in zip(video.annotations, masks, strict=True):
             write_mask(mask, palette, folder / path.name)
         scores[video.name] = {number: summarize(values) for number, values in score_objects(masks, truths).items()}
-    result = describe(task, videos, scores)
+    objects = [summary for video_scores in scores.values() for summary in video_scores.values()]
+    result = {
+        "evaluation": "video segmentation",
+        **average(objects),
+        "videos": {name: {**average(list(video.values())), "objects": video} for name, video in scores.items()},
+        "images": {
+            "data_path": args.data_path,
+            "split": args.split,
+            "num_videos": len(videos),
+            "num_frames": sum(len(video.frames) for video in videos),
+            "num_objects": len(objects),
+        },
+        "view": {"short_side": args.img_size, "mean": list(task.subject.mean), "std": list(task.subject.std)},
+    }
     headline = [Score(name, result[name]) for name in ("J&F-Mean", "J-Mean", "F-Mean")]
-    return file.write(result, table(scores), headline=headline)
+    return file.write(result, table(result), headline=headline)
 
 
 def segment(
@@ -66,13 +79,8 @@ def segment(
     size = view_size(height, width, args.img_size, patch_size)
     grid = (size[0] // patch_size, size[1] // patch_size)
     labels = first_labels(annotation, int(annotation.max()) + 1, grid).to(task.device)
-    found = propagate(
-        video_features(task, video.frames, size),
-        labels,
-        args.n_last_frames,
-        args.size_mask_neighborhood,
-        args.topk,
-    )
+    settings = args.n_last_frames, args.size_mask_neighborhood, args.topk
+    found = propagate(video_features(task, video.frames, size), labels, *settings)
     return np.stack([annotation, *(label_map(soft, patch_size, (width, height)) for soft in found)])
 
 
@@ -121,39 +129,10 @@ def patch_features(encoder: Encoder, images: Float[Tensor, "B C H W"], by_slots:
     return F.normalize(patches.float().unflatten(1, encoder.backbone.grid(images)), dim=-1)
 
 
-def describe(
-    task: EncoderTask, videos: Sequence[AnnotatedVideo], scores: dict[str, dict[int, dict[str, float]]]
-) -> dict[str, Any]:
-    """The content of the result: measures of all objects, of each video and of each object, percent."""
-    objects = [summary for video in scores.values() for summary in video.values()]
-    return {
-        "evaluation": "video segmentation",
-        **average(objects),
-        "videos": {name: {**average(list(video.values())), "objects": video} for name, video in scores.items()},
-        "images": {
-            "data_path": task.args.data_path,
-            "split": task.args.split,
-            "num_videos": len(videos),
-            "num_frames": sum(len(video.frames) for video in videos),
-            "num_objects": len(objects),
-        },
-        "view": {
-            "short_side": task.args.img_size,
-            "interpolation": "bilinear",
-            "mean": list(task.subject.mean),
-            "std": list(task.subject.std),
-        },
-    }
-
-
-def table(scores: dict[str, dict[int, dict[str, float]]]) -> str:
-    """J&F, J and F of each video, and the official measures of all."""
-    rows = [(name, average(list(video.values()))) for name, video in scores.items()]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{'':<{width}}  J&F    J      F"]
-    lines += [
-        f"{name:<{width}}  " + "  ".join(f"{row[measure]:5.1f}" for measure in ("J&F-Mean", "J-Mean", "F-Mean"))
-        for name, row in rows
-    ]
-    total = average([summary for video in scores.values() for summary in video.values()])
-    return "\n".join([*lines, "", *(f"{measure:<9} {total[measure]:5.1f} %" for measure in MEASURES)])
+def table(result: dict[str, Any]) -> str:
+    """J&F, J and F of each video, and the official measures of all objects."""
+    width = max(map(len, result["videos"]))
+    lines = [f"{'':<{width}}    J&F      J      F"]
+    for name, video in result["videos"].items():
+        lines.append(f"{name:<{width}}  {video['J&F-Mean']:5.1f}  {video['J-Mean']:5.1f}  {video['F-Mean']:5.1f}")
+    return "\n".join([*lines, "", *(f"{measure:<9} {result[measure]:5.1f} %" for measure in MEASURES)])
