@@ -41,6 +41,7 @@ NEEDS = {
     "results.md": "hours",
     "scene_graphs.md": "COCO; a server with a language model",
     "shards.md": "shards of Conceptual Captions",
+    "segment.md": "masks; run by tests/evaluation/test_segment.py",
     "slot_score.md": "VOC and COCO",
     "slot_study.md": "a trained run",
     "slots.md": "nothing is typed",

@@ -23,6 +23,7 @@ from dino_sparo.evaluation.segment.data import VOID, number_objects, open_masks,
 from dino_sparo.evaluation.segment.head import class_scores, classes_of_slots, count_pairs, largest, pixel_loss
 from dino_sparo.evaluation.segment.pictures import PALETTE, save_mask
 from dino_sparo.evaluation.segment.tokens import TokenCache, WindowedView
+from dino_sparo.weights.results import scores_beside
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "segmentation.json").read_text())["cases"]
 COLOURS = {0: (20, 20, 20), 3: (250, 30, 30), 9: (30, 30, 250)}  # class number -> colour of its pixels
@@ -290,9 +291,12 @@ def test_a_saved_head_predicts_the_same_masks_and_masks_train_the_next_head(weig
     common = {"data_path": data, "window": 16, "images": data / "images"}
     result = segment(weights, **common, slot_masks=True, output_dir=out)
     assert [row["class"] for row in result["classes"]] == ["0", "3", "9"]
-    assert set(result["slots"]["class_of_slot"]) <= {"0", "3", "9"}
-    assert len(result["slots"]["class_of_slot"]) == 5
-    [masks], [head] = out.glob("*_masks"), out.glob("*.pth")
+    assert set(result["slot_masks"]["class_of_slot"]) <= {"0", "3", "9"}
+    assert len(result["slot_masks"]["class_of_slot"]) == 5
+    [masks], [head], [record] = out.glob("*_masks"), out.glob("*.pth"), out.glob("*.json")
+    [score] = scores_beside(record, result["encoder"]["sha256"]).values()
+    slots = result["slot_masks"]["miou"]
+    assert score == f"mIoU {result['miou']:.2f} %, mIoU of slots {slots:.2f} % on data at image size 32"
     assert {path.suffix for path in out.iterdir()} == {".json", ".pth", ".png", ""}
     assert [path.name for path in sorted(masks.iterdir())] == [f"photo {index}.png" for index in range(6)]
 
@@ -331,7 +335,7 @@ def test_heads_of_cls_are_masks_too_and_averages_have_none(
     path = save_small_encoder(tmp_path / "checkpoint.pth", readout)
     given = {"data_path": write_pairs(tmp_path / "data", 3), "slot_masks": True, "n_last_blocks": 2}
     if readout == "cls":
-        assert segment(path, **given)["slots"]["miou"] is not None
+        assert segment(path, **given)["slot_masks"]["miou"] is not None
     else:
         with pytest.raises(SystemExit):
             segment(path, **given)

@@ -95,16 +95,19 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
         raise UserError(f"{folder} exists already; give another --output_dir, or --overwrite")
     splits = open_splits(args, task.limits) if args.data_path else ()
     segmenter, head_record = trained_head(task, splits, file.path.with_suffix(".pth"))
-    result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record}
+    seen = {"exif": args.exif, "crop": segmenter.view.img_size, "window": segmenter.view.window}
+    result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record, "view": seen}
     written = [] if is_saved else [file.path.with_suffix(".pth")]
     if splits:
         shown, measured = measure(task, segmenter, *splits)
         counts = {f"num_{name}": len(source.indices) for name, source in zip(("train", "val"), splits, strict=True)}
-        result |= {**measured, "class_numbers": list(segmenter.classes), "images": counts}
+        images = {"data_path": args.data_path, **counts}
+        result |= {**measured, "class_numbers": list(segmenter.classes), "images": images}
         written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
     if args.images:
         written += predict_masks(task, segmenter, folder)
     headline = [Score("mIoU", result["miou"])] if splits else []
+    headline += [Score("mIoU of slots", result["slot_masks"]["miou"])] if "slot_masks" in result else []
     content = file.write(result, table(result) if splits else None, headline=headline)
     say("\n".join(map(str, written)))
     return content
@@ -140,8 +143,7 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
             "training": training,
         }
         save_head(head, record, path)
-    shown = {name: value for name, value in record.items() if name not in ("classes", "encoder")}
-    shown |= {"img_size": img_size, "window": window}
+    shown = {name: record[name] for name in ("kind", "dim", "n_last_blocks", "training")}
     return Segmenter(head.to(task.device), view, encode, record["classes"]), shown
 
 
@@ -181,7 +183,7 @@ def measure(
         raise UserError(f"{val.images.name}: all pixels of the {len(val.indices)} validation masks are void")
     result = class_scores(counts, names)
     if slots:
-        result["slots"] = {**class_scores(slot_counts, names), "class_of_slot": [names[i] for i in class_of_slot]}
+        result["slot_masks"] = {**class_scores(slot_counts, names), "class_of_slot": [names[i] for i in class_of_slot]}
     return worst, result
 
 
@@ -227,7 +229,7 @@ def draw(task: EncoderTask, images: Sequence[SegmentedImage], segmenter: Segment
 
 def table(result: dict[str, Any]) -> str:
     """Measures for people, a line per class."""
-    slots = result.get("slots")
+    slots = result.get("slot_masks")
     lines = [f"{'class':<20}{'IoU %':>8}{'accuracy %':>12}{'pixels %':>10}" + "  slots: IoU %" * bool(slots)]
 
     def cell(value: float | None, width: int) -> str:
