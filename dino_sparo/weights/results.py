@@ -58,7 +58,7 @@ def evaluated_data(result: Mapping[str, Any]) -> str | None:
 
 
 def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """The main scores in the content of a result file; empty if this version knows none of them."""
+    """The main scores in the content of a result file; empty if this version knows none of its scores."""
     if "measures" in result:  # of slots score, from 0 to 1
         return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
     if "text_recall" in result:
