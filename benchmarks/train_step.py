@@ -298,7 +298,7 @@ def reference_stepper(
 
 
 def default_schedules(sizes: Sizes) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
-    """Learning rate and weight decay of both groups of parameters, and the momentum, as `main_dino.py` has them."""
+    """Learning rate and weight decay of both groups of parameters, and the momentum, as in `main_dino.py`."""
     args = main_dino.get_args_parser().parse_args([])
     lr = cosine_schedule(args.lr * sizes.batch / REFERENCE_BATCH, args.min_lr, STEPS)
     weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, STEPS)

@@ -36,7 +36,7 @@ def reworded(graph: SceneDescription) -> SceneDescription:
 
 
 def moved(graph: SceneDescription) -> SceneDescription:
-    """The scene with its objects on the other sides: the picture is mirrored along the relation."""
+    """The scene with its objects on opposite sides: the picture is mirrored along the relation."""
     (relation,) = graph.relations
     axis = RELATIONS.index(relation.predicate) // 2
     flip = lambda center: tuple(1 - value if number == axis else value for number, value in enumerate(center))  # noqa: E731

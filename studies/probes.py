@@ -107,7 +107,7 @@ def report(results: Path) -> str:
 
 
 def run_probes(args: argparse.Namespace, command: RunCommand) -> str:
-    """Probe what is missing, print and return the table."""
+    """Run the missing probes, print and return the table."""
     if not args.report:
         measure_missing(args, command)
     say(table := report(args.results))

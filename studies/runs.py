@@ -104,7 +104,7 @@ def make_runs(
     jobs: int,
     seeds: Collection[int] | None = None,
 ) -> None:
-    """Make all runs of a study that have no result; those that choose the learning rate come first."""
+    """Make all runs of a study that have no result; runs that choose the learning rate come first."""
     from dino_sparo.__main__ import run
 
     folder = output_dir / name

@@ -174,7 +174,7 @@ def match_table(found: Found) -> str:
 
 
 def main() -> None:
-    """Measure what is missing, print the tables."""
+    """Run the missing measurements, print the tables."""
     from dino_sparo.__main__ import run
 
     options = {

@@ -36,7 +36,7 @@ MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at 
 
 
 def is_frozen(name: str, parts: Iterable[str]) -> bool:
-    """Whether the weight of this name belongs to one of these parts of `FREEZABLE`."""
+    """Whether the weight of this name belongs to one of `parts`, keys of `FREEZABLE`."""
     return any(name.startswith(FREEZABLE[part][0]) and not name.startswith(FREEZABLE[part][1]) for part in parts)
 
 
@@ -215,7 +215,7 @@ def _projection(config: CLIPConfig, width: int) -> nn.Module:
 
 
 class LoadedClip(LoadedModel):
-    """A trained model, and what a result file says about it; see `LoadedModel`."""
+    """A trained model, and its description for result files; see `LoadedModel`."""
 
     model: CLIP
 

@@ -51,7 +51,7 @@ class CLIPObjective(PairObjective[PairBatch]):
 
     @staticmethod
     def build_model(args: argparse.Namespace) -> CLIP:
-        """Both towers from the options, with random weights; `--freeze` holds parts of them."""
+        """Both towers from the options, with random weights; the parts of `--freeze` are frozen."""
         slots = {"num_slots": args.sparo_slots, "slot_dim": args.sparo_slot_dim, "key_dim": args.sparo_key_dim}
         names = "readout", "embed_dim", "replace_block", "bottleneck_dim", "num_codes", "norm_first"
         sizes = {**tower_options(args), **{name: getattr(args, name) for name in names}}

@@ -50,7 +50,7 @@ class ChannelImage(Image.Image):
         return ChannelImage([plane.transpose(method) for plane in self.planes])
 
     def resize(self, size: Any, resample: int | None = None, box: Any = None, *_: Any) -> "ChannelImage":
-        """Resampled; levels stay within black and white, as those of 8-bit images do."""
+        """The image resampled; levels stay within black and white, as in 8-bit images."""
         resized = [np.asarray(plane.resize(size, resample, box)) for plane in self.planes]
         return self.from_levels(np.clip(resized, 0, WHITE))
 

@@ -19,7 +19,7 @@ def image_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def _epoch_rng(seed: int, epoch: int) -> np.random.Generator:
-    """The random numbers of an epoch's order; the spawn key separates them from the numbers of image 0."""
+    """The random numbers of an epoch's order; the spawn key separates these numbers from the numbers of image 0."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*_seed_words(seed), epoch), spawn_key=(1,))))
 
 

@@ -1,4 +1,4 @@
-"""A source -> this process' share of its images, each once and in order, without those that cannot be read."""
+"""A source -> this process' share of its images, each once and in order, without unreadable images."""
 
 import logging
 from collections.abc import Callable, Iterator

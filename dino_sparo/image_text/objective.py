@@ -154,7 +154,7 @@ class PairObjective(Objective[AnyBatch]):
 
     @abstractmethod
     def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of this rank over the features of all ranks and micro-batches; what is logged with it, detached."""
+        """The loss of this rank over the features of all ranks and micro-batches; and detached numbers for the log."""
 
     @property
     @abstractmethod

@@ -43,7 +43,7 @@ class ViewedPair:
 
 
 class PicturesTask(ModelTask):
-    """Pictures of what a model attends to, in some pairs; the options are those of `picture_parser`."""
+    """Pictures of a model's attention to some pairs; the options are from `picture_parser`."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device, load: Callable[..., LoadedModel]) -> None:
         super().__init__(args, device, lambda args: load(args.pretrained_weights))

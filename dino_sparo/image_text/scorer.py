@@ -100,7 +100,7 @@ class Scorer(Protocol):
 
     @property
     def default_templates(self) -> tuple[str, ...] | None:
-        """Sentences that make captions of classes by default; None: those of the set of images."""
+        """Sentences that make captions of classes by default; None: the sentences of the set of images."""
 
     @property
     def record(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def train_step(
 
 
 def backward_at_once(objective: "PairObjective[Any]", batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradients of a step with one micro-batch; the loss, detached, and what is logged."""
+    """Gradients of a step with one micro-batch; returns the detached loss and further numbers for the log."""
     (batch,) = batches
     loss, scalars = objective.loss(objective.encode(objective.model, batch), batches)
     objective.updater.backward(loss, loss)

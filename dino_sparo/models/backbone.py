@@ -351,7 +351,7 @@ def create_backbone(
 
 
 def default_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
-    """Side of a patch in pixels, or stride, of an architecture for which none is given; `ours`: of our own ViTs."""
+    """Default side of a patch, or stride, of an architecture, in pixels; `ours` is the default of our ViTs."""
     return plan_of(arch.removeprefix(TIMM)).stride if arch.startswith(TIMM) else ours
 
 

@@ -76,7 +76,7 @@ class EncoderConfig:
 
 
 def refuse_unknown(what: str, config: type, names: Iterable[str]) -> None:
-    """Refuse names of saved fields that the dataclass `config` lacks; `what` says what the fields describe."""
+    """Refuse names of saved fields that the dataclass `config` lacks; `what` is the noun for the message."""
     if unknown := sorted(set(names) - {field.name for field in fields(config)}):
         raise UserError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 

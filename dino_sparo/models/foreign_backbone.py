@@ -375,7 +375,7 @@ def _reads(model: Any, images: Float[Tensor, "B C H W"]) -> bool:
 
 
 def _nearest_models(name: str) -> list[str]:
-    """Timm's models whose names resemble a name, and those that contain most of its words."""
+    """Timm's models with a similar name, and models whose names contain most words of the name."""
     known, words = timm.list_models(), name.split("_")
     counts = {model: sum(word in model for word in words if not word.isdecimal()) for model in known}
     sharing = sorted(filter(counts.get, known), key=lambda model: (-counts[model], len(model)))
@@ -412,7 +412,7 @@ def check_images(images: Float[Tensor, "B C H W"], in_chans: int, patch_size: in
 
 
 def layer_indices(n: int | Sequence[int], depth: int) -> list[int]:
-    """Indices from 0 of the last `n` of `depth` layers, or of those that `n` lists, without order."""
+    """Indices, from 0, of the last `n` of `depth` layers, or of the layers that `n` lists, in any order."""
     indices = range(-n, 0) if isinstance(n, int) else n
     if not indices or not all(-depth <= index < depth for index in indices):
         raise UserError(f"n={n} intermediate layers requested of a backbone with {depth} blocks")

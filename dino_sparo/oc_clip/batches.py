@@ -224,7 +224,7 @@ def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> Grap
 
 
 def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
-    """Phrases -> ids without the columns that are padding for all of them."""
+    """Phrases -> ids without the columns that are padding for all phrases."""
     tokens = tokenize(list(phrases), context_length)
     return tokens._replace(ids=without_padding(tokens.ids))
 

@@ -218,7 +218,7 @@ class Binding(nn.Module):
     def chunk_slots(
         self, queries: Float[Tensor, "U E dim"], patches: BoundPatches, mask: Bool[Tensor, "U E"] | None = None
     ) -> Float[Tensor, "B U E dim"]:
-        """The slots of captions from `queries` and `project`; with a mask, those of padding mean nothing."""
+        """The slots of captions from `queries` and `project`; with a mask, slots of padding have no meaning."""
         logits = queries.flatten(0, 1) @ patches.keys.flatten(0, 1).t()
         logits = logits.view(*queries.shape[:2], *patches.keys.shape[:2])  # (U, E, B, N)
         mask = None if mask is None else mask[..., None, None]

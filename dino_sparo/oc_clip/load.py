@@ -88,7 +88,7 @@ class GraphScorer(ImageRows):
 
     @property
     def record(self) -> dict[str, Any]:
-        """Description of the model and of the graphs, with the changes in them so far."""
+        """Description of the model and of the graphs, with the changes to graphs so far."""
         return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.counts._asdict()}}
 
     @property

@@ -156,7 +156,7 @@ def all_or_none(what: str) -> Iterator[None]:
 
 
 def on_rank_0(function: Callable[[], None], what: str) -> None:
-    """Call a function on rank 0 while the others wait; if it fails, all ranks raise an error."""
+    """Call a function on rank 0 while all other ranks wait; if the function fails, all ranks raise an error."""
     with all_or_none(what):
         if is_main():
             function()
@@ -205,5 +205,5 @@ def require_same_options(options: Mapping[str, Any]) -> None:
 
 
 def _message_of(error: Exception | None) -> str:
-    """The message of an error for the other ranks; empty for none."""
+    """The message of an error for the other ranks; empty without an error."""
     return "" if error is None else str(error) or type(error).__name__

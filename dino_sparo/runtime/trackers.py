@@ -127,7 +127,7 @@ class WandB:
         self.run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Write, or upload, what is left."""
+        """Finish writing and uploading."""
         self.run.finish()
 
 

@@ -223,7 +223,7 @@ def write_config(folder: Path, options: Mapping[str, Any], command: str) -> None
 
 
 def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Warn of options, data and versions that differ from the checkpoint's, where the run can resume with them."""
+    """Warn of options, data and versions that differ from the checkpoint, but do not prevent the run from resuming."""
     after = "the rest of the run differs from its beginning"
     before, now = {"exif": EXIF[1], **checkpoint["args"]}, plain(dict(run.options))  # older versions ignored it
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):

@@ -85,7 +85,7 @@ BUFFERS = frozenset({"attn_mask", "text.attn_mask", "input_resolution", "context
 
 
 def is_open_clip(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these are the names of an OpenCLIP model."""
+    """Whether names of weights are from an OpenCLIP model."""
     return any(name.startswith("visual.") for name in weights)
 
 

@@ -1,4 +1,4 @@
-"""The options of checkpoints, and of the commands that export and publish them; no torch here."""
+"""The options of checkpoints, and of the commands that export and publish checkpoints; no torch here."""
 
 from dino_sparo.models.architectures import ARCHITECTURES, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int

@@ -96,7 +96,7 @@ def scores_of(result: Mapping[str, Any]) -> list[Score]:
 
 
 def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, float]:
-    """The main scores of a result of version 0.3 or older, which has no entry `headline`, in percent."""
+    """The main scores of a result of an earlier version, which has no entry `headline`, in percent."""
     if "measures" in result:  # of slots score, from 0 to 1
         return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
     if "text_recall" in result:

@@ -1,1 +1,1 @@
-"""Analysis of the slots of a CLIP: select slots, mask them, name their concepts, draw them."""
+"""Analysis of the slots of a CLIP: select, mask and draw slots, name the concepts of slots."""

@@ -91,7 +91,7 @@ class PairAttention:
 
     @property
     def focus(self) -> Bool[np.ndarray, "L words"]:
-        """The words that a slot attends to: the fewest that hold half of what it gives to words."""
+        """The words that a slot attends to: the smallest set that gets half of the slot's attention to words."""
         return np.stack([mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.word_shares])
 
 

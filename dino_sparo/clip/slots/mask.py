@@ -291,7 +291,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
 def describe(
     before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Accuracies without and with the mask, on SugarCrepe's splits and elsewhere, as table 5 of the paper has them."""
+    """Accuracies without and with the mask, on SugarCrepe's splits and elsewhere, as in table 5 of the paper."""
     accuracy = {"initial": macro(before), "masked": macro(after)}
     means = {n: sum(each[n] for each in elsewhere) / len(elsewhere) for n in ("initial", "masked") if elsewhere}
     for each in filter(None, [*elsewhere, means]):

@@ -193,7 +193,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
 def describe(
     scores: SlotScores, templates: tuple[str, ...], weights_sha256: str, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Selection, accuracies and protocol, as the result holds them."""
+    """Selection, accuracies and protocol: the content of the result."""
     ranking = [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking]
     selection = describe_selection(ranking, scores.rows(), args.keep, weights_sha256)
     return {

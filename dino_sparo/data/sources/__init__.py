@@ -128,7 +128,7 @@ def require_channels(source: ImageSource, limits: ImageLimits) -> None:
 
 
 def _open_scenes(data_path: str, split: str) -> ImageSource:
-    """The built-in scenes; `ALL` opens those for training."""
+    """The built-in scenes; `ALL` opens the scenes for training."""
     num_images, image_size = parse_scenes_spec(data_path)
     return Scenes(num_images, image_size=image_size, split="train" if split == ALL else split)
 

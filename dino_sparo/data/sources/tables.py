@@ -253,7 +253,7 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
 
 
 def open_text(path: str) -> io.TextIOWrapper:
-    """Open a text file, or raise UserError; bytes that are not UTF-8 are kept, since file names may hold them."""
+    """Open a text file, or raise UserError; bytes that are not UTF-8 are kept, since file names may hold such bytes."""
     file = open_regular(path)
     if b"\0" in file.peek(1 << 12):
         file.close()
@@ -377,7 +377,7 @@ def open_table(
 
 
 def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: ImageLimits) -> FileSource:
-    """Files that a list or table names, with their labels; the first of them must exist."""
+    """Files that a list or table names, with their labels; the first files must exist."""
     root = os.path.dirname(listing)
     if not named:
         raise UserError(f"{kind} {listing!r} names no images")

@@ -121,7 +121,7 @@ def find_images(folder: Path, names: Iterable[str], roots: Sequence[Path] | None
 def named_source(
     folder: Path, names: Sequence[ImageName], paths: Sequence[str], limits: ImageLimits = DEFAULT_LIMITS
 ) -> ImageSource:
-    """Images, or parts of them, as a source: names in annotations, and the paths of their files from a folder on."""
+    """Images, or parts of images, as a source: names in annotations, and paths of the files relative to a folder."""
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
     files = NamedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
     files.limits, files.names = limits, names

@@ -34,7 +34,7 @@ NO_SUCH_IMAGE = "with the id of no image"
 
 
 class PackedTexts:
-    """A growing list of texts in one array of bytes; `packed` gives them back as `PackedStrings`."""
+    """A growing list of texts in one array of bytes; `packed` returns the list as `PackedStrings`."""
 
     def __init__(self) -> None:
         self.blob, self.ends = bytearray(), array("q")
@@ -161,7 +161,7 @@ def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, li
 
 
 def _files(name: str, folder: str, paths: PackedTexts) -> FileSource:
-    """The image files; the first of them must exist."""
+    """The image files; the first files must exist."""
     packed = paths.packed()
     if not len(packed):
         raise UserError(f"{name} holds no pair of an image and a caption")

@@ -127,7 +127,7 @@ class Benchmark:
         return f"from {self.source}; licence: {self.licence}; size: {self.size}; layout: {self.layout}"
 
     def annotations(self, folder: Path) -> list[str]:
-        """Names of the annotation files in a folder: those in `files`, else those that match `other_files`."""
+        """Names of the annotation files in a folder: of `files`, else files that match the pattern `other_files`."""
         names = [name for name in self.files if (folder / name).is_file()]
         if not names and self.other_files:
             names = sorted(path.name for path in folder.glob(self.other_files))

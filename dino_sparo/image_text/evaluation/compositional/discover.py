@@ -1,4 +1,4 @@
-"""A folder -> the benchmarks below it, with their images, and a list of what is missing."""
+"""A folder -> the benchmarks below it, with their images, and a list of missing files."""
 
 import argparse
 import logging
@@ -33,7 +33,7 @@ IMAGE_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class LocalBenchmark:
-    """A benchmark on disk: its questions, and what is missing.
+    """A benchmark on disk: its questions, and its missing files.
 
     Attributes:
         benchmark: the benchmark.

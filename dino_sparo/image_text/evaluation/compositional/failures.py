@@ -157,7 +157,7 @@ def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) 
 
 
 def differing(first: Sequence[str], second: Sequence[str]) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Words of two captions, and whether the other caption does not have the word, in a longest common order."""
+    """Words of two captions, each with a mark unless the word lies in a sequence that both captions share."""
     marks = [True] * len(first), [True] * len(second)
     for block in difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
         marks[0][block.a : block.a + block.size] = [False] * block.size

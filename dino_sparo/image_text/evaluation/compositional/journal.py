@@ -24,7 +24,7 @@ ENDING = ".answers.jsonl"
 
 
 class Journal(NamedTuple):
-    """The file, and what its answers depend on."""
+    """The file of answers, and the settings that determine the answers."""
 
     path: Path
     key: str

@@ -194,7 +194,7 @@ def draw(lines: Sequence[Line], path: Path) -> None:
 
 
 def write_short(lines: Sequence[Line], formats: Sequence[str], stem: Path) -> list[Path]:
-    """Write the formats, a plot among them; returns the files, all named from `stem`."""
+    """Write the formats, including the plot; returns the files, whose names begin with `stem`."""
     paths = []
     for name in formats:
         ending, render = FORMATS.get(name, (".png", None))

@@ -67,7 +67,7 @@ wrapped around|wrapped in|by|of|near|next to|with|beside|on the side of|around""
 
 
 def relation_means(counts: Mapping[str, int]) -> dict[str, Weights]:
-    """The authors' macro average: all relations but those of `UNCOUNTED` count the same."""
+    """The authors' macro average: all relations except `UNCOUNTED` have the same weight."""
     return equal_means([relation for relation in counts if relation not in UNCOUNTED])
 
 
