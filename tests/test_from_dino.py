@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from davis_files import write_davis
 
 from dino_sparo.data.scenes.images import Scenes
+from dino_sparo.evaluation.video.frames import list_pictures, write_video
 from dino_sparo.models.architectures import size_of
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.weights import encoder, hub, released
@@ -20,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 README = json.loads((ROOT / "tests" / "reference" / "dino_readme.json").read_text())
 PAGE = (ROOT / "docs" / "from_dino.md").read_text()
 CPU = "--device cpu --num_workers 0"
+FOLDERS = (
+    *("roxford5k/jpg", "rparis6k/jpg", "original", "strong", "whitening_data", "distractors"),
+    *("output/frames", "output/attention"),
+)
 CROPS = "--global_crops_size 64 --local_crops_size 32 --local_crops_number 1"
 TINY = {
     "main_dino.py": f"{CPU} {CROPS} --batch_size_per_gpu 2 --out_dim 64 --head_hidden_dim 32 --max_steps 1",
@@ -29,6 +35,8 @@ TINY = {
     "visualize_attention.py": f"{CPU} --image_size 32",
     "eval_image_retrieval.py": f"{CPU} --imsize 64",
     "eval_copy_detection.py": f"{CPU} --imsize 64",
+    "video_generation.py": "--device cpu --resize 64",
+    "eval_video_segmentation.py": "--device cpu --img_size 64",
 }
 
 
@@ -72,7 +80,7 @@ def data(tmp_path: Path) -> dict[str, str]:
             folder = tmp_path / "imagenet" / split / f"n{number % 10:02}"
             folder.mkdir(parents=True, exist_ok=True)
             image.save(folder / f"{number}.png")
-        for folder in ("roxford5k/jpg", "rparis6k/jpg", "original", "strong", "whitening_data", "distractors"):
+        for folder in FOLDERS:
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
             image.save(tmp_path / folder / f"20{number:02}00.jpg")
     names = [f"20{number:02}00" for number in range(12)]
@@ -80,8 +88,9 @@ def data(tmp_path: Path) -> dict[str, str]:
     for dataset in ("roxford5k", "rparis6k"):
         truth = {"imlist": names, "qimlist": names[:2], "gnd": answers}
         (tmp_path / dataset / f"gnd_{dataset}.pkl").write_bytes(pickle.dumps(truth))
+    write_davis(tmp_path / "davis-2017" / "DAVIS", ("wide",))
     folders = {"copydays": tmp_path, "revisited_paris_oxford": tmp_path, "saving_dir": tmp_path / "out"}
-    return {f"/path/to/{name}": str(folder) for name, folder in folders.items()}
+    return {"$HOME": str(tmp_path), **{f"/path/to/{name}": str(folder) for name, folder in folders.items()}}
 
 
 @pytest.mark.slow
@@ -109,6 +118,12 @@ def test_a_command_of_the_references_readme_runs(
     options = [option.replace("/path/to/", f"{tmp_path}/") for option in options]
     if f"{tmp_path}/checkpoint.pth" in options:
         torch.save({"teacher": Backbone(size_of("vit_small"), 16, 32).state_dict()}, tmp_path / "checkpoint.pth")
+    if "dino_deitsmall8_pretrain.pth" in options:
+        random_release(tmp_path)("dino_vits8").rename("dino_deitsmall8_pretrain.pth")
+    if "input/video.mp4" in options:
+        pytest.importorskip("av")
+        Path("input").mkdir()
+        write_video(list_pictures(Path("output/frames"))[:2], Path("input/video.mp4"), fps=5)
     main = importlib.import_module(script.removesuffix(".py")).main
     if "--help" in options:
         with pytest.raises(SystemExit) as end:
