@@ -53,7 +53,7 @@ def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
             write_mask(mask, palette, folder / path.name)
         scores[video.name] = {number: summarize(values) for number, values in score_objects(masks, truths).items()}
     objects = [summary for video_scores in scores.values() for summary in video_scores.values()]
-    result = {
+    result: dict[str, Any] = {
         "evaluation": "video segmentation",
         **average(objects),
         "videos": {name: {**average(list(video.values())), "objects": video} for name, video in scores.items()},
