@@ -117,7 +117,10 @@ def test_a_video_file_leaves_its_frames_and_its_speed(frames: Path, tmp_path: Pa
     result = generate(checkpoint, tmp_path / "in.gif", tmp_path / "out")
     assert (result["fps"], result["num_frames"]) == (5, 5)
     assert len(list_pictures(tmp_path / "out" / "frames")) == 5
-    with pytest.raises(UserError, match="--overwrite"):
+    (tmp_path / "mine" / "frames").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"mine/frames exists, .*--overwrite"):
+        generate(checkpoint, tmp_path / "in.gif", tmp_path / "mine")
+    with pytest.raises(UserError, match="holds another result"):
         generate(checkpoint, tmp_path / "out" / "frames", tmp_path / "out")
     assert generate(checkpoint, tmp_path / "out" / "frames", tmp_path / "out", overwrite=True)["fps"] == 30
     with pytest.raises(UserError, match=r"video\.gif exists.*--overwrite"):
