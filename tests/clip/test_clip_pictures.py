@@ -215,7 +215,7 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     table = ["--data_path", tmp_path / "pairs.csv", "--image_key", "image"]
     found = run(*options, *table, "--slots", 3, 1)
     assert [slot["slot"] for slot in found["slots"]] == [3, 1]
-    assert "asked for" in found["rule"]
+    assert "The slots were given" in found["rule"]
     selection = SlotSelection((4, 2), 5, load_clip(weights).record["sha256"])
     (tmp_path / "slots.json").write_text(json.dumps(selection.to_dict()))
     found = run(*options, *table, "--slots", tmp_path / "slots.json", "--img_size", 64, "--overwrite")

@@ -52,7 +52,7 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
     """
     answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
     if not answers:
-        raise UserError("there is not valid JSON between [ANS] and [/ANS]")
+        raise UserError("there is no JSON between [ANS] and [/ANS]")
     try:
         record = parse_json(re.sub(r"^\s*```(?:json)?|```\s*$", "", answers[-1]))
     except ValueError as error:
