@@ -554,7 +554,9 @@ def chain(typed: str) -> Iterator[tuple[object, ...]]:
     yield "predict", f"{typed}/of_train", "--images", f"{typed}/of_val", "--output", f"{typed}/p.csv"
     yield "export", weights, f"{typed}/exports/v1.0"
     yield "export", weights, f"{typed}/exports/hf", "--format", "huggingface"
-    for name in ("run", "of_train", "exports/hf", "exports/v1.0.safetensors", "features"):
+    yield "attention", *evaluation, "--data_path", f"{typed}/val/a/1.png", "--output_dir", f"{typed}/maps", "--pca"
+    results = ("maps/attention.json", "maps/pca.json", "of_train/search.json", "of_train/duplicates.json")
+    for name in ("run", "of_train", "exports/hf", "exports/v1.0.safetensors", "features", *results):
         yield "info", f"{typed}/{name}"
     yield "statistics", "--data_path", typed, "--num_workers", 0
     yield "scene-pairs", "--output_dir", f"{typed}/pairs", "--num_pairs", 2

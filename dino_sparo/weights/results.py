@@ -84,8 +84,9 @@ def subject_of(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluated_data(result: Mapping[str, Any]) -> str | None:
-    """The data of a result."""
-    return result.get("images", {}).get("data_path") or result.get("data", {}).get("name")
+    """The data of a result; results of pictures hold a list of images instead."""
+    images = result.get("images", {})
+    return (isinstance(images, Mapping) and images.get("data_path")) or result.get("data", {}).get("name")
 
 
 def scores_of(result: Mapping[str, Any]) -> list[Score]:
@@ -95,7 +96,7 @@ def scores_of(result: Mapping[str, Any]) -> list[Score]:
     return [Score(name, value) for name, value in _scores_of_old_result(result).items() if isinstance(value, float)]
 
 
-def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, float]:
+def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, Any]:
     """The main scores of a result of an earlier version, which has no entry `headline`, in percent."""
     if "measures" in result:  # of slots score, from 0 to 1
         return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}

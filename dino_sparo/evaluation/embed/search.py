@@ -76,6 +76,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     record = {
         "embeddings": {**store.source(args.what), "slots": slots_record, "num_images": len(store.index["path"])},
         "encoder": store.record["encoder"],
+        "images": {"data_path": store.record["images"]["data_path"]},
         "versions": versions(),
         **({"warnings": warnings} if warnings else {}),
     }
@@ -214,7 +215,7 @@ def write_nearest(
     first: list[dict[str, Any]] = [
         {"query": names[i], "nearest": [[paths[row], value] for row, value in pairs]} for i, pairs in shown
     ]
-    result = {"evaluation": SEARCH, **record, "images": args.images, "num_queries": len(names), "queries": first}
+    result = {"evaluation": SEARCH, **record, "query": args.images, "num_queries": len(names), "queries": first}
     page = out / f"{SEARCH}.html"
     page.unlink(missing_ok=True)
     if (stored := open_pictures(store, page, args.data_path, args.show_channels)) is not None:
