@@ -1,6 +1,7 @@
 """Checkpoint -> encoder -> fine-tuned with a linear head on labelled images, and its accuracy.
 
-    python eval_finetune.py --pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10
+    python eval_finetune.py --pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine \\
+        --epochs 10 --lr 0.004
     torchrun --nproc_per_node=8 eval_finetune.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet \\
         --output_dir output/fine
 

@@ -214,7 +214,7 @@ COMMANDS: dict[str, Command] = {
         finetune_options.finetune_parser,
         needs={"objective_class": "finetune.train:FinetuneObjective"},
         examples=(
-            "--pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10",
+            "--pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10 --lr 0.004",
             "--pretrained_weights checkpoint.pth --data_path imagenet --output_dir runs/fine",
         ),
         check=finetune_options.check_options,

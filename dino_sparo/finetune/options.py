@@ -66,7 +66,7 @@ OPTIMIZATION: Group = {
     "lr": Option(
         0.001,
         f"Learning rate of the head after the warm-up, for a batch of {distillation.REFERENCE_BATCH}; it scales with "
-        "the batch. A tenth suits a few thousand images.",
+        "the batch. Try several; a short run needs a higher one.",
     ),
     "warmup_epochs": Option(
         None,

@@ -1,6 +1,7 @@
 """`dino-sparo finetune`: train, then write the accuracies of the run into finetune_WEIGHTS_DATA.json.
 
-    python eval_finetune.py --pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10
+    python eval_finetune.py --pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine \\
+        --epochs 10 --lr 0.004
 
 WEIGHTS are those that the run started from: the result says what they are good for. The same command resumes the run.
 """
