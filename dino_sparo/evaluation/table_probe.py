@@ -92,7 +92,7 @@ def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | 
             kept = [i for i, (path, _) in enumerate(rows) if path in row_of]
             features = store.vectors(args.what, [row_of[rows[i][0]] for i in kept])
         else:
-            source = open_images(args.data_path, split, False, columns=columns, limits=task.limits)
+            source = open_images(args.data_path, split, args.download, columns=columns, limits=task.limits)
             found = task.features(source).normalize_()
             kept, features = found.indices.tolist(), found.features.numpy(force=True)
         if not kept:
@@ -112,6 +112,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if not (args.binary or args.numbers or args.tags):
         raise UserError("no column to predict: give --tags, --binary or --numbers")
+    if args.label_column:
+        raise UserError(f"--label_column {args.label_column}: name columns of labels with --tags or --binary")
     if bool(args.embeddings) == bool(args.pretrained_weights or args.untrained):
         raise UserError("give either --pretrained_weights, an encoder, or --embeddings, a folder of dino-sparo embed")
     if args.folds < 2:

@@ -108,6 +108,7 @@ def test_scores_of_resamples_are_those_of_scikit_learn_with_ties() -> None:
         (("--numbers", "tags"), "is not a finite number"),
         (("--numbers", "size"), "size"),
         ((), "no column to predict"),
+        (("--numbers", "red", "--label_column", "tags"), "name columns of labels with"),
         (("--numbers", "red", "--pretrained_weights", "demo"), "give either"),
     ],
 )
