@@ -20,7 +20,7 @@ from dino_sparo.evaluation.attention.options import attention_parser
 from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser, search_parser
 from dino_sparo.evaluation.linear.options import linear_parser
 from dino_sparo.evaluation.objects.options import slot_score_parser
-from dino_sparo.evaluation.options import few_labels_parser, knn_parser, report_parser
+from dino_sparo.evaluation.options import few_labels_parser, knn_parser, report_parser, table_probe_parser
 from dino_sparo.evaluation.retrieval.options import copy_detection_parser, image_retrieval_parser
 from dino_sparo.evaluation.segment.options import segment_parser
 from dino_sparo.evaluation.slots.options import slot_study_parser
@@ -227,6 +227,16 @@ COMMANDS: dict[str, Command] = {
         examples=(
             "--pretrained_weights checkpoint.pth --data_path cifar10:data",
             "--pretrained_weights checkpoint.pth --data_path imagenet --label_share 1percent.txt --C 10",
+        ),
+    ),
+    "table-probe": Command(
+        EVALUATE,
+        "A checkpoint or embeddings, and a table -> probes of its labels (mAP, AUROC) and numbers (R2, error).",
+        "evaluation.table_probe:probe_table",
+        table_probe_parser,
+        examples=(
+            "--pretrained_weights checkpoint.pth --data_path photos.csv --tags tags --numbers age",
+            "--embeddings embeddings --data_path photos.csv --binary glasses hat",
         ),
     ),
     "image-retrieval": Command(

@@ -134,7 +134,8 @@ FEW_LABELS: Group = {
     "draws": Option(5, "Random draws of each share; the result is their mean and standard deviation.", positive_int),
     "classifiers": Option(
         ["knn", "logistic"],
-        "knn: weighted k-NN. logistic: logistic regression of scikit-learn. linear: the probe of linear --fast.",
+        "knn: weighted k-NN. logistic: logistic regression of scikit-learn. linear: the probe of dino-sparo linear "
+        "with --fast.",
         choices=CLASSIFIERS,
         nargs="+",
     ),
@@ -155,6 +156,29 @@ def few_labels_parser() -> Parser:
     parser = evaluation_parser({"few labels": FEW_LABELS, "features and k-NN": KNN})
     parser.set_defaults(nb_knn=[5, 20])
     return parser
+
+
+TABLE_PROBE: Group = {
+    "tags": Option(None, "Column with labels separated by semicolons; each label gets a probe.", str),
+    "binary": Option(None, "Columns of 0 and 1; each gets a probe.", str, nargs="+"),
+    "numbers": Option(None, "Columns of numbers; each gets a probe.", str, nargs="+"),
+    "embeddings": Option(
+        None, "Folder of dino-sparo embed with the images of the table; an encoder is then not needed.", str
+    ),
+    "what": Option("encoding", "Features of --embeddings.", choices=("encoding", "slots", "cls", "mean")),
+    "C": Option(
+        [1.0, 10.0, 100.0],
+        "Inverse strengths of regularisation of the labels' probes; cross-validation chooses one.",
+        positive_number,
+    ),
+    "folds": FEW_LABELS["folds"],
+    "resamples": Option(1000, "Resamples of the validation images for the intervals.", positive_int),
+}
+
+
+def table_probe_parser() -> Parser:
+    """The options of `dino-sparo table-probe`, in data-flow order."""
+    return evaluation_parser({"probes of the table": TABLE_PROBE})
 
 
 def knn_parser() -> Parser:

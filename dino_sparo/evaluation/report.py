@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Options that name the model, a column of the table, or the data; ENCODER's random seed is one of the settings.
 NOT_SETTINGS = {*ENCODER, *FOREIGN_WEIGHTS, "weights", "model", "slots", "image_encoder", "data_path", "data_root"}
+NOT_SETTINGS |= {"embeddings", "store"}  # the same features on disk
 NOT_SETTINGS -= {"seed"}
 SMALL_UNIT = 1.0  # numbers without a unit between -1 and 1, such as shares and R2, have one axis in common
 
@@ -149,7 +150,7 @@ def tabulate(results: Sequence[Result]) -> tuple[Table, list[str]]:
             for score in scores_of(result.content):
                 found = table[Row(evaluation, settings, data, score.name, score.unit)]
                 model = names[result.model]
-                if model in found and found[model][0] != score:
+                if model in found and number(found[model][0]) != number(score):
                     logger.warning("%s is left out: %s has another %s", result.path, found[model][1], score.name)
                 found.setdefault(model, (score, result.path))
     return dict(table), list(dict.fromkeys(names.values()))
