@@ -47,6 +47,7 @@ NEEDS = {
     "slots.md": "nothing is typed",
     "slurm.md": "a cluster; run by the tests with the marker slurm",
     "small_photographs.md": "CIFAR-10",
+    "table_probe.md": "run by tests/evaluation/test_table_probe.py",
     "train_sizes.md": "a GPU for hours",
     "troubleshooting.md": "nothing is typed",
     "video.md": "a video; run by tests/evaluation/test_video.py",

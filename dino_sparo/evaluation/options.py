@@ -163,7 +163,7 @@ TABLE_PROBE: Group = {
     "binary": Option(None, "Columns of 0 and 1; each gets a probe.", str, nargs="+"),
     "numbers": Option(None, "Columns of numbers; each gets a probe.", str, nargs="+"),
     "embeddings": Option(
-        None, "Folder of dino-sparo embed with the images of the table; an encoder is then not needed.", str
+        None, "Folder of dino-sparo embed with the images of the table; an encoder is then not needed."
     ),
     "what": Option("encoding", "Features of --embeddings.", choices=("encoding", "slots", "cls", "mean")),
     "C": Option(

@@ -118,7 +118,7 @@ NO_PATHS = {
         "slurm_additional",
         "split",
     ),
-    *("split_column", "val_split"),
+    *("split_column", "val_split", "tags", "binary", "numbers"),
 }
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
