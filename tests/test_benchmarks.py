@@ -103,7 +103,7 @@ def test_a_checkouts_modules_import_each_other_and_leave_no_trace(tmp_path: Path
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (fake_checkout(tmp_path) / "eval_knn.py").unlink()
-    message = r"no checkout of facebookresearch/dino: eval_knn\.py missing; git clone"
+    message = r"not a checkout of facebookresearch/dino: eval_knn\.py missing; git clone"
     with pytest.raises(ValueError, match=message):
         Reference(tmp_path)
     with pytest.raises(SystemExit):

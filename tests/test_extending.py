@@ -123,7 +123,7 @@ def test_the_new_evaluation_has_a_result_with_its_whole_protocol(tmp_path: Path,
     evaluation = python(script, *random, *options)
     (path,) = tmp_path.glob("nearest_mean_*_untrained.json")
     result = json.loads(path.read_text())
-    names = {"evaluation", "top1", "images", "encoder", "view", "versions", "options", "warnings"}
+    names = {"evaluation", "top1", "headline", "images", "encoder", "view", "versions", "options", "warnings"}
     assert result.keys() | {"warnings"} == names
     assert result["images"]["num_train"] + result["images"]["num_val"] == 2 * 26
     before = path.read_bytes()

@@ -203,14 +203,10 @@ def test_kernels_are_sorted_by_their_names() -> None:
     assert {name: kind_of(name) for name in kinds} == kinds
 
 
-def test_the_page_in_the_docs_has_its_marks_names_every_part_and_only_tests_that_exist() -> None:
+def test_the_page_in_the_docs_has_its_marks_and_names_every_part() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     assert text.count(page.END) == text.count("<!-- make gpu: ") == 4
     assert set(gpu.PARTS) <= set(re.findall(r"`(\w+)`", text))
-    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    named = re.findall(r"`(test_\w+)`", text)
-    assert len(named) > 10
-    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 def test_parts_of_less_than_ten_minutes_make_an_hour() -> None:

@@ -266,7 +266,7 @@ def test_samples_left_out_from_the_beginning_count_too(tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=1)
     rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))] + 5 * [",alone"]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
-    with pytest.raises(TooManyCorruptError, match=r"6 of 17 pairs .*\(1 were met in this epoch\), more than"):
+    with pytest.raises(TooManyCorruptError, match=r"6 of 17 pairs are unreadable \(1 in this epoch\), more than"):
         run(tmp_path / "run", data_path=tmp_path / "t.csv", epochs=1, max_corrupt=0.1)
 
 

@@ -158,7 +158,7 @@ def test_an_encoder_of_images_alone_embeds_no_captions(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--what", "captions", "encoding"), "embed images and captions into two folders"),
+        (("--what", "captions", "encoding"), "captions and images have different rows; embed them into two folders"),
         (("--captions", "captions.json"), "--captions captions.json without --what captions"),
     ],
 )

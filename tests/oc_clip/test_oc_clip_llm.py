@@ -61,9 +61,9 @@ def test_unary_relations_and_and_are_dropped_and_counted() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is not valid JSON between"),
-        (json.dumps(GRAPH), "there is not valid JSON between"),
-        (wrapped(GRAPH)[:-10], "there is not valid JSON between"),
+        ("", "there is no JSON between"),
+        (json.dumps(GRAPH), "there is no JSON between"),
+        (wrapped(GRAPH)[:-10], "there is no JSON between"),
         ("[ANS]{'entities'}[/ANS]", "is not valid JSON"),
         (wrapped(["dog"]), "a scene graph is"),
         (wrapped({**GRAPH, "entities": ["dog"]}), "relation 0 is Relation"),
@@ -110,13 +110,13 @@ def test_an_answer_that_cannot_be_read_is_asked_for_once_more(tmp_path: Path) ->
     assert parsed(model, tmp_path, "a dog on a mat") == [Outcome(DOG)]
     assert [len(messages) for messages in model.asked] == [2, 4]
     assert model.asked[1][2] == {"role": "assistant", "content": "garbage"}
-    assert "there is not valid JSON between" in model.asked[1][3]["content"]
+    assert "there is no JSON between" in model.asked[1][3]["content"]
 
 
 def test_after_two_such_answers_the_caption_has_no_graph(tmp_path: Path) -> None:
     model = Model("garbage")
     (outcome,) = parsed(model, tmp_path, "a dog on a mat")
-    assert outcome == Outcome(None, "there is not valid JSON between [ANS] and [/ANS]")
+    assert outcome == Outcome(None, "there is no JSON between [ANS] and [/ANS]")
     assert len(model.asked) == 2
     parsed(model, tmp_path, "a dog on a mat")
     assert len(model.asked) == 4
