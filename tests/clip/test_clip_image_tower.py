@@ -96,9 +96,9 @@ def test_every_evaluation_of_encoders_takes_a_clip_checkpoint(
     common = ["--pretrained_weights", str(weights), "--output_dir", str(tmp_path)]
     evaluation = [*common, "--data_path", str(data), "--device", "cpu", "--num_workers", "0"]
     eval_knn.main([*evaluation, "--nb_knn", "2"])
-    eval_linear.main([*evaluation, "--epochs", "1", "--fast", "--n_last_blocks", "2"])
+    eval_linear.main([*evaluation, "--image_encoder", "--epochs", "1", "--fast", "--n_last_blocks", "2"])
     pictures = ["--image_path", str(data / "val"), "--device", "cpu", "--atlas", str(data / "train")]
-    visualize_attention.main([*common, *pictures])
+    visualize_attention.main([*common, "--image_encoder", *pictures])
     written = capsys.readouterr().out
     assert all(
         name in written or (tmp_path / name).is_file()

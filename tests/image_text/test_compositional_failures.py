@@ -280,7 +280,7 @@ def test_pages_of_every_kind_of_model_lie_beside_the_results(data, tmp_path, cap
         page, sheet = (path.with_name(f"{path.stem}_failures{end}") for end in (".html", "_COCO-spatial.png"))
         assert ('class="shot"' in page.read_text()) == has_maps
         with Image.open(sheet) as picture:
-            assert picture.width > 900
+            assert picture.width > 700
         assert all(f"{written}\n" in printed for written in (page, sheet))
         assert json.loads(path.read_text()) == result
 

@@ -308,8 +308,8 @@ def test_every_evaluation_of_encoders_takes_the_image_tower(
     common = ["--pretrained_weights", str(weights), "--output_dir", str(tmp_path)]
     evaluation = [*common, "--data_path", str(data), "--device", "cpu", "--num_workers", "0"]
     eval_knn.main([*evaluation, "--nb_knn", "2"])
-    eval_linear.main([*evaluation, "--epochs", "1", "--fast", "--n_last_blocks", "2"])
-    visualize_attention.main([*common, "--image_path", str(data / "val"), "--device", "cpu"])
+    eval_linear.main([*evaluation, "--image_encoder", "--epochs", "1", "--fast", "--n_last_blocks", "2"])
+    visualize_attention.main([*common, "--image_encoder", "--image_path", str(data / "val"), "--device", "cpu"])
     assert all(list(tmp_path.glob(f"{name}_*_checkpoint_*images.json")) for name in ("knn", "linear"))
 
 

@@ -141,7 +141,10 @@ RECIPES: dict[str, Recipe] = {
             ({"readout": "gap"}, "readout 'cls' in the checkpoint, 'gap' asked for"),
             ({"layer_decay": 0.5}, "--layer_decay was 0.75 and is now 0.5"),
         ),
-        ({"mixup": 0.8, "cutmix": 1, "optimizer": "sgd"}, {"arch": "timm/resnet18", "patch_size": 32, "img_size": 32}),
+        (
+            {"mixup": 0.8, "cutmix": 1, "optimizer": "sgd"},
+            {"arch": "timm/resnet18", "readout": "gap", "patch_size": 32, "img_size": 32},
+        ),
         draws_by_rank=True,
     ),
     "train-clip": Recipe(
