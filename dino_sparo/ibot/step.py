@@ -61,8 +61,8 @@ def train_step(ibot: "IBOTObjective", batches: list[Batch], epoch: int, is_last:
 
 
 def draw_masks(ibot: "IBOTObjective", batches: Sequence[Batch]) -> list[Mask]:
-    """Masks of the step on the device, by random numbers that `begin_step` has seeded."""
-    rng = random.Random(random.getrandbits(64))
+    """Masks of the step on the device, by a generator of their own: anybody may draw from the global ones."""
+    rng = random.Random(ibot.updater.step_seed)
     masks = ibot.mask_recipe.draw_step(rng, len(batches[0].indices), len(batches))
     device = ibot.updater.device
     if device.type == "cuda":  # from page-locked memory nothing waits

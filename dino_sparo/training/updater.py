@@ -36,7 +36,8 @@ class Updater:
         device: of the trained network.
         dtype: of autocast; float32 switches it off.
         accum_steps: micro-batches per step.
-        seed: of stochastic depth.
+        seed: of stochastic depth, and of what else a step draws.
+        step_seed: a number that (seed, step, rank) determine, for what a step draws by a generator of its own.
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
         nonfinite: (), 1 from the first step whose loss is not finite. Without fp16 the gradients count too, and the
@@ -53,6 +54,7 @@ class Updater:
     accum_steps: int = 1
     seed: int = 0
     step: int = 0
+    step_seed: int = field(init=False, default=0)
     scaler: torch.amp.GradScaler | None = field(init=False)
     nonfinite: Tensor = field(init=False)
     overflow: Tensor = field(init=False)
@@ -69,9 +71,10 @@ class Updater:
         # Stochastic depth is a function of (seed, step, rank), so that resuming needs no random state, and equal runs
         # save equal states.
         words = np.random.SeedSequence((self.seed % 2**64, self.step, rank())).generate_state(1, np.uint64)
-        torch.manual_seed(int(words[0]))
-        np.random.seed(int(words[0]) % 2**32)
-        random.seed(int(words[0]))
+        self.step_seed = int(words[0])
+        torch.manual_seed(self.step_seed)
+        np.random.seed(self.step_seed % 2**32)
+        random.seed(self.step_seed)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the forward passes."""

@@ -99,7 +99,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives the masks of a step the random numbers of the recording."""
 
     def seed(number: int) -> None:
-        numbers = SimpleNamespace(Random=lambda _: random.Random(number), getrandbits=lambda _: 0)
+        numbers = SimpleNamespace(Random=lambda _: random.Random(number))
         monkeypatch.setattr(ibot_step, "random", numbers)
 
     return seed
