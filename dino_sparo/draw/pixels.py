@@ -43,6 +43,15 @@ def save_picture(picture: Picture, path: Path) -> None:
         Image.fromarray(picture).save(file, "PNG")
 
 
+def save_indexed(numbers: UInt8[np.ndarray, "H W"], palette: list[int] | None, path: Path) -> None:
+    """Write a PNG whose pixels are numbers of objects or classes; `palette` has their colours, one after the other."""
+    picture = Image.fromarray(numbers)
+    if palette is not None:
+        picture.putpalette(palette)
+    with written_beside(path) as file:
+        picture.save(file, "PNG")
+
+
 def heat(heatmap: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "h w"]:
     """A map on the scale it is coloured by: 0 where it gets no more than its even share, 1 at its maximum.
 

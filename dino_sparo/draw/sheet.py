@@ -274,7 +274,7 @@ def _letters() -> frozenset[int]:
 
 
 def shorten(words: str, letters: int) -> str:
-    """Words of at most so many letters: where they are too long, an ellipsis stands for their middle."""
+    """Words of at most this number of letters; an ellipsis replaces the middle of longer words."""
     if len(words) <= letters:
         return words
     end = (letters - 1) // 2

@@ -200,16 +200,24 @@ class EncoderTask(EvaluationTask):
         return EvalTransform(img_size, self.subject.mean, self.subject.std, exact=not self.args.fast_views)
 
     def features(
-        self, source: ImageSource, encode: Callable[[Tensor], Tensor] | None = None, gather: bool = False
+        self,
+        source: ImageSource,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        gather: bool = False,
+        view: Callable[..., list[Tensor]] | None = None,
     ) -> Features:
         """Features of un-augmented images: this process' share, or those of all processes with `gather`.
 
-        `encode` is a method of the encoder, images (B, C, H, W) -> features (B, F); None: the encoder itself.
+        Args:
+            source: the images.
+            encode: images (B, C, H, W) -> features (B, F), by the encoder; None: the encoder itself.
+            gather: return the features of all processes.
+            view: (image, rng) -> [what the encoder sees]; None: `transform`.
         """
         return extract_split(
             self.encoder,
             source,
-            self.transform,
+            view or self.transform,
             self.device,
             batch_size=self.args.batch_size_per_gpu,
             num_workers=self.args.num_workers,

@@ -24,7 +24,6 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.crops import normalized_tensor
 from dino_sparo.data.labels import require_labels
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.retrieval.datasets import (
     REVISITED,
     SearchSet,
@@ -104,17 +103,7 @@ def features(
 
     Images of different sizes go through the encoder one by one.
     """
-    found = extract_split(
-        task.encoder,
-        source,
-        view,
-        task.device,
-        batch_size=task.args.batch_size_per_gpu,
-        num_workers=task.args.num_workers,
-        encode=encode,
-        dtype=task.dtype,
-        storage=task.storage,
-    )
+    found = task.features(source, encode, gather=True, view=view)
     if found.num_corrupt:
         raise UserError(f"{found.num_corrupt} images of {source.name} cannot be read, so ranks cannot be compared")
     return found.features

@@ -11,9 +11,8 @@ from PIL import Image
 
 from dino_sparo.data.views import rgb_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, short_name
-from dino_sparo.draw.pixels import Picture, fit
+from dino_sparo.draw.pixels import Picture, fit, save_indexed
 from dino_sparo.evaluation.segment.data import VOID
-from dino_sparo.runtime.files import written_beside
 
 COVER = 0.65  # of the image by the colours of classes
 WRONG, RIGHT = (230, 30, 30), (245, 245, 245)
@@ -51,10 +50,7 @@ PALETTE = palette()
 
 def save_mask(labels: Int[np.ndarray, "H W"], numbers: Sequence[int], path: Path) -> None:
     """Write a PNG whose pixels are class numbers; viewers show them in VOC's colours."""
-    mask = Image.fromarray(np.asarray(numbers, dtype=np.uint8)[labels])
-    mask.putpalette(PALETTE.tobytes())
-    with written_beside(path) as file:
-        mask.save(file, "PNG")
+    save_indexed(np.asarray(numbers, dtype=np.uint8)[labels], PALETTE.flatten().tolist(), path)
 
 
 def paint(picture: Picture, colours: Shaped[np.ndarray, "h w"], table: UInt8[np.ndarray, "256 3"]) -> Picture:

@@ -10,7 +10,6 @@ from PIL import Image
 
 from dino_sparo.evaluation.video.measures import VOID
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import written_beside
 
 SOURCE = "https://davischallenge.org/davis2017/code.html (TrainVal, Images and Annotations, 480p)"
 LAYOUT = (
@@ -100,12 +99,3 @@ def _read_annotation(path: Path) -> Image.Image:
     if image.mode not in ("P", "L"):
         raise UserError(f"{path} has {image.mode} pixels, not the number of an object per pixel; take {SOURCE}")
     return image
-
-
-def write_mask(numbers: UInt8[np.ndarray, "H W"], palette: list[int] | None, path: Path) -> None:
-    """Write numbers of objects as a PNG with a palette."""
-    image = Image.fromarray(numbers)
-    if palette is not None:
-        image.putpalette(palette)
-    with written_beside(path) as file:
-        image.save(file, "PNG")

@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from dino_sparo.data.augment import channel_constant, normalize_levels
 from dino_sparo.data.crops import pixels_of
 from dino_sparo.data.sources.decode import read_image
+from dino_sparo.draw.pixels import save_indexed
 from dino_sparo.evaluation.task import EncoderTask
-from dino_sparo.evaluation.video.davis import AnnotatedVideo, open_davis, read_annotations, write_mask
+from dino_sparo.evaluation.video.davis import AnnotatedVideo, open_davis, read_annotations
 from dino_sparo.evaluation.video.measures import MEASURES, VOID, average, score_objects, summarize
 from dino_sparo.evaluation.video.propagation import first_labels, label_map, propagate
 from dino_sparo.models.encoder import Encoder
@@ -50,7 +51,7 @@ def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
         masks = segment(task, video, truths[0] % VOID)
         create_output_dir(folder := file.path.parent / video.name)
         for path, mask in zip(video.annotations, masks, strict=True):
-            write_mask(mask, palette, folder / path.name)
+            save_indexed(mask, palette, folder / path.name)
         scores[video.name] = {number: summarize(values) for number, values in score_objects(masks, truths).items()}
     objects = [summary for video_scores in scores.values() for summary in video_scores.values()]
     result: dict[str, Any] = {
