@@ -271,7 +271,7 @@ def load_clip(
     if description is None and image_text_entry(checkpoint) is not None:
         raise CheckpointError(
             f"{source} holds another image-text model than a CLIP; it has no encodings whose dot product is a score. "
-            "zero-shot, retrieval, compositional and clip-probe evaluate it"
+            "zero-shot, retrieval, compositional and linear evaluate it"
         )
     weights = clip_weights(checkpoint, source)
     if weights is None:

@@ -1,6 +1,7 @@
 """Weights that DINO's authors released: files of the same form, served on 127.0.0.1."""
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from reference import weights as reference
 
 import hubconf
 from dino_sparo import load_encoder
@@ -122,18 +124,28 @@ def test_resnet50_gives_torchvisions_features(tmp_path: Path, server: Server) ->
             torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_xcit_gives_the_class_token_of_the_official_code(tmp_path: Path, server: Server) -> None:
-    """facebookresearch/xcit is timm's model under other names of weights; its class attention stays."""
-    torch.manual_seed(0)
-    reference = timm.create_model("xcit_small_12_p16_224", num_classes=0).eval()
-    serve(tmp_path, "dino_xcit_small_12_p16", reference.state_dict())
-    images = torch.randn(1, 3, 64, 96)
-    with torch.no_grad():
-        encoder = load_encoder("dino_xcit_small_12_p16")
-        torch.testing.assert_close(encoder(images), reference(images), rtol=1e-4, atol=1e-5)
-        assert encoder.config.readout == "cls"
-        with pytest.raises(ValueError, match="give --n_last_blocks 1"):
-            encoder.probe_features(images)
+def test_xcit_gives_the_class_token_of_the_official_code(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class attention stays for `cls`, and its weights have other names than timm's."""
+    recorded = reference.load("xcit")
+    drawn = reference.state(json.loads(str(recorded["shapes"])), "xcit/")
+    statistics = timm.create_model("xcit_nano_12_p16_224").state_dict()  # of batch norm, as they start
+    statistics = {name: value for name, value in statistics.items() if "running" in name or "num_batches" in name}
+    weights = {**statistics, **{name: torch.from_numpy(value) for name, value in drawn.items()}}
+    release = released.Release("timm/xcit_nano_12_p16_224", 16, "xcit_small_12_p16")
+    monkeypatch.setitem(released.RELEASES, "dino_xcit_small_12_p16", release)
+    serve(tmp_path, "dino_xcit_small_12_p16", weights)
+    encoder, model = load_encoder("dino_xcit_small_12_p16"), released_model("dino_xcit_small_12_p16").eval()
+    assert encoder.config.readout == "cls"
+    for size in ((64, 96), (48, 48)):
+        images = torch.from_numpy(reference.images("xcit", 2, *size))
+        wanted = torch.from_numpy(recorded[f"features/{size[0]}x{size[1]}"])
+        with torch.no_grad():
+            torch.testing.assert_close(encoder(images), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model(images), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="give --n_last_blocks 1"):
+        encoder.probe_features(images)
 
 
 @pytest.mark.parametrize(

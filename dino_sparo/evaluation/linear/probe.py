@@ -3,7 +3,7 @@
 `ProbeRun` is a whole training: validation, saving, resuming.
 
 `linear` trains probes that differ in their learning rate, and with `--probe` in their read-out (`attentive.py`),
-`clip-probe` probes that differ in their weight decay, and `slots study` probes of some slots. Encoding dominates the
+of a CLIP probes that differ in their weight decay, and `slots study` probes of some slots. Encoding dominates the
 cost, so the encoder runs once for many probes that differ in one number. Sources: DINO, section 4.1, in the variant of
 facebookresearch/dino's `eval_linear.py`; for the probe's features SPARO, appendix 0.C.2.
 """
