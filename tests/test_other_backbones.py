@@ -35,7 +35,7 @@ SLOW = [pytest.param(family, marks=pytest.mark.slow, id=name) for name, family i
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 SLOW_AND_QUICK = [*(pytest.param(FAMILIES[name], id=name) for name in QUICK), *SLOW]
 main_families = pytest.mark.parametrize("family", SLOW_AND_QUICK)
-# Prefix tokens, no class token, stages: what evaluations have to know of a backbone.
+# Prefix tokens, no class token, stages: videos take minutes for all families.
 KINDS = ("tiny_dinov3", "tiny_siglip", "tiny_resnet50")
 one_of_each_kind = pytest.mark.parametrize("family", [param for param in SLOW_AND_QUICK if param.id in KINDS])
 with_blocks = pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_two_processes_resume_to_the_same_bits(family: Family, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@one_of_each_kind
+@main_families
 @pytest.mark.parametrize("command", ["train-clip", "train-oc-clip"])
 def test_a_step_of_clip_and_of_oc_clip(family: Family, command: str, tmp_path: Path) -> None:
     pytest.importorskip("open_clip")
@@ -280,7 +280,7 @@ def evaluate(command: str, weights: Path, output_dir: Path, **options: Any) -> A
 
 
 @pytest.mark.slow
-@one_of_each_kind
+@main_families
 def test_knn_and_the_linear_probe_read_the_encoder(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     result = evaluate("knn", checkpoint, tmp_path, nb_knn="1 3")
     assert result["encoder"]["arch"] == family.arch
@@ -290,7 +290,7 @@ def test_knn_and_the_linear_probe_read_the_encoder(family: Family, checkpoint: P
 
 
 @pytest.mark.slow
-@one_of_each_kind
+@main_families
 @torch.no_grad()
 def test_maps_are_the_slots_attention_to_patches(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     encoder, images = load_encoder(checkpoint), some_images(family, more=(1, 0))
@@ -324,7 +324,7 @@ def test_videos_are_segmented_by_tokens_and_by_slots(family: Family, checkpoint:
 
 
 @pytest.mark.slow
-@one_of_each_kind
+@main_families
 def test_slots_are_scored_against_masks(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     result = evaluate("slots score", checkpoint, tmp_path, num_images=3)
     assert result["num_maps"] == SLOTS
@@ -346,7 +346,7 @@ def test_maps_of_cls_are_the_last_blocks_attention(family: Family) -> None:
     np.testing.assert_allclose(maps.reshape(expected.shape), expected, atol=1e-6)
 
 
-@one_of_each_kind
+@main_families
 def test_embeddings_know_prefix_tokens(
     family: Family, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -364,7 +364,7 @@ def test_embeddings_know_prefix_tokens(
         assert f"--what cls: {family.arch} has no class token; take encoding, patches or mean" in caplog.text
 
 
-@one_of_each_kind
+@main_families
 def test_info_says_how_the_encoder_is_built(family: Family, checkpoint: Path, capsys: pytest.CaptureFixture) -> None:
     run_command("info", [str(checkpoint)])
     assert f"{family.arch}/{family.patch_size} at {family.side} px, sparo (5 slots of 3" in capsys.readouterr().out
