@@ -278,6 +278,13 @@ def test_every_flipped_digit_of_an_export_is_detected(tmp_path: Path, format: st
 # timm.
 
 
+def test_timm_loads_an_export_by_its_own_command(tmp_path: Path) -> None:
+    encoder = build(arch="vit_tiny", patch_size=16, img_size=224, readout="cls")
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, checkpoint_path=str(exported)).eval()
+    torch.testing.assert_close(model(images(2, 224)), encoder(images(2, 224)), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
