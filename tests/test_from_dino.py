@@ -128,6 +128,7 @@ def test_a_command_of_the_references_readme_runs(
     if "input/video.mp4" in options:
         Path("input").mkdir()
         write_video(list_pictures(Path("output/frames"))[:2], Path("input/video.mp4"), fps=5.0)
+        shutil.rmtree("output/frames")
     main = importlib.import_module(script.removesuffix(".py")).main
     if "--help" in options:
         with pytest.raises(SystemExit) as end:
