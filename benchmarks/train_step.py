@@ -44,7 +44,7 @@ from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule, gradient_norms
-from dino_sparo.training.recording import WARM_UP_CALLS
+from dino_sparo.training.recording import WARM_UP_CALLS, Record, Recorder
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
@@ -52,6 +52,7 @@ CHECKED_STEPS = 3
 FLOOR_BATCH, FLOOR_MS = 64, {"cls": 13.5, "sparo": 12.7}
 COMPILED, RECORDED = "ours, {}, compiled", "ours, {}, compiled and recorded"
 STEPS = 10_000  # of the schedules; only the first few are taken
+MIN_SECONDS = 0.5  # of steps one after the other, for one timing on a GPU
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,19 @@ class Stepper:
     parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
     halves: dict[str, Callable[[], Any]] = field(default_factory=dict)
     networks: tuple[nn.Module, nn.Module] | None = None
+
+    def recorded(self, recorder: Recorder, record: Record | None) -> "Stepper":
+        """The same step, for which the recorder first gets this way to record; None: it calls the functions."""
+
+        def bound(call: Callable[[], Any]) -> Callable[[], Any]:
+            def called() -> Any:
+                recorder.record = record
+                return call()
+
+            return called
+
+        halves = {name: bound(call) for name, call in self.halves.items()}
+        return Stepper(bound(self.step), self.parts, halves, self.networks)
 
 
 def noise_batch(sizes: Sizes, seed: int) -> Batch:
@@ -378,16 +392,25 @@ def _measure_readout(
         if reference is not None:
             networks = reference_networks(reference, sizes, readout, 0.1)
             steppers["reference"] = reference_stepper(reference, networks, sizes, finished, args.device)
-        for name, precision, compiles, cuda_graph in steps:
+        for name, precision, compiles in steps:
+            cuda_graph = "on" if compiles and args.device != "cpu" else "off"
             training = our_training(sizes, readout, precision, args.device, 0.1, cuda_graph)
             stepper = ours(training, batch)
-            if compiles and (reason := compile_failure(training, stepper)):
+            if not compiles:
+                steppers[name] = stepper
+                continue
+            if reason := compile_failure(training, stepper):
                 section.notes.append(f"{readout}, {name}: left out. {reason}")
                 continue
-            for _ in range(WARM_UP_CALLS + 1 if cuda_graph == "on" else 0):  # the last call records
-                stepper.step()
-            steppers[name] = stepper
-        timings = interleave({name: s.step for name, s in steppers.items()}, args.rounds, 0.0, args.device)
+            # One network, compiled once, is timed in both forms.
+            steppers[name] = stepper.recorded(training.recorder, None)
+            if record := training.recorder.record:
+                steppers[RECORDED.format(precision)] = recorded = stepper.recorded(training.recorder, record)
+                for _ in range(WARM_UP_CALLS + 1):  # the last call records
+                    recorded.step()
+        # On a GPU steps follow each other as in training: nothing waits for a single one.
+        min_seconds = 0.0 if args.device == "cpu" or args.quick else MIN_SECONDS
+        timings = interleave({name: s.step for name, s in steppers.items()}, args.rounds, min_seconds, args.device)
         first = next(iter(steppers))
         for name, stepper in steppers.items():
             time_of = timings.time(name)
@@ -459,16 +482,13 @@ class Form(NamedTuple):
     name: str
     precision: str
     compiles: bool = False
-    cuda_graph: str = "off"
 
 
 def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
-    """Precisions, compiled, and on a GPU recorded too."""
+    """Precisions, and compiled; on a GPU the compiled form is recorded too."""
     all_forms = [Form(f"ours, {precision}", precision) for precision in precisions]
     if not (args.quick or args.no_compile) and (args.full or args.device != "cpu"):
         all_forms.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
-        if args.device != "cpu":
-            all_forms.append(Form(RECORDED.format(precisions[-1]), precisions[-1], compiles=True, cuda_graph="on"))
     return all_forms
 
 

@@ -15,18 +15,21 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reference import Reference
-from benchmarks.report import Section, options, run
+from benchmarks.report import Section, options, run, save
 from benchmarks.timing import on_host, synchronize
 from benchmarks.train_step import (
     FLOOR_BATCH,
     FLOOR_MS,
     QUICK,
     Sizes,
+    Stepper,
     compile_failure,
     deferred_batch,
     our_training,
     ours,
 )
+from dino_sparo.dino.train import DINOObjective
+from dino_sparo.training.recording import WARM_UP_CALLS
 
 # Kind of a kernel -> words in its name, the first that fits.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -48,15 +51,10 @@ def kind_of(kernel: str) -> str:
 
 
 def profile_step(
-    sizes: Sizes, readout: str, device: str, compiles: bool
+    training: DINOObjective, stepper: Stepper, readout: str, batch: int, device: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows by kind and by kernel, of one step in bf16."""
-    batch = on_host(deferred_batch(sizes, 1), device)
-    training = our_training(sizes, readout, "bf16", device, 0.1)
-    stepper = ours(training, batch)
-    if compiles and compile_failure(training, stepper):
-        return [], []
-    for _ in range(3):
+    """Rows by kind and by kernel, of one step."""
+    for _ in range(WARM_UP_CALLS + 2):  # the last but one records
         stepper.step()
     synchronize(device)
     begin = time.perf_counter()
@@ -90,7 +88,7 @@ def profile_step(
         {"": kind, "ms": ms, "share of the step": ms / total, "launches": number}
         for kind, (ms, number) in sorted(kinds.items(), key=lambda item: -item[1][0])
     ]
-    floor, busy = FLOOR_MS[readout] * sizes.batch / FLOOR_BATCH, sum(times.values())
+    floor, busy = FLOOR_MS[readout] * batch / FLOOR_BATCH, sum(times.values())
     rows += [
         {"": what, "ms": ms, "share of the step": ms / total, "launches": number}
         for what, ms, number in (
@@ -105,20 +103,26 @@ def profile_step(
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """Both read-outs, eager and compiled."""
+    """Both read-outs, eager, compiled, and recorded."""
     sizes = QUICK if args.quick else Sizes(batch=FLOOR_BATCH)
     section = Section(
         "Where the time of a step goes", f"bf16, batch {sizes.batch}, on {args.device}, mean of {STEPS} steps."
     )
+    batch = on_host(deferred_batch(sizes, 1), args.device)
     for readout in ("cls", "sparo"):
-        for compiles in (False,) if args.quick else (False, True):
-            kinds, kernels = profile_step(sizes, readout, args.device, compiles)
-            form = f"{readout}, {'compiled' if compiles else 'eager'}"
-            if not kinds:
-                section.notes.append(f"{form}: could not be compiled")
-                continue
-            section.tables[f"{form}: by kind"] = kinds
-            section.tables[f"{form}: the longest kernels"] = kernels
+        training = our_training(sizes, readout, "bf16", args.device, 0.1, "off" if args.device == "cpu" else "on")
+        stepper, record = ours(training, batch), training.recorder.record
+        for form in ("eager",) if args.quick else ("eager", "compiled", "recorded"):
+            if form == "compiled" and (reason := compile_failure(training, stepper)):
+                section.notes.append(f"{readout}: could not be compiled. {reason}")
+                break
+            if form == "recorded" and record is None:
+                break
+            training.recorder.record = record if form == "recorded" else None
+            kinds, kernels = profile_step(training, stepper, readout, sizes.batch, args.device)
+            section.tables[f"{readout}, {form}: by kind"] = kinds
+            section.tables[f"{readout}, {form}: the longest kernels"] = kernels
+            save([section], None, args)
     return section
 
 

@@ -6,7 +6,9 @@ fp32 with deterministic kernels has to give the same bits, with stochastic depth
 """
 
 import argparse
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -19,19 +21,26 @@ STEPS, BATCH = 20, 16
 BF16 = 1e-4  # nats
 
 
-def trained(sizes: dict[str, object], cuda_graph: str, device: str, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses (steps,) and all weights of the student and the teacher, on the CPU."""
-    built = build("DINO", {**sizes, "cuda_graph": cuda_graph}, device, compiles=device != "cpu")
+def trained(sizes: dict[str, object], is_exact: bool, device: str, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses (steps,) and all weights of the student and the teacher, on the CPU.
+
+    Args:
+        sizes: options of main_dino.py.
+        is_exact: use deterministic kernels.
+        device: cpu or cuda.
+        steps: to take.
+    """
+    torch.use_deterministic_algorithms(is_exact)
+    built = build("DINO", sizes, device, compiles=device != "cpu")
     losses = torch.stack([built.step() for _ in range(steps)]).double().cpu()
     dino: Any = built.objective
     networks = (dino.network, dino.teacher)
     weights = torch.cat([weight.detach().flatten() for network in networks for weight in network.parameters()])
-    dino.recorder.drop()
     return losses, weights.cpu()
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """fp32, fp32 with stochastic depth, bf16."""
+    """fp32, fp32 with stochastic depth, bf16; every run is a process of its own, and all run at once."""
     steps = 6 if args.quick else STEPS
     section = Section("Recorded and unrecorded steps", f"{steps} steps on {args.device}, sparo.")
     sizes = SMALL["DINO"] if args.quick else {**FULL["DINO"], "batch_size_per_gpu": BATCH}
@@ -40,19 +49,21 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         "fp32, stochastic depth": {"precision": "fp32", "drop_path_rate": 0.1},
         "bf16": {"precision": "bf16"},
     }
-    for name, changes in forms.items():
-        torch.use_deterministic_algorithms(name != "bf16")
-        try:
-            (plain, weights), (recorded, others) = (
-                trained({**sizes, **changes}, cuda_graph, args.device, steps) for cuda_graph in ("off", "on")
-            )
-        finally:
-            torch.use_deterministic_algorithms(False)
-        if name == "bf16":
-            section.check(f"{name}: losses of {steps} steps, recorded and not", recorded, plain, BF16)
-        else:
-            section.check(f"{name}: weights after {steps} steps, recorded and not", others, weights, 0)
-        save([section], None, args)
+    with ProcessPoolExecutor(2 * len(forms), mp_context=multiprocessing.get_context("spawn")) as pool:
+        runs = {
+            name: [
+                pool.submit(trained, {**sizes, **changes, "cuda_graph": on}, name != "bf16", args.device, steps)
+                for on in ("off", "on")
+            ]
+            for name, changes in forms.items()
+        }
+        for name, pair in runs.items():
+            (plain, weights), (recorded, others) = (run_.result() for run_ in pair)
+            if name == "bf16":
+                section.check(f"{name}: losses of {steps} steps, recorded and not", recorded, plain, BF16)
+            else:
+                section.check(f"{name}: weights after {steps} steps, recorded and not", others, weights, 0)
+            save([section], None, args)
     if args.device == "cpu":
         section.notes.append("A CPU records nothing: the steps ran, and more is not shown.")
     return section

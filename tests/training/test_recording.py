@@ -74,15 +74,34 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
+def command_of(name: str) -> str:
+    """The command of a form of `RUNS`."""
+    return {"simdino": "train-simdino", "ibot": "train-ibot"}.get(name.split()[0], "train")
+
+
+def words_of(name: str, tmp_path: Path, folder: str, **changes: object) -> list[str]:
+    """The options of a form of `RUNS`."""
+    options_of: dict[str, object] = {"data_path": "scenes:32:32", "epochs": 2, "batch_size_per_gpu": 2, **RUNS[name]}
+    if "init_from" in options_of:
+        options_of["init_from"] = train_small("train", tmp_path / "first", max_steps=1) / "checkpoint.pth"
+    return small_options(tmp_path / folder, command_of(name), **{**options_of, **changes})
+
+
+def assert_equal_states(name: str, *runs: Path) -> None:
+    """Two runs saved equal bits."""
+    plain, recorded = (load_checkpoint(run / "checkpoint.pth") for run in runs)
+    loss = {"train": "dino_loss", "train-simdino": "simdino_loss", "train-ibot": "ibot_loss"}[command_of(name)]
+    for entry in ("student", "teacher", "optimizer", loss):
+        pairs = list(zip(weights_of(plain[entry]), weights_of(recorded[entry]), strict=True))
+        assert all(torch.equal(old, new) for old, new in pairs), entry
+    assert plain["step"] == recorded["step"]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_is_bit_identical_to_another(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    command = {"simdino": "train-simdino", "ibot": "train-ibot"}.get(name.split()[0], "train")
-    changes: dict[str, object] = {"data_path": "scenes:32:32", "epochs": 2, "batch_size_per_gpu": 2, **RUNS[name]}
-    if "init_from" in changes:
-        changes["init_from"] = train_small("train", tmp_path / "first", max_steps=1) / "checkpoint.pth"
-    words = small_options(tmp_path / "plain", command, cuda_graph="auto", **changes)
+    command, words = command_of(name), words_of(name, tmp_path, "plain", cuda_graph="auto")
     run_command(command, words)
     assert "not recorded, as the device is cpu" in caplog.text
     graphs: list[GraphOnCPU] = []
@@ -98,15 +117,28 @@ def test_a_recorded_run_is_bit_identical_to_another(
     words[words.index(str(tmp_path / "plain"))] = str(tmp_path / "recorded")
     run_command(command, [*words, "--max_steps", "7"])  # within the first epoch, of 16 steps or 8
     run_command(command, words)
-    plain, recorded = (load_checkpoint(tmp_path / run / "checkpoint.pth") for run in ("plain", "recorded"))
     assert graphs[0].replays > 0
     # The look at the encoder after the first epoch drops the recording. With two parts one step is left of that epoch.
     assert graphs[1].recordings == (1 if name.endswith("parts") else 2)
-    loss = {"train": "dino_loss", "train-simdino": "simdino_loss", "train-ibot": "ibot_loss"}[command]
-    for entry in ("student", "teacher", "optimizer", loss):
-        pairs = list(zip(weights_of(plain[entry]), weights_of(recorded[entry]), strict=True))
-        assert all(torch.equal(old, new) for old, new in pairs), entry
-    assert plain["step"] == recorded["step"]
+    assert_equal_states(name, tmp_path / "plain", tmp_path / "recorded")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", RUNS)
+def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.backends.cudnn.deterministic", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for cuda_graph in ("off", "on"):
+            words = words_of(name, tmp_path, cuda_graph, cuda_graph=cuda_graph, device="cuda", compile="off")
+            run_command(command_of(name), words)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert caplog.text.count("recorded as one CUDA graph") >= 1
+    assert_equal_states(name, tmp_path / "off", tmp_path / "on")
 
 
 def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
