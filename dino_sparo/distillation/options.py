@@ -172,9 +172,9 @@ FREEZE_LAST_LAYER: Group = {
     ),
 }
 CUDA_GRAPH = Option(
-    "off",
-    "Record forward and backward pass as one CUDA graph, so that the GPU does not wait for Python. Not run on a GPU "
-    "yet. auto: record on the GPUs of one machine, if the step allows it. on: also on several machines.",
+    "auto",
+    "Record forward and backward pass as one CUDA graph, so that the GPU does not wait for Python. auto: record on the "
+    "GPUs of one machine, if the step allows it. on: also on several machines.",
     choices=("auto", "on", "off"),
 )
 USE_FP16 = Option(None, "facebookresearch/dino's option: true is --precision fp16, false is fp32.", bool_flag)

