@@ -5,20 +5,16 @@ Files may come from strangers: reading a named pipe may never end, and deeply ne
 
 import contextlib
 import functools
-import hashlib
 import io
 import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import stat
-import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +94,8 @@ def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
+    import hashlib  # here, as others that --help does not need
+
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
@@ -116,6 +114,9 @@ def checksum(path: Path) -> dict[str, Any]:
 
 def versions(**more: str) -> dict[str, str]:
     """Versions of the packages that results depend on; `more` are names and distributions of further packages."""
+    import platform
+    from importlib.metadata import version
+
     import torch  # not above: files are read before torch is imported
     import torchvision
 
@@ -132,6 +133,8 @@ def versions(**more: str) -> dict[str, str]:
 @functools.cache  # a process keeps the code that it began with
 def git_hash() -> str | None:
     """The commit this code was checked out from; None if it does not run from a checkout."""
+    import subprocess
+
     try:
         folder = Path(__file__).resolve().parents[2]
         answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
