@@ -20,7 +20,7 @@ from dino_sparo.evaluation.segment.pictures import PALETTE
 from studies.drawn_sets import samples
 
 SIZE = 48  # side of the pictures, pixels
-NUM_ROWS, NUM_ORIGINALS = 800, 300  # rows of a split of the table, originals of copies
+NUM_ROWS, NUM_ORIGINALS = 500, 200  # rows of a split of the table, originals of copies
 NUM_CLIPS, NUM_FRAMES, CLIP_SIZE = 8, 8, 96
 SPEED = (0.02, 0.05)  # of an object along each axis, image sides per frame
 
