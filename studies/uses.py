@@ -1,4 +1,4 @@
-"""Encoders of the study `scenes` -> what their frozen features are good for, by our own commands on drawn data.
+"""Encoders of the study `scenes` -> what they are good for, frozen or fine-tuned, by our own commands on drawn data.
 
     python -m studies uses --output_dir output/studies
 
