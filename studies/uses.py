@@ -125,7 +125,7 @@ def measure(
     weights: Path, folder: Path, data: Path, seed: int, read: Collection[str], command: RunCommand
 ) -> dict[str, float]:
     """Row of the table -> percent, for the commands that read these parts of the encoder."""
-    scores = {}
+    scores: dict[str, float] = {}
     for number, use in enumerate(USES):
         if use.reads not in read:
             continue
