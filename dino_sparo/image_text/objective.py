@@ -65,10 +65,17 @@ class PairObjective(Objective[AnyBatch]):
         std: as `mean`.
         clip_grad: largest norm of all gradients together; 0 for no limit.
 
-    Args:
-        args: the options of `options.py`.
-        process: this process among its peers.
-        forms: `collate`, and for an objective that adds to pairs `with_graphs`; see `number_pairs`.
+    Attributes:
+        model_name: for messages.
+        model_key: the checkpoint's entry that says how the model is built.
+        check_combinations: refuses options that do not fit each other.
+        patch_size: of our own vision transformers by default, pixels.
+        model: the model, inside DDP where there are several processes.
+        network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
+            `logit_scale`, the logarithm of its inverse temperature, or None.
+        mean: (1, C, 1, 1), of pixels in 0..1, on the device.
+        std: as `mean`.
+        clip_grad: largest norm of all gradients together; 0 for no limit.
     """
 
     model_name: ClassVar[str]

@@ -21,13 +21,9 @@ from dino_sparo.runtime.files import open_regular
 
 
 def printable(words: str, keep: str = "") -> str:
-    """Words with escape sequences for control characters, bytes that are no UTF-8, and the like.
+    """Words with escape sequences for control characters, bytes that are no UTF-8, and the like, except in `keep`.
 
     File names may hold them. On a terminal they could move the cursor, in a log they could look like another line.
-
-    Args:
-        words: any text.
-        keep: characters that stay as they are, such as line breaks.
     """
     return "".join(
         letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()

@@ -68,9 +68,6 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
-
-    Raises:
-        UserError: variables of torchrun are missing or contradict each other.
     """
     variables = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
     if len(variables) == len(TORCHRUN_VARIABLES):
@@ -89,7 +86,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
 
 def _torchrun_ranks(given: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank; UserError unless they are numbers, and the ranks lie below the world size."""
+    """Rank, world size, local rank; UserError unless they are numbers, and both ranks lie below the world size."""
     try:
         rank, size, local_rank = (int(given[name]) for name in TORCHRUN_VARIABLES)
     except ValueError:

@@ -143,9 +143,7 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     """The weights with the patch projection adapted to another number of channels, as timm does.
 
     For one channel the weights of red, green and blue are added. For more they are repeated and scaled by 3 / channels.
-
-    Raises:
-        CheckpointError: the weights are of neither 3 nor `in_chans` channels.
+    CheckpointError if the weights are of neither 3 nor `in_chans` channels.
     """
     channels = patch_sizes(weights, path)[1]
     require_channels(channels, in_chans, path)

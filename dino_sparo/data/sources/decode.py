@@ -15,13 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dino_sparo.data.channels import (
-    NUMPY_MAGIC,
-    ChannelImage,
-    levels_of,
-    planes_of_array,
-    planes_of_image,
-)
+from dino_sparo.data.channels import NUMPY_MAGIC, ChannelImage, levels_of, planes_of_array, planes_of_image
 from dino_sparo.data.defaults import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
@@ -101,8 +95,7 @@ def read_image(
 ) -> Image.Image:
     """Read and decode an image, which lies in the file at `offset` with `size` bytes (None: up to the file's end).
 
-    Raises:
-        CorruptImageError: no regular file, it cannot be read, is too large, or see `decode_image`.
+    A CorruptImageError says that the file is irregular, unreadable or too large; see also `decode_image`.
     """
     try:
         # Opening the file each time costs microseconds, and nothing has to survive fork or pickling.
@@ -229,8 +222,7 @@ def _oriented(image: Image.Image, exif: str) -> Image.Image:
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
     """An image of any mode as 8-bit RGB; `max_value` of 16-bit grayscale is white.
 
-    Raises:
-        ValueError: the range of the pixels is unknown: floating-point numbers, or integers of more than 16 bit.
+    Floating-point numbers and integers of more than 16 bit have no known range and are a UserError.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scale_deep_gray(image, max_value)

@@ -108,11 +108,7 @@ class Member(NamedTuple):
 
 
 def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
-    """Walk a tar's headers; links, folders and devices are skipped.
-
-    Args:
-        shard: the file.
-        position: where to begin, bytes; `Member.start` of some member.
+    """Walk a tar's headers from `position` on, a `Member.start`; links, folders and devices are skipped.
 
     Raises:
         DamagedShardError: the file is not a plain tar, is truncated, or its headers are absurd.
@@ -221,12 +217,7 @@ def blocks_of(member: Member) -> tuple[int, int, int]:
 
 
 class ShardIndex:
-    """The records of all samples in some shards.
-
-    Args:
-        shards: paths.
-        pieces: the records of each.
-    """
+    """The records of all samples in some shards; `pieces` are the records of each."""
 
     def __init__(self, shards: list[str], pieces: list[np.ndarray]) -> None:
         self.shards, self.records = shards, np.concatenate(pieces)
@@ -234,7 +225,6 @@ class ShardIndex:
         self.ends = self.counts.cumsum()
 
     def __len__(self) -> int:
-        """Number of records."""
         return len(self.records)
 
     def shard_of(self, index: int) -> str:

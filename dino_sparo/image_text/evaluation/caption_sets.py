@@ -99,8 +99,7 @@ def open_caption_set(
 def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[str]], LeftOut, str | None]:
     """Read a file of captions; `split` is one of Karpathy's, by default `KARPATHY_SPLIT`.
 
-    Returns:
-        Captions by file name of their image, captions without image, and the split; None where there are no splits.
+    Returns also the captions without image, and the split; None where there are no splits.
     """
     where = f"captions={str(path)!r}"
     left_out, file_split, content = LeftOut(), None, None

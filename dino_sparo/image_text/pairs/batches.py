@@ -78,7 +78,6 @@ class PairSource:
         self.name, self.classes, self.labels = self.images.name, self.images.classes, self.images.labels
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.images)
 
     def location(self, index: int) -> str:
@@ -107,16 +106,10 @@ class PairSource:
 
 
 class PairTransform:
-    """Image -> one view, a large random crop: CLIP's only distortion.
+    """Image -> one view, a large random crop: CLIP's only distortion; `scale` is the range of its share of the area.
 
-    Args:
-        img_size: side of the view in pixels.
-        scale: smallest and largest share of the image's area.
-        exact: the pixels of torchvision's pipeline on PIL images, as in OpenCLIP; False resizes with torch, which is
-            faster and rounds differently: some pixels are a level off.
-
-    Raises:
-        ValueError: a scale that is not an interval within (0, 1].
+    `exact` gives the pixels of torchvision's pipeline on PIL images, as in OpenCLIP. Else torch resizes, which is
+    faster and rounds differently: some pixels are a level off.
     """
 
     def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:

@@ -46,9 +46,6 @@ class PairStream(IterableDataset):
         context_length: N, tokens.
         caption_key: key of the `.json` members; None takes the `.txt` members.
         limits: larger images are refused.
-
-    Raises:
-        ValueError: there is no shard, or the weights are not those of the sources.
     """
 
     def __init__(
