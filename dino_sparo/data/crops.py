@@ -37,14 +37,7 @@ CROP_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """Random parameters of one kind of crop.
-
-    Attributes:
-        size: side of the crop in pixels.
-        scale: smallest and largest share of the image's area.
-        blur_probability: how often it is blurred.
-        solarize_probability: how often its bright pixels are inverted.
-    """
+    """Random parameters of one kind of crop; `size` in pixels, `scale` the range of its share of the image's area."""
 
     size: int
     scale: tuple[float, float]

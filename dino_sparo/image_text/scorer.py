@@ -138,12 +138,7 @@ class Scorer(Protocol):
 
 
 class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption.
-
-    Attributes:
-        lines: further numbers in words; may be empty.
-        tiles: maps over `Explanation.picture`.
-    """
+    """Maps of a model for one caption, over `Explanation.picture`, and further numbers in words."""
 
     lines: Sequence[str]
     tiles: Sequence[Tile]

@@ -241,9 +241,8 @@ class LoadedOCCLIP(LoadedModel):
 def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
     """The model of a checkpoint of `dino-sparo train-oc-clip`, in eval mode, on the CPU.
 
-    Raises:
-        CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
-        ValueError: the checkpoint has settings that this version does not know.
+    CheckpointError if the file cannot be read, holds no OC-CLIP, or its weights do not fit; UserError if it has
+    settings that this version does not know.
     """
     checkpoint, source = load_checkpoint(path) if checkpoint is None else checkpoint, str(path)
     description = checkpoint.get("oc_clip")

@@ -197,10 +197,8 @@ def fitting_slots(
     """At most `num_slots` slots that meet the criteria in at least `num_pairs` pairs at once, by a greedy choice.
 
     The next slot is the one that meets the criteria in most of the pairs in which all slots before it meet them,
-    without attending to a word that a slot before it attends to; among equals the sharper one.
-
-    Returns:
-        The slots, and whether all of them meet the criteria in a pair.
+    without attending to a word that a slot before it attends to; among equals the sharper one. Returns also whether all
+    slots meet the criteria in a pair.
     """
     common = np.ones(len(meets), dtype=bool)
     slots: list[int] = []

@@ -99,15 +99,8 @@ def score_slots(
 
     with x_l the normalised slots of an image and w_c the class feature of `DotProductScorer.encode_classes`, whose
     slots are as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots
-    selected. Every image is encoded once. Every process takes part and gets the result.
-
-    Args:
-        scorer: of a model with slots.
-        source: images labelled by their places in `names`; they rank the slots.
-        held_out: other images, on which the ranking is tried.
-        names: of the classes.
-        templates: sentences with `{}`.
-        num_slots: L.
+    selected. Every image is encoded once. Every process takes part and gets the result. The images of `source`,
+    labelled by their places in `names`, rank the slots; the ranking is tried on those held out.
     """
     classes = scorer.encode_classes(names, templates)
     images, others = _image_features(scorer, source), _image_features(scorer, held_out)
@@ -146,12 +139,9 @@ def _image_features(scorer: DotProductScorer, source: ImageSource) -> Features:
 def _accuracies(
     images: Features, classifier: Float[Tensor, "L classes V"], scores_of: Callable[[Tensor], Iterable[Tensor]]
 ) -> list[float]:
-    """Top-1 accuracies, percent; each process classifies its share of the images.
+    """Top-1 accuracies, percent; each process classifies its share of the images, whose features lie on the CPU.
 
-    Args:
-        images: with features on the CPU.
-        classifier: for its device and its number of slots.
-        scores_of: slots (b, L, V) of some images -> L scores (b, classes).
+    `scores_of` makes L scores (b, classes) of slots (b, L, V), on the device of the classifier.
     """
     hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
     for start in range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK):

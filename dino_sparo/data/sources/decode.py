@@ -74,12 +74,7 @@ def left_out(endings: Counter[str]) -> str:
 
 
 class CorruptImageError(UserError):
-    """An image that cannot be read.
-
-    Attributes:
-        location: where it lies, e.g. `data/a.jpg`, `shard-000.tar!a.jpg`.
-        reason: what is wrong with it.
-    """
+    """An image that cannot be read: its location, such as `data/a.jpg` or `shard-000.tar!a.jpg`, and the reason."""
 
     # The default lets a DataLoader rebuild the error from its message alone when it comes out of a worker.
     def __init__(self, location: str, reason: str = "") -> None:
@@ -164,14 +159,8 @@ def to_image(
 ) -> Image.Image:
     """An image of any mode, or an array, as a model takes it: 8-bit RGB for three channels, else a `ChannelImage`.
 
-    Args:
-        image: as opened by Pillow; or (H, W), (H, W, C) or (C, H, W).
-        in_chans: number of the model's channels.
-        max_value: value of pixels with more than 8 bit that is white.
-        exif: as in `ImageLimits`.
-
-    Raises:
-        ValueError: the range of the pixels is unknown, or the image has another number of channels.
+    Arrays are (H, W), (H, W, C) or (C, H, W). The other arguments are as in `ImageLimits`. Pixels of unknown range, and
+    another number of channels, are a UserError.
     """
     if isinstance(image, ChannelImage):
         return image

@@ -198,12 +198,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to index shards.
+    """A way to index shards: its name in the cache, the type of a record, and the function that indexes one shard.
 
-    Attributes:
-        name: distinguishes kinds in the cache.
-        dtype: of a record.
-        index: indexes one shard. Raises DamagedShardError.
+    The function raises DamagedShardError.
     """
 
     name: str

@@ -42,13 +42,7 @@ class Crop(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An image in a table of Hugging Face.
-
-    Attributes:
-        name: of the table's file, .parquet or .arrow.
-        column: of the images.
-        row: in this file, from 0.
-    """
+    """An image in a table of Hugging Face, a .parquet or .arrow file; rows count from 0."""
 
     name: str
     column: str
@@ -64,11 +58,7 @@ def file_of(image: ImageName) -> str:
 
 
 class NamedSource(FileSource):
-    """Image files, parts of them, or images in tables.
-
-    Attributes:
-        names: of the images.
-    """
+    """Image files, parts of them, or images in tables, by the names in annotations."""
 
     names: Sequence[ImageName]
 

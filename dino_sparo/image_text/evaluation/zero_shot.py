@@ -66,11 +66,7 @@ def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) 
 
 
 class ClassCounts:
-    """Hits of a classifier, class by class.
-
-    Attributes:
-        counts: (classes, 4), of each class: images, top-1 hits, top-5 hits, ties for the first place.
-    """
+    """Hits of a classifier, class by class: numbers of images, top-1 hits, top-5 hits, and ties for the first place."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_classes, 4, dtype=torch.int64, device=device)

@@ -126,14 +126,10 @@ class PairTransform:
 
 @dataclass(frozen=True)
 class PairItem:
-    """One pair, ready for a batch.
+    """One pair, ready for a batch; its image is 8 bit.
 
-    Attributes:
-        image: (C, H, W), 8 bit.
-        caption: in words.
-        index: in the source.
-        corrupt: (location, reason) of the requested pair, if it was replaced.
-        negative: a false caption, if the source has them.
+    `corrupt` has (location, reason) of the requested pair if it was replaced; `negative` is a false caption, if the
+    source has them.
     """
 
     image: Tensor
