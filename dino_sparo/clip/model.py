@@ -211,19 +211,15 @@ class LoadedClip(LoadedModel):
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
-        """The similarity of each image and each caption: the scores that every evaluation compares.
+        """The similarity of each image and each caption, fp32 in [-1, 1]: the scores that every evaluation compares.
 
             S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
 
             loaded = load_clip("output/checkpoint.pth")
             loaded.similarity([Image.open("dog.jpg")], ["a photo of a dog", "a photo of a cat"])  # (1, 2)
 
-        Args:
-            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: texts; longer ones than the context are cut off.
-
-        Returns:
-            (images, captions), fp32, in [-1, 1], where the model is.
+        Images have any size and mode, or are a batch (images, C, H, W), resized and normalised with `mean` and `std`.
+        Captions that are longer than the context are cut off.
         """
         config = self.model.config
         tokenize_captions = partial(tokenize, context_length=config.text.context_length)

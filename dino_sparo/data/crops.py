@@ -49,13 +49,8 @@ class CropRecipe:
 class CropParameters:
     """One draw from a `CropRecipe`, for one image; the distortions are listed in the order in which they are applied.
 
-    Attributes:
-        box: top, left, height, width in pixels of the image.
-        flip: mirror left and right.
-        jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
-        grayscale: drop the colours.
-        blur_radius: standard deviation of the blur in pixels, 0 for none.
-        solarize: invert bright pixels.
+    The box is top, left, height, width in pixels of the image. `jitter` has (operation, factor) pairs in their random
+    order, none if the crop keeps its colours. `blur_radius` is a standard deviation in pixels, 0 for none.
     """
 
     box: tuple[int, int, int, int]

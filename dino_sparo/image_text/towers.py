@@ -247,13 +247,10 @@ def tower_configs(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model and its description for result files.
+    """A trained model, in eval mode and on the CPU, and its description for result files.
 
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: per channel.
-        record: plain values: weights, hash, epoch, configuration.
+    Mean and std are those of its images' pixels in 0..1. The record has plain values: weights, hash, epoch,
+    configuration.
     """
 
     model: Any = field(repr=False)

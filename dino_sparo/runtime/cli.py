@@ -184,14 +184,8 @@ class _HelpAll(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """Options of a command, spelled in full; a mistake is answered in one line.
 
-    Values come from the command line, else from `--config`, else from `--preset`, else from the table.
-
-    Args:
-        groups: title -> name -> option.
-        prog: name of the command.
-        description: input and output of the command.
-        presets: name -> configuration file, for a command with `--preset`.
-        defaults: option -> default, where the table has another.
+    Values come from the command line, else from `--config`, else from `--preset`, whose configuration files are
+    `presets`, else from `defaults`, else from the table.
     """
 
     def __init__(

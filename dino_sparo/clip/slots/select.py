@@ -53,16 +53,8 @@ IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
 class SlotScores:
     """Zero-shot accuracies of slots, top-1 in percent.
 
-    Attributes:
-        alone: (L,), accuracy of each slot by itself.
-        ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
-        curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
-        held_out_curve: (L,), like `curve`, on images that had no say in the ranking.
-        num_images: images that ranked the slots.
-        num_held_out: held-out images that were classified.
-        num_corrupt: images that could not be read, of those that ranked the slots.
-        num_classes: to choose among.
-        truncated_prompts: captions of classes that are longer than the context.
+    The `ranking` has the slots from the best to the worst; equally good slots stay in their order. The curves are
+    accuracies of the k best together, k = 1 .. L, on the images that ranked them and on others.
     """
 
     alone: list[float]

@@ -59,15 +59,9 @@ class Circle(NamedTuple):
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object of a scene.
+    """One object of a scene, in the words of SHAPES, COLOURS and TEXTURES; a `Circle`, turned by `rotation`, holds it.
 
-    Attributes:
-        shape: one of SHAPES.
-        colour: one of COLOURS.
-        texture: one of TEXTURES.
-        center: (x, y), fractions of the image's side, x to the right, y downwards.
-        radius: of the circle around the center that holds the object, a fraction of the image's side.
-        rotation: radians, clockwise as seen in the picture.
+    The rotation is in radians, clockwise as seen in the picture.
     """
 
     shape: str
@@ -105,12 +99,9 @@ class Relation:
 
 @dataclass(frozen=True)
 class SceneDescription:
-    """Content of a scene.
+    """Content of a scene: one or two objects, and their background.
 
-    Attributes:
-        objects: one or two; the first is the large one, which gives the class label.
-        relations: none or one, between the two objects.
-        background: one of BACKGROUNDS.
+    The first object is the large one, which gives the class label. Two objects have one relation.
     """
 
     objects: tuple[SceneObject, ...]

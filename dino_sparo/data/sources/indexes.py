@@ -92,14 +92,7 @@ class DamagedShardError(UserError):
 
 
 class Member(NamedTuple):
-    """A regular file in a tar.
-
-    Attributes:
-        name: its path there.
-        start: where its first header begins, bytes.
-        offset: where its content begins, bytes.
-        size: of its content, bytes.
-    """
+    """A regular file in a tar: its path there, first bytes of its header and of its content, and the content's size."""
 
     name: bytes
     start: int

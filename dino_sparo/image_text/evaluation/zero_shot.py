@@ -39,11 +39,8 @@ SAMPLED = 8  # images per batch whose scores are compared
 class ZeroShotResult:
     """Zero-shot accuracies in percent; top-5 counts images whose class has one of the five highest scores.
 
-    Attributes:
-        num_images: readable images; unreadable ones are left out.
-        num_ties: images for which several classes have the highest score.
-        per_class: numbers of images and of top-1 hits of each class.
-        truncated_prompts: captions of classes that are longer than the context.
+    Unreadable images are left out. A tie is an image for which several classes have the highest score. Each class has
+    its numbers of images and of top-1 hits. Truncated prompts are captions of classes that are longer than the context.
     """
 
     top1: float
