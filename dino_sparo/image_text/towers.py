@@ -84,9 +84,9 @@ class TextEncoder(nn.Module):
         tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU, or OpenAI's activation with `quick_gelu`. Initialisation is CLIP's: normal,
-    std 0.02 for token and 0.01 for position embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2
-    depth)^-1/2 for what is added to the residual stream; biases are 0 in attention and as `nn.Linear` draws them in the
-    MLP. `depth` may be less than `config.layers`. Source: Radford et al., CLIP, section 2.4; OpenCLIP,
+    std 0.02 for token and 0.01 for position embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer,
+    D^-1/2 (2 depth)^-1/2 for what is added to the residual stream; biases are 0 in attention and as `nn.Linear` draws
+    them in the MLP. `depth` may be less than `config.layers`. Source: Radford et al., CLIP, section 2.4; OpenCLIP,
     `transformer.py`.
     """
 

@@ -95,8 +95,8 @@ class Binding(nn.Module):
     numbers of entities form a chunk of bounded size, without padding. Training on a GPU pads them nevertheless: there
     the launch of a kernel takes longer than the padding. The default tokens enter the softmax as one query that all
     captions share; its logit for patch n is logsumexp_c q_c . K_n. W_k multiplies the queries instead of the keys,
-    because a caption has fewer entities than an image has patches: with K^ the keys before W_k, q . W_k K^ = (W_k^T q)
-    . K^. Logits, softmax and sums are fp32 or wider also under autocast.
+    because a caption has fewer entities than an image has patches: with K^ the keys before W_k, q . W_k K^ =
+    (W_k^T q) . K^. Logits, softmax and sums are fp32 or wider also under autocast.
 
     Attributes:
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One

@@ -90,7 +90,7 @@ def read_image(
 ) -> Image.Image:
     """Read and decode an image, which lies in the file at `offset` with `size` bytes (None: up to the file's end).
 
-    A CorruptImageError says that the file is irregular, unreadable or too large; see also `decode_image`.
+    CorruptImageError if it is not a regular file, cannot be read or is too large; see also `decode_image`.
     """
     try:
         # Opening the file each time costs microseconds, and nothing has to survive fork or pickling.
