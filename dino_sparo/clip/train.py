@@ -30,11 +30,7 @@ from dino_sparo.runtime.launch import Distributed
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image.
-
-    Attributes:
-        contrast: features and inverse temperature -> loss.
-    """
+    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image."""
 
     command = "train-clip"
     make_parser = options.get_args_parser

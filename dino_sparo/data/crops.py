@@ -37,14 +37,7 @@ CROP_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """Random parameters of one kind of crop.
-
-    Attributes:
-        size: side of the crop in pixels.
-        scale: smallest and largest share of the image's area.
-        blur_probability: how often it is blurred.
-        solarize_probability: how often its bright pixels are inverted.
-    """
+    """Random parameters of one kind of crop; `size` in pixels, `scale` the range of its share of the image's area."""
 
     size: int
     scale: tuple[float, float]
@@ -56,13 +49,8 @@ class CropRecipe:
 class CropParameters:
     """One draw from a `CropRecipe`, for one image; the distortions are listed in the order in which they are applied.
 
-    Attributes:
-        box: top, left, height, width in pixels of the image.
-        flip: mirror left and right.
-        jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
-        grayscale: drop the colours.
-        blur_radius: standard deviation of the blur in pixels, 0 for none.
-        solarize: invert bright pixels.
+    The box is top, left, height, width in pixels of the image. `jitter` has (operation, factor) pairs in their random
+    order, none if the crop keeps its colours. `blur_radius` is a standard deviation in pixels, 0 for none.
     """
 
     box: tuple[int, int, int, int]

@@ -31,11 +31,9 @@ MAX_PATCHES = 8_192
 
 
 class View(NamedTuple):
-    """A part of an image, and the size at which the encoder sees it.
+    """A part of an image, and the size at which the encoder sees it, multiples of the patch size.
 
-    Attributes:
-        box: left, top, right, bottom in pixels of the image, with fractions.
-        height: pixels, a multiple of the patch size, like `width`.
+    The box is left, top, right, bottom in pixels of the image, with fractions.
     """
 
     box: tuple[float, float, float, float]

@@ -64,18 +64,6 @@ class PairObjective(Objective[AnyBatch]):
         mean: (1, C, 1, 1), of pixels in 0..1, on the device.
         std: as `mean`.
         clip_grad: largest norm of all gradients together; 0 for no limit.
-
-    Attributes:
-        model_name: for messages.
-        model_key: the checkpoint's entry that says how the model is built.
-        check_combinations: refuses options that do not fit each other.
-        patch_size: of our own vision transformers by default, pixels.
-        model: the model, inside DDP where there are several processes.
-        network: the model without DDP: a module with an `image` and a `text` encoder, a `config` and a
-            `logit_scale`, the logarithm of its inverse temperature, or None.
-        mean: (1, C, 1, 1), of pixels in 0..1, on the device.
-        std: as `mean`.
-        clip_grad: largest norm of all gradients together; 0 for no limit.
     """
 
     model_name: ClassVar[str]

@@ -138,12 +138,7 @@ class Scorer(Protocol):
 
 
 class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption.
-
-    Attributes:
-        lines: further numbers in words; may be empty.
-        tiles: maps over `Explanation.picture`.
-    """
+    """Maps of a model for one caption, over `Explanation.picture`, and further numbers in words."""
 
     lines: Sequence[str]
     tiles: Sequence[Tile]
@@ -151,13 +146,9 @@ class CaptionMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Maps of a model on one image, per caption.
+    """Maps of a model on one image, per caption; `picture` is the part of the image that the maps cover.
 
-    Attributes:
-        picture: (H, W, 3), the part of the image that the maps cover.
-        captions: maps per caption.
-        words: how to read a map and the numbers around it.
-        ends: words for the lowest and the highest colour.
+    `words` say how to read a map and the numbers around it, `ends` the lowest and the highest colour.
     """
 
     picture: Picture

@@ -84,9 +84,9 @@ class TextEncoder(nn.Module):
         tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU, or OpenAI's activation with `quick_gelu`. Initialisation is CLIP's: normal,
-    std 0.02 for token and 0.01 for position embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2
-    depth)^-1/2 for what is added to the residual stream; biases are 0 in attention and as `nn.Linear` draws them in the
-    MLP. `depth` may be less than `config.layers`. Source: Radford et al., CLIP, section 2.4; OpenCLIP,
+    std 0.02 for token and 0.01 for position embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer,
+    D^-1/2 (2 depth)^-1/2 for what is added to the residual stream; biases are 0 in attention and as `nn.Linear` draws
+    them in the MLP. `depth` may be less than `config.layers`. Source: Radford et al., CLIP, section 2.4; OpenCLIP,
     `transformer.py`.
     """
 
@@ -247,13 +247,10 @@ def tower_configs(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model and its description for result files.
+    """A trained model, in eval mode and on the CPU, and its description for result files.
 
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: per channel.
-        record: plain values: weights, hash, epoch, configuration.
+    Mean and std are those of its images' pixels in 0..1. The record has plain values: weights, hash, epoch,
+    configuration.
     """
 
     model: Any = field(repr=False)

@@ -213,10 +213,7 @@ def peak_memory(device: torch.device) -> int:
 class RunLog:
     """The logs of a run: log.txt with one JSON line per epoch, and the trackers; only rank 0 writes.
 
-    Args:
-        run: what the trackers track.
-        epoch: the epoch in which the run continues; log.txt's lines about it and later ones are dropped. None: none.
-        report_to: names of trackers.
+    The run continues in `epoch`: log.txt's lines about it and later ones are dropped, none if it is None.
     """
 
     def __init__(self, run: TrackedRun, epoch: int | None = None, report_to: Sequence[str] = ("tensorboard",)) -> None:

@@ -31,11 +31,7 @@ def save_checkpoint(
     verified, and the other names are prepared as hard links. Then the temporary files are renamed, `path` first. A
     failed save therefore changes nothing, and a kill at any moment never leaves two names for one checkpoint.
 
-    Args:
-        checkpoint: content.
-        path: new file.
-        previous: new names of the files before it, the most recent first.
-        copies: further names of the new file.
+    The files before it get the names `previous`, the most recent first; `copies` are further names of the new file.
 
     Raises:
         CheckpointError: the disk is full or the folder is read-only; nothing has changed.

@@ -23,15 +23,10 @@ from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_r
 
 @dataclass(frozen=True)
 class InitReport:
-    """Names of weights that `initialize_encoder` took, dropped and left new.
+    """Names of weights that `initialize_encoder` took from a file, dropped from it, and left new, with random values.
 
-    Attributes:
-        path: the file.
-        taken: weights from the file.
-        dropped: weights of the file that have no place in the encoder.
-        new: weights of the encoder that keep their random values.
-        grids: sides in patches of the file's and of the encoder's position grid.
-        projection: how the patch projection was adapted; empty if it was not.
+    The grids are the sides in patches of the file's and of the encoder's positions. `projection` says how the patch
+    projection was adapted; it is empty if it was not.
     """
 
     path: str

@@ -47,11 +47,6 @@ class Release:
     stem: str
     has_classifier: bool = True
 
-    @property
-    def is_timm(self) -> bool:
-        """Whether timm builds the architecture."""
-        return self.arch.startswith(TIMM)
-
 
 RELEASES: dict[str, Release] = {
     "dino_vits16": Release("vit_small", 16, "deitsmall16"),

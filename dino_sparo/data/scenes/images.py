@@ -48,16 +48,10 @@ class Scenes:
     """The built-in procedural images, an `ImageSource` that draws each image when it is read.
 
     Scene i is a pure function of (seed, split, i): the same in every process, whatever was read before, and whatever
-    `num_images` is, so a short list of scenes is the beginning of a long one. Drawing takes a millisecond, so a process
-    keeps what it has drawn for the next epoch, as far as CACHE_BYTES allow. Its class is i modulo the number of
-    shapes, so that any run of consecutive scenes is balanced.
-
-    Args:
-        num_images: length of the list.
-        image_size: side of the square images, pixels.
-        split: "train" or "val" (held out: no scene is drawn in both).
-        seed: non-negative; another seed gives other scenes of the same kind.
-        ties: how strongly a category's cues go together.
+    `num_images` is, so a short list of scenes is the beginning of a long one. No scene is drawn in both splits, "train"
+    and "val". Another seed gives other scenes of the same kind. Drawing takes a millisecond, so a process keeps what it
+    has drawn for the next epoch, as far as CACHE_BYTES allow. The class of scene i is i modulo the number of shapes, so
+    that any run of consecutive scenes is balanced. `ties` say how strongly a category's cues go together.
     """
 
     def __init__(

@@ -11,15 +11,7 @@
     scenes, scenes:NUM:SIZE           procedural images, see `data/scenes/`
     PREFIX:ANYTHING                   any entry of `OPENERS`, also from a file of yours; docs/extending.md
 
-The files of this folder, in the order of the data flow:
-
-    folders.py           folder -> its splits; files, classes by subfolder
-    tables.py            list or table -> files, classes by column
-    tars.py              tar shards -> members at their offsets, classes by `.cls` members
-    indexes.py           all members of many shards -> one table, in the user's cache
-    torchvision_sets.py  name of a torchvision set -> its images
-    image_source.py      the interface of a source; images that are files; a subset of a source
-    decode.py            bytes -> pixels, or a CorruptImageError; limits of what is read
+`image_source.py` has the interface of a source; `decode.py` turns bytes into pixels, within limits.
 """
 
 # ruff: noqa: F401

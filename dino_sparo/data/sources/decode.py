@@ -74,12 +74,7 @@ def left_out(endings: Counter[str]) -> str:
 
 
 class CorruptImageError(UserError):
-    """An image that cannot be read.
-
-    Attributes:
-        location: where it lies, e.g. `data/a.jpg`, `shard-000.tar!a.jpg`.
-        reason: what is wrong with it.
-    """
+    """An image that cannot be read: its location, such as `data/a.jpg` or `shard-000.tar!a.jpg`, and the reason."""
 
     # The default lets a DataLoader rebuild the error from its message alone when it comes out of a worker.
     def __init__(self, location: str, reason: str = "") -> None:
@@ -95,7 +90,7 @@ def read_image(
 ) -> Image.Image:
     """Read and decode an image, which lies in the file at `offset` with `size` bytes (None: up to the file's end).
 
-    A CorruptImageError says that the file is irregular, unreadable or too large; see also `decode_image`.
+    CorruptImageError if it is not a regular file, cannot be read or is too large; see also `decode_image`.
     """
     try:
         # Opening the file each time costs microseconds, and nothing has to survive fork or pickling.
@@ -164,14 +159,8 @@ def to_image(
 ) -> Image.Image:
     """An image of any mode, or an array, as a model takes it: 8-bit RGB for three channels, else a `ChannelImage`.
 
-    Args:
-        image: as opened by Pillow; or (H, W), (H, W, C) or (C, H, W).
-        in_chans: number of the model's channels.
-        max_value: value of pixels with more than 8 bit that is white.
-        exif: as in `ImageLimits`.
-
-    Raises:
-        ValueError: the range of the pixels is unknown, or the image has another number of channels.
+    Arrays are (H, W), (H, W, C) or (C, H, W). The other arguments are as in `ImageLimits`. Pixels of unknown range, and
+    another number of channels, are a UserError.
     """
     if isinstance(image, ChannelImage):
         return image

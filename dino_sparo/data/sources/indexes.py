@@ -92,14 +92,7 @@ class DamagedShardError(UserError):
 
 
 class Member(NamedTuple):
-    """A regular file in a tar.
-
-    Attributes:
-        name: its path there.
-        start: where its first header begins, bytes.
-        offset: where its content begins, bytes.
-        size: of its content, bytes.
-    """
+    """A regular file in a tar: its path there, first bytes of its header and of its content, and the content's size."""
 
     name: bytes
     start: int
@@ -198,12 +191,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to index shards.
+    """A way to index shards: its name in the cache, the type of a record, and the function that indexes one shard.
 
-    Attributes:
-        name: distinguishes kinds in the cache.
-        dtype: of a record.
-        index: indexes one shard. Raises DamagedShardError.
+    The function raises DamagedShardError.
     """
 
     name: str

@@ -81,25 +81,16 @@ Row = tuple[int, dict[Any, Any]]  # first line, cells by column
 
 
 class TableRows:
-    """The rows of a table, or of one of its splits.
+    """The rows of a table, or of one of its splits; `split` is as in `choose_rows`, or `ALL`.
 
     Iterating gives (line, cells): the first line of a row, from 1, and its cells in the order of `columns`, "" for a
-    missing column. The file is read anew each time.
-
-    Args:
-        path: of the table.
-        columns: to look for.
-        splits: the column of splits.
-        split: as in `choose_rows`, or `ALL`.
-        default_split: the split of None.
+    missing column. The file is read anew each time. A missing column that is required or named, a split without rows
+    and, on iterating, an unreadable row are a UserError.
 
     Attributes:
         header: names of all columns.
         oddities: problem -> number of rows, line of the first.
         names: names of `columns` and of `splits` in the header; None where a column is missing.
-
-    Raises:
-        ValueError: a required or named column is missing, or no row is of the split; on iterating: an unreadable row.
     """
 
     def __init__(
@@ -289,13 +280,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Names of a table's columns; None finds a column by its usual names.
-
-    Attributes:
-        path: of the images' files.
-        label: of their classes.
-        split: of the splits they belong to.
-    """
+    """Names of a table's columns of paths, labels and splits; None finds a column by its usual names."""
 
     path: str | None = None
     label: str | None = None

@@ -44,14 +44,10 @@ Rows = Iterable[tuple[str, list[str]]]  # file names, each with some of its capt
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """Images and their captions.
+    """Images and their captions: those of image 0, then those of image 1, ...
 
-    Attributes:
-        images: the images.
-        captions: captions of image 0, then captions of image 1, ...
-        image_of: (captions,), index of the image of each caption.
-        left_out: reason -> number of images or captions that are left out.
-        split: Karpathy's split; None: the captions have no splits, or `--split` names the split.
+    `image_of` has the index of the image of each caption. `left_out` has numbers of images or captions by reason.
+    `split` is Karpathy's; None: the captions have no splits, or `--split` names the split.
     """
 
     images: ImageSource

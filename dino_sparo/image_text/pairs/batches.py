@@ -126,14 +126,10 @@ class PairTransform:
 
 @dataclass(frozen=True)
 class PairItem:
-    """One pair, ready for a batch.
+    """One pair, ready for a batch; its image is 8 bit.
 
-    Attributes:
-        image: (C, H, W), 8 bit.
-        caption: in words.
-        index: in the source.
-        corrupt: (location, reason) of the requested pair, if it was replaced.
-        negative: a false caption, if the source has them.
+    `corrupt` has (location, reason) of the requested pair if it was replaced; `negative` is a false caption, if the
+    source has them.
     """
 
     image: Tensor
@@ -141,11 +137,6 @@ class PairItem:
     index: int
     corrupt: tuple[tuple[str, str], ...] = ()
     negative: str | None = None
-
-    @property
-    def texts(self) -> list[str]:
-        """The caption, followed by the false caption if there is one."""
-        return [self.caption] if self.negative is None else [self.caption, self.negative]
 
 
 @dataclass
@@ -185,7 +176,8 @@ class PairDataset(EpochDataset):
 def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
     """Stack images and tokenise captions."""
     images, indices, corrupt = stack_images(items)
-    tokens = tokenize([text for item in items for text in item.texts], context_length)
+    texts = [text for item in items for text in (item.caption, item.negative) if text is not None]
+    tokens = tokenize(texts, context_length)
     return PairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated)
 
 
