@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Int64
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.sources.tables import open_text
 from dino_sparo.evaluation.embed.predict import MAX_STEPS, fit_classifier
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import classify_shards, extract, load
@@ -42,7 +43,7 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.result import spread
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import file_sha256, open_regular
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.weights.released import take_released_weights
 from dino_sparo.weights.results import Score
 
@@ -103,8 +104,8 @@ def draw_labels(labels: Int64[np.ndarray, " images"], share: float, seed: int) -
 
 def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.ndarray, " listed"]:
     """Rows of the images that a file names, one per line: the name of a file, or the end of its path."""
-    with open_regular(path) as file:
-        names = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    with open_text(str(path)) as file:
+        names = [line.strip() for line in file if line.strip()]
     images: dict[str, list[int]] = defaultdict(list)
     for image in range(len(source)):
         images[PurePath(source.location(image)).name].append(image)

@@ -250,7 +250,7 @@ def draw_negatives(
 def read_symmetric(path: Path) -> frozenset[str]:
     """The predicates of a text file, one per line, in the form of normalised graphs: lower case, single spaces."""
     try:
-        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
+        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8-sig").splitlines())))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--symmetric {path} cannot be read as text: {error}") from error
     if not predicates:

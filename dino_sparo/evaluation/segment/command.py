@@ -9,6 +9,7 @@
 """
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -20,7 +21,7 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.data.sources import open_source
+from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.draw.figure import describe_model, file_names, run_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
@@ -45,6 +46,8 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.results import Score
+
+logger = logging.getLogger(__name__)
 
 # Options that change no number of a result.
 UNRECORDED = ("images", "pictures", "cache_gb")
@@ -93,7 +96,9 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
     folder = file.path.with_name(f"{file.path.stem}_masks")
     if args.images and folder.exists() and not args.overwrite:
         raise UserError(f"{folder} exists already; give another --output_dir, or --overwrite")
+    # All images are opened before the head is trained: a wrong path ends the command at once.
     splits = open_splits(args, task.limits) if args.data_path else ()
+    new_images = open_source(args.images, ALL, limits=task.limits) if args.images else None
     segmenter, head_record = trained_head(task, splits, file.path.with_suffix(".pth"))
     seen = {"exif": args.exif, "crop": segmenter.view.img_size, "window": segmenter.view.window}
     result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record, "view": seen}
@@ -104,8 +109,8 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
         images = {"data_path": args.data_path, **counts}
         result |= {**measured, "class_numbers": list(segmenter.classes), "images": images}
         written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
-    if args.images:
-        written += predict_masks(task, segmenter, folder)
+    if new_images is not None:
+        written += predict_masks(task, segmenter, new_images, folder)
     headline = [Score("mIoU", result["miou"])] if splits else []
     headline += [Score("mIoU of slots", result["slot_masks"]["miou"])] if "slot_masks" in result else []
     content = file.write(result, table(result) if splits else None, headline=headline)
@@ -198,9 +203,8 @@ def name_slots(slots: Segmenter, train: MaskSource) -> Int[np.ndarray, " slots"]
     return classes_of_slots(counts)
 
 
-def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list[Path]:
-    """Write a PNG of class numbers for each new image, and a picture of the first ones."""
-    source = open_source(task.args.images, ALL, limits=task.limits)
+def predict_masks(task: EncoderTask, segmenter: Segmenter, source: ImageSource, folder: Path) -> list[Path]:
+    """Write a PNG of class numbers for each readable new image, and a picture of the first ones."""
     locations = [source.location(index) for index in range(len(source))]
     stems = [PurePath(location).stem for location in locations]
     # The stems of the images, so that other commands find the masks.
@@ -209,11 +213,15 @@ def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list
     numbers = list(segmenter.classes)
     shown: list[SegmentedImage] = []
     for index in progress(range(len(source)), desc="masks"):
-        image = source.read(index)
+        try:
+            image = source.read(index)
+        except CorruptImageError as error:
+            logger.warning("left out %s", error)
+            continue
         item = SegmentedImage(locations[index], image, segmenter(image))
         save_mask(item.predicted, numbers, folder / f"{names[index]}.png")
-        shown += [item] * (index < task.args.pictures)
-    return [folder, draw(task, shown, segmenter, folder)]
+        shown += [item] * (len(shown) < task.args.pictures)
+    return [folder, *([draw(task, shown, segmenter, folder)] if shown else [])]
 
 
 def draw(task: EncoderTask, images: Sequence[SegmentedImage], segmenter: Segmenter, stem: Path) -> Path:

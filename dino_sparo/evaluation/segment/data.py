@@ -20,6 +20,7 @@ from PIL import Image
 from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import ImageLimits, ImageSource, require_channels
 from dino_sparo.data.sources.decode import STORED_SIZE
+from dino_sparo.data.sources.tables import decoded, open_text
 from dino_sparo.evaluation.objects.layouts import (
     UNKNOWN,
     VOC_CLASSES,
@@ -33,7 +34,6 @@ from dino_sparo.evaluation.objects.layouts import (
     voc_images,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ def open_splits(args: argparse.Namespace, limits: ImageLimits) -> tuple[MaskSour
         val = replace(train, indices=tuple(sorted(order[:count])))
         train = replace(train, indices=tuple(sorted(order[count:])))
     if args.class_names:
-        with open_regular(args.class_names) as file:
-            named = dict(enumerate(file.read().decode().splitlines()))
+        with open_text(args.class_names) as file:
+            named = dict(enumerate(decoded(line.strip()) for line in file))
         named.pop(args.void, None)
     else:  # numbers of a share of the same masks may be in the other share alone
         named = train.classes or _occurring(train, *(() if args.val_path else (val,)))
