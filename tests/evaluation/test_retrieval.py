@@ -150,6 +150,7 @@ def copydays(tmp_path: Path) -> Path:
 
 
 def test_copies_are_searched_among_originals_and_distractors(copydays: Path, tmp_path: Path) -> None:
+    (copydays / "original" / "._200000.jpg").write_bytes(b"of macOS")
     found = open_copydays(str(copydays), DEFAULT_LIMITS)
     assert [query.positives.tolist() for query in found.protocols["strong"]] == [[0], [1], [2], [3], [3]]
     others = str(copydays / "others")

@@ -111,6 +111,8 @@ def test_ade20ks_classes_begin_at_1_and_0_is_void(tmp_path: Path) -> None:
 def test_a_folder_uses_images_with_masks_and_holds_out_a_share(tmp_path: Path) -> None:
     write_pairs(tmp_path, 10)
     (tmp_path / "masks" / "photo 4.png").unlink()
+    for name in ("images", "masks"):
+        (tmp_path / name / "._photo 1.png").write_bytes(b"of macOS")
     train, val = open_splits(options(data_path=str(tmp_path), val_share=0.3), DEFAULT_LIMITS)
     assert sorted((*train.indices, *val.indices)) == [0, 1, 2, 3, *range(5, 10)]
     assert len(val.indices) == 3

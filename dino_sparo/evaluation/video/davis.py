@@ -56,7 +56,7 @@ def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
 def _open_video(root: Path, name: str) -> AnnotatedVideo:
     folders = [root / kind / "480p" / name for kind in ("JPEGImages", "Annotations")]
     frames, annotations = (
-        sorted(folder.glob(pattern)) for folder, pattern in zip(folders, ("*.jpg", "*.png"), strict=True)
+        sorted(folder.glob(pattern)) for folder, pattern in zip(folders, ("[!.]*.jpg", "[!.]*.png"), strict=True)
     )
     if not frames:
         raise _missing(folders[0] / "*.jpg", root)
