@@ -1,4 +1,4 @@
-"""Rankings -> mean average precision, with junk that is left out of a ranking, and precision among the first."""
+"""Rankings -> mean average precision and precision at k, without junk."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,18 +12,18 @@ KAPPAS = (1, 5, 10)
 
 
 class Query(NamedTuple):
-    """Rows of the database that answer a query, and rows that count neither as right nor as wrong."""
+    """Rows of the database that answer a query, and rows that are neither right nor wrong."""
 
     positives: np.ndarray
     junk: np.ndarray
 
 
 class Precision(NamedTuple):
-    """Means over all queries that have an answer, in percent.
+    """Means over all queries with an answer, in percent.
 
     Attributes:
         map: mean average precision.
-        at: the share of right images among the first 1, 5 and 10 (`KAPPAS`), at most up to the last right one.
+        at: share of right images among the first 1, 5 and 10 (`KAPPAS`), but not beyond the last right image.
         num_queries: queries with an answer.
     """
 
@@ -35,7 +35,7 @@ class Precision(NamedTuple):
 def rank_database(
     queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], chunk: int = 256
 ) -> Int[Tensor, "queries images"]:
-    """Rows of the database by falling dot product with each query; of equal ones the first row comes first."""
+    """Rows of the database by falling dot product with each query; of equal products, the first row comes first."""
     parts = (part @ database.T for part in queries.split(chunk))
     return torch.cat([part.sort(dim=1, descending=True, stable=True).indices.cpu() for part in parts])
 
@@ -46,8 +46,8 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
         AP = sum_i (p_i + q_i) / (2 num_positives),  p_i = i / r_i (1 if r_i = 0),  q_i = (i + 1) / (r_i + 1)
 
     Args:
-        positions: r_i, positions of right images in a ranking, from 0, ascending; i counts them from 0.
-        num_positives: right images in the database, of which a shortened ranking may lack some.
+        positions: r_i, positions from 0 of right images in a ranking, ascending; i counts these images from 0.
+        num_positives: number of right images in the database; a shortened ranking may have fewer.
     """
     found = np.arange(len(positions))
     before = np.where(positions == 0, 1.0, found / np.maximum(positions, 1))
@@ -55,9 +55,9 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
 
 
 def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Query]) -> Precision:
-    """Mean average precision as filipradenovic/revisitop and the Copydays package compute it.
+    """Mean average precision, as in filipradenovic/revisitop and the Copydays package.
 
-    Junk is taken out of a ranking before positions are counted. Queries without an answer are left out.
+    Junk is removed from a ranking before positions are counted. Queries without an answer are skipped.
 
     Raises:
         ValueError: no query has an answer.
