@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Int64
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.sources.tables import open_text
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.embed.predict import MAX_STEPS, fit_classifier
 from dino_sparo.evaluation.features import Features, image_counts
@@ -34,7 +35,7 @@ from dino_sparo.evaluation.linear.probe import probe_accuracy, train_on_cached
 from dino_sparo.evaluation.result import spread
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import file_sha256, open_regular
+from dino_sparo.runtime.files import file_sha256
 from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.weights.released import take_released_weights
 from dino_sparo.weights.results import Score
@@ -88,8 +89,8 @@ def draw_labels(labels: Int64[np.ndarray, " images"], share: float, seed: int) -
 
 def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.ndarray, " listed"]:
     """Rows of the images in a list, which has a file name or the end of a path in each line."""
-    with open_regular(path) as file:
-        names = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    with open_text(str(path)) as file:
+        names = [line.strip() for line in file if line.strip()]
     images: dict[str, list[int]] = defaultdict(list)
     for image in range(len(source)):
         images[PurePath(source.location(image)).name].append(image)

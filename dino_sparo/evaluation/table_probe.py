@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MISSING = ("", "nan", "na", "n/a", "none", "null", "?")
 FALSE, TRUE, UNCERTAIN = ("0", "0.0", "false", "no"), ("1", "1.0", "true", "yes"), ("-1", "-1.0")  # -1: CheXpert's
 ALPHAS = [10.0**power for power in range(-4, 4)]  # strengths of ridge regression; leave-one-out chooses one
+ROUNDING = 1e-12  # equal numbers have at most this variance, as a share of their mean square
 SPLIT_NAMES = ("train", "val")
 Features = Float[np.ndarray, "images F"]
 Values = Float[np.ndarray, " images"]
@@ -95,7 +96,8 @@ def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | 
             found = task.features(source).normalize_()
             kept, features = found.indices.tolist(), found.features.numpy(force=True)
         if not kept:
-            raise UserError(f"--data_path {args.data_path}: none of the {split} images has features")
+            remedy = f"; {args.embeddings} must hold them: embed the table with --split all" if store else ""
+            raise UserError(f"--data_path {args.data_path}: none of the {split} images has features{remedy}")
         if number := len(rows) - len(kept):
             logger.warning("%s: %d of %d images have no features, and are left out", split, number, len(rows))
         parts.append(Part(features, {name: column[kept] for name, column in values.items()}))
@@ -250,8 +252,10 @@ def errors_of(targets: Values, predicted: Values, weights: Weights) -> dict[str,
     """R2 and mean absolute error for each row of weights; R2 is NaN for equal targets."""
     with np.errstate(invalid="ignore", divide="ignore"):
         total = weights.sum(axis=1)
-        mean = weights @ targets / total
-        variance = weights @ targets**2 / total - mean**2
+        centered = targets - targets.mean()
+        squares = weights @ centered**2 / total
+        variance = squares - (weights @ centered / total) ** 2
+        variance[variance <= ROUNDING * squares] = math.nan
         r2 = 1 - weights @ (targets - predicted) ** 2 / total / variance
         return {"R2": r2, "MAE": weights @ np.abs(targets - predicted) / total}
 

@@ -100,7 +100,7 @@ def images(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("names", "number"), [("03.png\nb/same.png\n\n05.png", 3), ("same.png", 0), ("absent.png", 0), ("", 0)]
+    ("names", "number"), [("\ufeff03.png\r\nb/same.png\r\n\r\n05.png", 3), ("same.png", 0), ("absent.png", 0), ("", 0)]
 )
 def test_a_list_names_the_labelled_images(names: str, number: int, images: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(names)

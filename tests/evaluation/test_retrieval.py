@@ -19,6 +19,7 @@ from dino_sparo.evaluation.retrieval.command import SCALES, copy_features, encod
 from dino_sparo.evaluation.retrieval.datasets import open_copydays, open_revisited
 from dino_sparo.evaluation.retrieval.measures import Query, average_precision, mean_precision, rank_database
 from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.faults import UserError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "retrieval.json").read_text())
 TINY = {"arch": "vit_micro", "patch_size": 8, "untrained": True, "device": "cpu", "num_workers": 0, "imsize": 48}
@@ -45,6 +46,11 @@ def test_precision_of_shortened_rankings_is_that_of_copydays() -> None:
     recorded = RECORDED["shortened"]
     found = [average_precision(np.array(r), n) for r, n in zip(recorded["ranks"], recorded["totals"], strict=True)]
     assert found == pytest.approx(recorded["aps"])
+
+
+def test_queries_without_any_answer_end_in_one_line() -> None:
+    with pytest.raises(UserError, match="no query has an answer; give several images per building or class"):
+        mean_precision(torch.zeros(1, 1, dtype=torch.long), [Query(np.array([], int), np.array([0]))])
 
 
 def test_equal_images_are_ranked_by_their_row() -> None:

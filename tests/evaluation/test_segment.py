@@ -124,12 +124,12 @@ def test_a_folder_uses_images_with_masks_and_holds_out_a_share(tmp_path: Path) -
 def test_val_path_is_measured_and_names_come_from_a_file(tmp_path: Path) -> None:
     write_pairs(tmp_path / "a", 3)
     write_pairs(tmp_path / "b", 2, "pictures", "labels")
-    (tmp_path / "names.txt").write_text("\n".join(f"name {number}" for number in range(10)))
+    (tmp_path / "names.txt").write_text("\ufeff" + "\r\n".join(f"name {number}" for number in range(10)))
     separate = {"val_path": str(tmp_path / "b" / "pictures"), "val_masks": str(tmp_path / "b" / "labels")}
     args = options(data_path=str(tmp_path / "a"), class_names=str(tmp_path / "names.txt"), **separate)
     train, val = open_splits(args, DEFAULT_LIMITS)
     assert (len(train.indices), len(val.indices)) == (3, 2)
-    assert val.classes[9] == "name 9"
+    assert (val.classes[0], val.classes[9]) == ("name 0", "name 9")
 
 
 def test_cocos_categories_are_counted_from_1(tmp_path: Path) -> None:
@@ -288,6 +288,7 @@ def test_masks_have_class_numbers_and_vocs_colours(tmp_path: Path) -> None:
 
 def test_a_saved_head_predicts_the_same_masks_and_masks_train_the_next_head(weights: Path, tmp_path: Path) -> None:
     data, out = write_pairs(tmp_path / "data", 6), tmp_path / "out"
+    (data / "images" / "broken.jpg").write_bytes(b"\xff\xd8")  # once ended the command before its result was written
     common = {"data_path": data, "window": 16, "images": data / "images"}
     result = segment(weights, **common, slot_masks=True, output_dir=out)
     assert [row["class"] for row in result["classes"]] == ["0", "3", "9"]
@@ -340,6 +341,14 @@ def test_heads_of_cls_are_masks_too_and_averages_have_none(
         with pytest.raises(SystemExit):
             segment(path, **given)
         assert "averages all tokens and has no maps" in caplog.text
+
+
+def test_new_images_are_opened_before_the_head_is_trained(weights: Path, tmp_path: Path) -> None:
+    data, empty = write_pairs(tmp_path / "data", 3), tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(SystemExit):
+        segment(weights, data_path=data, images=empty, output_dir=tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_options_that_name_no_data_or_no_head_end_in_one_line(weights: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -101,6 +101,16 @@ def test_scores_of_resamples_are_those_of_scikit_learn_with_ties() -> None:
     assert np.isnan(ranks_of(np.ones(50), predicted, weights)["AP"]).all()
 
 
+def test_r2_of_equal_numbers_is_unknown_and_that_of_large_numbers_is_right() -> None:
+    """Rounding once made R2 of resamples with equal targets 1e15, which was the end of an interval."""
+    weights = np.array([[1.0, 1, 1], [3, 0, 0], [0, 3, 0], [0, 0, 3]])
+    r2 = errors_of(np.array([0.1, 0.7, 0.3]), np.array([0.2, 0.6, 0.3]), weights)["R2"]
+    assert np.isfinite(r2).tolist() == [True, False, False, False]
+    offsets = np.array([1.0, 2.0, 3.0])
+    near, far = (errors_of(shift + offsets, shift + offsets + 0.25, weights[:1])["R2"] for shift in (0, 1e9))
+    assert near == pytest.approx(far)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

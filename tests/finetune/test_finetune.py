@@ -163,6 +163,25 @@ def test_a_folder_of_another_training_or_of_other_classes_is_not_resumed(whole: 
             finetune(folder)
 
 
+def test_a_folder_of_another_start_is_not_resumed(whole: Path, tmp_path: Path) -> None:
+    """A finished run of one encoder was once reported as that of another, and its checkpoint renamed its start."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"started from another encoder \(seed 0 there, 1 now\)"):
+        finetune(folder, seed=1)
+    checkpoint = checkpoint_of(folder)
+    start = {**checkpoint["finetune"]["start"], "sha256": 64 * "a"}
+    torch.save({**checkpoint, "finetune": {**checkpoint["finetune"], "start": start}}, folder / "checkpoint.pth")
+    with pytest.raises(CheckpointError, match=r"\(sha256 aaaaaaaa... there, None now\), so it cannot be resumed"):
+        finetune(folder)
+
+
+def test_the_result_of_a_finished_run_keeps_the_options_of_the_run(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = next(folder.glob("finetune_*.json")).read_text()
+    finetune(folder, lr=0.5)
+    assert [path.read_text() for path in folder.glob("finetune_*.json")] == [before]
+
+
 # Validation.
 
 

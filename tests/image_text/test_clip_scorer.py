@@ -297,7 +297,7 @@ def test_similarity_of_pictures_and_captions_is_what_evaluations_compare(tmp_pat
     assert (found.shape, found.dtype, found.requires_grad) == ((5, 3), torch.float32, False)
 
     view = ClipView(32, loaded.mean, loaded.std)
-    scorer = DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), 5)
+    scorer = DotProductScorer(loaded.model, view, torch.device("cpu"), 5, tokenize=tokenize)
     encoded, texts = scorer.encode_images(source), scorer.encode_texts(captions)
     torch.testing.assert_close(found[:4], scorer.score_block(encoded.payload, texts.payload)[:4])
     views = torch.stack([view(image)[0] for image in images])

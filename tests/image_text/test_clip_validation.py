@@ -93,7 +93,7 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
     loaded = load_clip(small_checkpoint(tmp_path / "clip.pth"))
     source = open_pairs("scenes:9:32")
     view = ClipView(32, loaded.mean, loaded.std)
-    encoder = DotProductScorer(loaded.model.train(), tokenize, view, CPU, 4)
+    encoder = DotProductScorer(loaded.model.train(), view, CPU, 4, tokenize=tokenize)
     found = validate(encoder, source, loaded.model.logit_scale.exp(), 100)
     assert loaded.model.training
     with torch.no_grad():

@@ -51,7 +51,7 @@ def weights(tmp_path: Path) -> Path:
 def small_encoder(weights: Path, batch_size: int = 6) -> DotProductScorer:
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)
-    return DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(loaded.model, view, torch.device("cpu"), batch_size, tokenize=tokenize)
 
 
 def run(*options: object) -> dict:

@@ -77,7 +77,6 @@ class PackedStrings:
         return cls(np.frombuffer(b"".join(strings), np.uint8), lengths.cumsum())
 
     def __len__(self) -> int:
-        """Number of strings."""
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
@@ -110,7 +109,6 @@ class FileSource:
         self.limits = limits
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.paths)
 
     def location(self, index: int) -> str:
@@ -147,7 +145,6 @@ class Subset:
         self.labels = labels if labels is not None or source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.indices)
 
     def read(self, index: int) -> Image.Image:

@@ -151,7 +151,7 @@ def voc_images(root: Path, limits: ImageLimits, split: str) -> tuple[list[str], 
     listing = root / "ImageSets" / "Segmentation" / f"{split}.txt"
     if not listing.is_file():
         raise UserError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
-    stems = listing.read_text(encoding="utf-8").split()
+    stems = listing.read_text(encoding="utf-8-sig").split()
     return stems, FileSource(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits=limits)
 
 

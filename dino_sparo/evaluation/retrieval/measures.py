@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dino_sparo.runtime.faults import UserError
+
 KAPPAS = (1, 5, 10)
 
 
@@ -60,7 +62,7 @@ def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Qu
     Junk is removed from a ranking before positions are counted. Queries without an answer are skipped.
 
     Raises:
-        ValueError: no query has an answer.
+        UserError: no query has an answer.
     """
     precisions, at = [], []
     for ranking, query in zip(rankings.numpy(), queries, strict=True):
@@ -72,5 +74,5 @@ def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Qu
         last = positions.max(initial=0) + 1
         at.append([(positions < min(last, kappa)).sum() / min(last, kappa) for kappa in KAPPAS])
     if not precisions:
-        raise ValueError("no query has an answer")
+        raise UserError("no query has an answer; give several images per building or class")
     return Precision(100 * float(np.mean(precisions)), tuple(100 * np.mean(at, axis=0)), len(precisions))

@@ -9,6 +9,7 @@ For layouts, protocol and measures see `docs/segment.md`.
 """
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -20,7 +21,7 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.data.sources import open_source
+from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.draw.figure import describe_model, file_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
@@ -48,6 +49,8 @@ from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.results import Score
+
+logger = logging.getLogger(__name__)
 
 # Options that change no number of a result.
 UNRECORDED = ("images", "pictures", "cache_gb")
@@ -86,7 +89,9 @@ def segment(args: argparse.Namespace) -> dict[str, Any]:
     file = task.open_result("segment_evaluate" if is_saved else "segment", unrecorded=UNRECORDED)
     folder = file.path.with_name(f"{file.path.stem}_masks")
     refuse_existing([folder] if args.images else [], args.overwrite)
+    # All images are opened before the head is trained, so that a wrong path ends the command at once.
     splits = open_splits(args, task.limits) if args.data_path else ()
+    new_images = open_source(args.images, ALL, limits=task.limits) if args.images else None
     segmenter, head_record = trained_head(task, splits, file.path.with_suffix(".pth"))
     seen = {"exif": args.exif, "crop": segmenter.view.img_size, "window": segmenter.view.window}
     result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record, "view": seen}
@@ -97,8 +102,8 @@ def segment(args: argparse.Namespace) -> dict[str, Any]:
         images = {"data_path": args.data_path, **counts}
         result |= {**measured, "class_numbers": list(segmenter.classes), "images": images}
         written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
-    if args.images:
-        written += predict_masks(task, segmenter, folder)
+    if new_images is not None:
+        written += predict_masks(task, segmenter, new_images, folder)
     headline = [Score("mIoU", result["miou"])] if splits else []
     headline += [Score("mIoU of slots", result["slot_masks"]["miou"])] if "slot_masks" in result else []
     content = file.write(result, table(result) if splits else None, headline=headline)
@@ -190,9 +195,8 @@ def name_slots(slots: Segmenter, train: MaskSource) -> Int[np.ndarray, " slots"]
     return classes_of_slots(counts)
 
 
-def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list[Path]:
-    """Write a PNG of class numbers for each new image, and a picture of the first images."""
-    source = open_source(task.args.images, ALL, limits=task.limits)
+def predict_masks(task: EncoderTask, segmenter: Segmenter, source: ImageSource, folder: Path) -> list[Path]:
+    """Write a PNG of class numbers for each readable new image, and a picture of the first images."""
     locations = [source.location(index) for index in range(len(source))]
     stems = [PurePath(location).stem for location in locations]
     # Other commands find a mask by the stem of its image.
@@ -201,11 +205,15 @@ def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list
     numbers = list(segmenter.classes)
     shown: list[SegmentedImage] = []
     for index in progress(range(len(source)), desc="masks"):
-        image = source.read(index)
+        try:
+            image = source.read(index)
+        except CorruptImageError as error:
+            logger.warning("left out %s", error)
+            continue
         item = SegmentedImage(locations[index], image, segmenter(image))
         save_mask(item.predicted, numbers, folder / f"{names[index]}.png")
-        shown += [item] * (index < task.args.pictures)
-    return [folder, draw(task, shown, segmenter, folder)]
+        shown += [item] * (len(shown) < task.args.pictures)
+    return [folder, *([draw(task, shown, segmenter, folder)] if shown else [])]
 
 
 def draw(task: EncoderTask, images: Sequence[SegmentedImage], segmenter: Segmenter, stem: Path) -> Path:

@@ -20,6 +20,7 @@ from PIL import Image
 from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import FileSource, ImageLimits, ImageSource, require_channels
 from dino_sparo.data.sources.decode import STORED_SIZE
+from dino_sparo.data.sources.tables import decoded, open_text
 from dino_sparo.evaluation.objects.layouts import (
     UNKNOWN,
     VOC_CLASSES,
@@ -32,7 +33,6 @@ from dino_sparo.evaluation.objects.layouts import (
     voc_images,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ def open_splits(args: argparse.Namespace, limits: ImageLimits) -> tuple[MaskSour
         val = replace(train, indices=tuple(sorted(order[:count])))
         train = replace(train, indices=tuple(sorted(order[count:])))
     if args.class_names:
-        with open_regular(args.class_names) as file:
-            named = dict(enumerate(file.read().decode().splitlines()))
+        with open_text(args.class_names) as file:
+            named = dict(enumerate(decoded(line.strip()) for line in file))
         named.pop(args.void, None)
     else:  # each share of the same images may have other classes
         named = train.classes or _occurring(train, *(() if args.val_path else (val,)))

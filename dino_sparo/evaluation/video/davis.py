@@ -35,7 +35,7 @@ def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
     listing = root / "ImageSets" / "2017" / f"{split}.txt"
     if not listing.is_file():
         raise _missing(listing, root)
-    names = listing.read_text(encoding="utf-8").split()
+    names = listing.read_text(encoding="utf-8-sig").split()
     if wrong := [name for name in names if Path(name).name != name]:
         raise UserError(f"{listing} names the video {wrong[0]!r}; give the name of a folder")
     if not names:
