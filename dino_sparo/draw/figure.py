@@ -95,7 +95,6 @@ class Section:
     """A part of a figure: a name or a picture at the left, bands beside it.
 
     Attributes:
-        bands: below one another.
         facts: lines below the name.
         picture: at the left, in place of a name.
         about: a line above the bands.
@@ -135,9 +134,7 @@ class Figure:
     """All that a sheet and a page show.
 
     Attributes:
-        title: one line.
         about: a line about model and images.
-        layout: of a sheet.
         summary: how to read a sheet, in paragraphs.
         explanation: how to read a page, at any length.
         ends: words for the lowest and the highest colour of the maps; None: there are no maps.

@@ -24,14 +24,10 @@ OTHER_SEED = 1_000_003  # far from the seeds of runs, since an untrained encoder
 
 @dataclass(frozen=True)
 class EvaluatedEncoder:
-    """The subject of an evaluation.
+    """The subject of an evaluation, in eval mode on the CPU, with mean and std of its images' pixels in 0..1.
 
-    Attributes:
-        encoder: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: of these pixels.
-        record: the entry `encoder` of a result, plain values: weights, hash, network, epoch, architecture.
-        max_value: value of 16-bit images that was white in training.
+    `record` is the entry `encoder` of a result: weights, hash, network, epoch, architecture. In training, `max_value`
+    was white in 16-bit images.
     """
 
     encoder: Encoder

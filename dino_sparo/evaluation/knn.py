@@ -138,13 +138,9 @@ def checked_features(
 def rank_classes(
     labels: Tensor, similarities: Tensor, ks: list[int], temperature: float
 ) -> dict[int, Int[Tensor, "m 5"]]:
-    """The five classes with most votes, for several k at once; -1 where fewer classes have votes.
+    """The five classes with most votes, for several k at once; -1 if fewer classes have votes.
 
-    Args:
-        labels: (m, k), of the neighbours, nearest first.
-        similarities: (m, k).
-        ks: ascending, the last is k.
-        temperature: tau.
+    Labels and similarities (m, k) are of the neighbours, nearest first; `ks` ascend to k; `temperature` is tau.
     """
     # Relative to the nearest image, so that no temperature overflows; a common factor changes no ranking.
     weights = ((similarities - similarities[:, :1]).double() / temperature).exp()
@@ -228,9 +224,6 @@ def merge_ranks(
     every, every_label = (all_gather_ragged(part.t().contiguous().to(device)).t() for part in (similarities, labels))
     largest, order = every.sort(dim=1, descending=True, stable=True)
     return largest[:, :k], every_label.gather(1, order[:, :k])
-
-
-# The command.
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

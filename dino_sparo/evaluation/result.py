@@ -33,10 +33,8 @@ MAX_PART = 40  # letters of each part of a file's name, which systems limit
 class ResultFile:
     """The file of a result.
 
-    Attributes:
-        path: of the JSON file; figures have the same stem.
-        options: the entry `options` of the result: weights, data and protocol.
-        protocol: returns the entries of the result that describe the subject: weights, view, versions.
+    Figures have the same stem. `options` is the entry of this name: weights, data and protocol. `protocol` returns the
+    entries that describe the subject: weights, view, versions.
     """
 
     path: Path

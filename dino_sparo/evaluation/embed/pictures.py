@@ -22,11 +22,9 @@ SHOWN_PARTS, SHOWN_IMAGES, PER_LINE = 50, 12, 6  # queries or groups on a page, 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of embeddings, on disk.
+    """The images of embeddings on disk; pictures show `channels`, as in `rgb_pixels`.
 
-    Attributes:
-        channels: channels that pictures show, as in `rgb_pixels`.
-        has_moved: whether folders of the images differ from those in the embeddings.
+    `has_moved` says whether the images are in other folders than during embedding.
     """
 
     source: ImageSource

@@ -93,9 +93,6 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-# The query.
-
-
 def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device) -> tuple[Embeddings, Pictures | None]:
     """The features and the pictures of --images; images are embedded with the encoder of the store."""
     if (Path(args.images) / RECORD).is_file():
@@ -156,9 +153,6 @@ def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.devi
             f"the weights are now; or {remedy}"
         ) from error
     return task
-
-
-# The nearest images.
 
 
 def nearest_rows(vectors: Vectors, queries: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:

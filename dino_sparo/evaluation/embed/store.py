@@ -46,12 +46,10 @@ BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings on disk.
+    """Embeddings on disk; `record` is the content of embedding.json.
 
-    Attributes:
-        arrays: kind of feature -> memory-mapped array, (images, ...).
-        index: "path" and "label" of each row; for captions also "caption".
-        record: content of embedding.json.
+    `arrays` has a memory-mapped array (images, ...) for each kind of feature. `index` has "path" and "label" of each
+    row, for captions also "caption".
     """
 
     arrays: dict[str, np.ndarray]

@@ -310,7 +310,7 @@ class ProbeRun:
         path: file of the saved training; None: the training is not saved.
         epoch: finished epochs.
         history: one entry per validation: epoch (from 0), and each probe's accuracies.
-        counts: numbers of images, for the result of a training that is already finished.
+        counts: numbers of images, for the result of a finished training.
         factors: epoch -> factors on the learning rate, one per step; None: `cosine_factor`.
     """
 

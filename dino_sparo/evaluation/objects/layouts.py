@@ -51,11 +51,9 @@ class ObjectMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectSource:
-    """Images with their objects, by index.
+    """Images with their objects, by index, and the names of the objects' classes, if there are any.
 
-    Attributes:
-        classes: names of the objects' classes; empty without classes.
-        objects: index -> the objects of that image; raises CorruptImageError if they are unreadable.
+    `objects` raises CorruptImageError if the objects are unreadable.
     """
 
     images: ImageSource

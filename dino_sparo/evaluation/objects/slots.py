@@ -155,12 +155,10 @@ def slot_similarity(
 def match_held_out(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
 ) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"], Float[np.ndarray, "L others"]]:
-    """Match slots on every second image, with the largest total similarity, and compare them on the other images.
+    """Slots of the first model, their partners, and the similarities of all slots.
 
-    On the images that choose the matching, its similarity is too large, even for noise.
-
-    Returns:
-        Slots of the first model, their partners, and the similarities of all slots on the other images.
+    Every second image chooses the matching, with the largest total similarity. Similarities are of the other images,
+    since on the images that choose a matching they are too large, even for noise.
     """
     from scipy.optimize import linear_sum_assignment
 

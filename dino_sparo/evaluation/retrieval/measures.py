@@ -21,12 +21,9 @@ class Query(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Means over all queries with an answer, in percent.
+    """Means over the `num_queries` queries with an answer, in percent: mean average precision, and precision at k.
 
-    Attributes:
-        map: mean average precision.
-        at: share of right images among the first 1, 5 and 10 (`KAPPAS`), but not beyond the last right image.
-        num_queries: queries with an answer.
+    The latter is the share of right images among the first k of `KAPPAS`, but not beyond the last right image.
     """
 
     map: float
@@ -47,9 +44,8 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
 
         AP = sum_i (p_i + q_i) / (2 num_positives),  p_i = i / r_i (1 if r_i = 0),  q_i = (i + 1) / (r_i + 1)
 
-    Args:
-        positions: r_i, positions from 0 of right images in a ranking, ascending; i counts these images from 0.
-        num_positives: number of right images in the database; a shortened ranking may have fewer.
+    with r_i the positions of right images in a ranking; r and i begin with 0. A shortened ranking may lack some of the
+    `num_positives` right images in the database.
     """
     found = np.arange(len(positions))
     before = np.where(positions == 0, 1.0, found / np.maximum(positions, 1))

@@ -43,13 +43,12 @@ ADE_CLASSES, ADE_NAMES = 150, "objectInfo150.txt"
 
 @dataclass(frozen=True)
 class MaskSource:
-    """Some images of a source and their masks.
+    """Images with the `indices` of a source, and their masks.
 
     Attributes:
         numbers: index -> the class numbers of the pixels (H, W).
         void: class number of pixels that do not count.
         classes: class number -> name, ascending; empty if unknown.
-        indices: of the images that are used.
     """
 
     images: ImageSource

@@ -20,13 +20,9 @@ TILE = 190  # pixels, of a picture on a sheet
 
 
 class SegmentedImage(NamedTuple):
-    """An image with its labels, all (H, W).
+    """An image with labels (H, W) from 0, predicted and true, and the number of the slot at each pixel.
 
-    Attributes:
-        predicted: labels from 0.
-        truth: labels from 0, or VOID; None for new images.
-        slots: number of the slot at each pixel; None: slots are not shown.
-        miou: mean IoU of this image, percent.
+    `truth`, which may have VOID, is None for new images. `miou` is the mean IoU of this image, percent.
     """
 
     location: str

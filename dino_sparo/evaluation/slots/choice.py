@@ -29,13 +29,7 @@ FORM = (
 
 @dataclass(frozen=True)
 class SlotSelection:
-    """The slots that are kept.
-
-    Attributes:
-        indices: different numbers of slots.
-        num_slots: L of the model whose slots were chosen; None: unknown.
-        weights_sha256: of the checkpoint whose slots were chosen; None: unknown.
-    """
+    """The indices of the slots that are kept; `num_slots` (L) and hash are of the model whose slots were chosen."""
 
     indices: tuple[int, ...]
     num_slots: int | None = None
@@ -72,10 +66,8 @@ class SlotSelection:
 class SlotMask:
     """Weights that multiply the parts of a CLIP's encodings of images.
 
-    Attributes:
-        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
-        encoding_dim: M of the model for which the mask was learned; None: unknown.
-        weights_sha256: of the checkpoint for which the mask was learned; None: unknown.
+    `values` (P,) are in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P. `encoding_dim` (M) and hash are of
+    the model for which the mask was learned.
     """
 
     values: tuple[float, ...]

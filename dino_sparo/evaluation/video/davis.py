@@ -68,22 +68,19 @@ def read_annotations(paths: Sequence[Path]) -> tuple[UInt8[np.ndarray, "T H W"],
     Raises:
         UserError: a file is not an image of numbers, sizes differ, or the first annotation has no object.
     """
-    images = [_read_annotation(path) for path in paths]
-    for path, image in zip(paths, images, strict=True):
+    images: list[Image.Image] = []
+    for path in paths:
+        try:
+            with Image.open(path, formats=("PNG",)) as image:
+                image.load()
+        except OSError as error:
+            raise UserError(f"{path} is not a readable PNG ({error}); is the download complete?") from error
+        if image.mode not in ("P", "L"):
+            raise UserError(f"{path} has {image.mode} pixels, not the number of an object per pixel; take {SOURCE}")
+        images.append(image)
         if image.size != images[0].size:
             raise UserError(f"{path} has {image.size} pixels, the first annotation of the video {images[0].size}")
     numbers = np.stack([np.array(image) for image in images])
     if not (numbers[0] % VOID).any():
         raise UserError(f"{paths[0]} holds no object: all of its pixels are 0 or {VOID}")
     return numbers, images[0].getpalette() if images[0].mode == "P" else None
-
-
-def _read_annotation(path: Path) -> Image.Image:
-    try:
-        with Image.open(path, formats=("PNG",)) as image:
-            image.load()
-    except OSError as error:
-        raise UserError(f"{path} is not a readable PNG ({error}); is the download complete?") from error
-    if image.mode not in ("P", "L"):
-        raise UserError(f"{path} has {image.mode} pixels, not the number of an object per pixel; take {SOURCE}")
-    return image

@@ -21,11 +21,7 @@ ANIMATIONS = (".gif", ".webp", ".apng", ".png")  # formats of videos that Pillow
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The images of a folder, in the order of the numbers in their names.
-
-    Raises:
-        UserError: there are no images, an image is unreadable, or their sizes differ.
-    """
+    """The images of a folder, in the order of the numbers in their names; UserError unless all have one size."""
     images = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS and path.name[0] != "."]
     if not images:
         raise UserError(f"{folder} holds no images ({', '.join(IMAGE_EXTENSIONS)}); give a video or a folder of frames")

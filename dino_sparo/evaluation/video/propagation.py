@@ -34,9 +34,9 @@ def propagate(
     Args:
         features: of each frame's patches, of length one.
         labels: of the first frame, one-hot.
-        num_last_frames: number of preceding frames that give labels, besides the first frame.
+        num_last_frames: preceding frames that give labels, besides the first frame.
         radius: largest distance of compared patches, in rows and in columns; 0: all patches are compared.
-        topk: number of patches that give labels, and also all patches as similar as the last of them.
+        topk: patches that give labels, besides all patches that are as similar as the last of them.
     """
     frames = iter(features)
     first = (next(frames), labels.permute(1, 2, 0))
