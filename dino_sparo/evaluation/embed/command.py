@@ -10,6 +10,7 @@ For the folder see `store.py`. The same command resumes a killed run; the result
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     return {name: features[name] for name in what}
 
 
+def features_in_rows(encoder: Encoder, what: Sequence[str], images: Tensor) -> Float[Tensor, "B F"]:
+    """All features of each image in one row."""
+    return torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)
+
+
 def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Record of the embeddings; a resumed run must have the same `settings`."""
     args = task.args
@@ -156,13 +162,9 @@ def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWrite
         pin_memory=task.device.type == "cuda",
     )
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
-    kinds = list(writer.shapes)
-
-    def encode(images: Tensor) -> Tensor:
-        """All features of each image in one row."""
-        features = features_of(task.encoder, kinds, images).values()
-        return torch.cat([value.flatten(1) for value in features], dim=1)
-
+    encode: Callable[[Tensor], Tensor] = task.encoder
+    if list(writer.shapes) != ["encoding"]:
+        encode = partial(features_in_rows, task.encoder, list(writer.shapes))
     encoded = encoded_batches(
         task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
     )
