@@ -141,9 +141,6 @@ def image_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
 
 
-# Masks in files, whose pixels are numbers of objects.
-
-
 def voc_images(root: Path, limits: ImageLimits, split: str) -> tuple[list[str], FileSource]:
     """Stems and images in a list of VOC's ImageSets/Segmentation/, such as val.txt."""
     listing = root / "ImageSets" / "Segmentation" / f"{split}.txt"
@@ -203,9 +200,6 @@ def read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
         raise CorruptImageError(str(path), "there is no such mask") from error
     except Exception as error:  # Pillow raises anything for damaged files
         raise CorruptImageError(str(path), f"is no PNG that can be read as a mask ({error})") from error
-
-
-# COCO's annotations.
 
 
 def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:

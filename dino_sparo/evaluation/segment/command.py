@@ -52,8 +52,7 @@ from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
-# Options that change no number of a result.
-UNRECORDED = ("images", "pictures", "cache_gb")
+UNRECORDED = ("images", "pictures", "cache_gb")  # options that change no number of a result
 
 
 @dataclass(frozen=True)
