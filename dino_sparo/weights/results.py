@@ -36,6 +36,13 @@ class Score(NamedTuple):
         return f"{self.name} {self.number}{' ' * bool(self.unit)}{self.unit}"
 
     @property
+    def number_and_interval(self) -> str:
+        """The value, with its interval if there is one."""
+        if self.low is None or self.high is None:
+            return self.number
+        return f"{self.number} [{self._replace(value=self.low).number}, {self._replace(value=self.high).number}]"
+
+    @property
     def number(self) -> str:
         """The value with as many digits as tables show."""
         if self.value is None:

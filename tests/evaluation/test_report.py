@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from small_models import command
 
-from dino_sparo.evaluation.report import number
 from dino_sparo.weights.results import Score, scores_of
 
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--pretrained_weights", "demo")
@@ -105,7 +104,10 @@ def test_other_files_are_left_out_and_a_folder_without_results_is_refused(
 
 
 def test_a_score_without_a_value_is_named_so() -> None:
-    assert (number(Score("pointing", None)), number(Score("R2", 0.12345, ""))) == ("none", "0.1235")
+    assert (Score("pointing", None).number_and_interval, Score("R2", 0.12345, "").number_and_interval) == (
+        "none",
+        "0.1235",
+    )
 
 
 @pytest.mark.parametrize(

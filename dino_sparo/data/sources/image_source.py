@@ -98,13 +98,14 @@ class FileSource:
     def __init__(
         self,
         name: str,
-        root: str,
-        paths: PackedStrings,
+        root: str | os.PathLike[str],
+        paths: "PackedStrings | Sequence[str]",
         classes: list[str] | None = None,
         labels: np.ndarray | None = None,
         limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.name, self.root, self.paths, self.classes, self.labels = name, root, paths, classes, labels
+        packed = paths if isinstance(paths, PackedStrings) else PackedStrings.pack(list(map(os.fsencode, paths)))
+        self.name, self.root, self.paths, self.classes, self.labels = name, os.fspath(root), packed, classes, labels
         self.limits = limits
 
     def __len__(self) -> int:
