@@ -168,6 +168,7 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
 )
 def test_the_message_names_file_entry_and_what_is_valid(name, content, message, tmp_path):
     file = tmp_path / ("swap_obj.json" if name == "sugarcrepe" else BENCHMARKS[name].files[0])
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         list(BENCHMARKS[name].read(tmp_path))
