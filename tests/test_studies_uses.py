@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
         return result
 
     class Store:
-        index = {"path": ["a", "b"], "label": ["star", "ring"]}
+        index: ClassVar = {"path": ["a", "b"], "label": ["star", "ring"]}
 
     monkeypatch.setattr(uses, "draw_data", lambda folder: folder)
     monkeypatch.setattr(uses, "load_embeddings", lambda folder: Store)
