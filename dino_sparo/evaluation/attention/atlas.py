@@ -49,11 +49,10 @@ Atlas = dict[str, Any]  # content of atlas.json
 def patches_in_words(atlas: Atlas) -> str:
     """The meaning of "21 patches" beside a slot, with the numbers of the first slot."""
     (rows, columns), first = atlas["grid"], atlas["slots"][0]
-    number = f"{first['patches']:.0f} patches"
+    number, named = f"{first['patches']:.0f} patches", f"{atlas['kind']} {first['number']}"
     return (
-        f"\u201c{number}\u201d: the attention of {atlas['kind']} {first['number']} has an effective number of {number}, "
-        f"of {rows} x {columns} = {rows * columns} patches of an image. This number is exp(entropy), the geometric mean "
-        "over all images."
+        f"\u201c{number}\u201d: the attention of {named} has an effective number of {number}, of {rows} x {columns} = "
+        f"{rows * columns} patches of an image. This number is exp(entropy), the geometric mean over all images."
     )
 
 
