@@ -182,7 +182,7 @@ class ImageRows(ABC):
     """
 
     model: Any
-    transform: Callable[..., list[Tensor]]
+    transform: Any
     device: torch.device
     batch_size: int = 128
     num_workers: int = 0

@@ -30,7 +30,7 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import check_features
 from dino_sparo.runtime import files
 from dino_sparo.runtime.faults import UserError, is_passing, require
-from dino_sparo.runtime.files import differences, write_json, write_record, writing
+from dino_sparo.runtime.files import differences, write_json, write_record, writing, written_beside
 
 logger = logging.getLogger(__name__)
 
@@ -341,8 +341,11 @@ def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: 
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Write rows; the first row has the names of the columns."""
-    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    """Write rows, the first of them the names of the columns; an interrupted command leaves no part of a table."""
+    with (
+        written_beside(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         csv.writer(file).writerows(rows)
 
 

@@ -137,8 +137,9 @@ def _scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
 
 
 def image_names(folder: Path) -> list[str]:
-    """Names of the image files in a folder, sorted."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+    """Names of the image files in a folder, sorted; without hidden files, such as those that macOS adds."""
+    names = (path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+    return sorted(name for name in names if name[0] != ".")
 
 
 def voc_images(root: Path, limits: ImageLimits, split: str) -> tuple[list[str], FileSource]:

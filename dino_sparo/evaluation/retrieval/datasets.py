@@ -118,8 +118,8 @@ def open_copydays(data_path: str, limits: ImageLimits) -> SearchSet:
 
 
 def image_files(folder: Path, endings: tuple[str, ...] = IMAGE_EXTENSIONS) -> list[str]:
-    """Names of the images in a folder, sorted; UserError if there are none."""
-    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings))
+    """Names of the images in a folder, sorted, without hidden files; UserError if there are none."""
+    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings) and name[0] != ".")
     if not names:
         raise UserError(f"{folder} has no images ({', '.join(endings)}); give a folder of images")
     return names

@@ -45,7 +45,7 @@ def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
 
 def _open_video(root: Path, name: str) -> AnnotatedVideo:
     folders = [root / kind / "480p" / name for kind in ("JPEGImages", "Annotations")]
-    frames, annotations = sorted(folders[0].glob("*.jpg")), folders[1].glob("*.png")
+    frames, annotations = sorted(folders[0].glob("[!.]*.jpg")), folders[1].glob("[!.]*.png")
     if not frames:
         raise _missing(folders[0] / "*.jpg", root)
     annotated = {path.stem for path in annotations}

@@ -53,7 +53,11 @@ def score_objects(
 ) -> dict[int, dict[str, list[float]]]:
     """J and F of each scored frame, for each object of the first annotation.
 
-    `masks` and `truths` have the number of the object in each pixel, 0 for the background.
+    The official code also scores numbers below the largest one that no pixel has, with 1. DAVIS has no such numbers.
+
+    Args:
+        masks: number of the object in each pixel, 0 for the background.
+        truths: the annotations.
     """
     pairs = list(zip(masks[1:-1], truths[1:-1], strict=True))
     return {
@@ -61,7 +65,8 @@ def score_objects(
             "J": [region_similarity(mask == number, truth == number) for mask, truth in pairs],
             "F": [boundary_similarity(mask == number, truth == number) for mask, truth in pairs],
         }
-        for number in range(1, int((truths[0] % VOID).max()) + 1)
+        for number in np.unique(truths[0] % VOID).tolist()
+        if number > 0
     }
 
 
