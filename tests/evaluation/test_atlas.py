@@ -204,7 +204,7 @@ def test_names_that_are_no_utf8_do_not_break_the_page(built: Built, tmp_path: Pa
     write_json(named, tmp_path / "atlas.json")
     page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert r"photos/caf\udce9.jpg" in page
-    assert "is the effective number of patches of" in page
+    assert "has an effective number of" in page
     assert "linear-gradient" in page  # the colour bar
     assert json.loads((tmp_path / "atlas.json").read_text())["slots"][0]["images"][0]["name"] == tile.name
 

@@ -48,12 +48,11 @@ Atlas = dict[str, Any]  # content of atlas.json
 
 def patches_in_words(atlas: Atlas) -> str:
     """The meaning of "21 patches" beside a slot, with the numbers of the first slot."""
-    rows, columns = atlas["grid"]
-    first = atlas["slots"][0]
+    (rows, columns), first = atlas["grid"], atlas["slots"][0]
+    number, named = f"{first['patches']:.0f} patches", f"{atlas['kind']} {first['number']}"
     return (
-        f"\u201c{first['patches']:.0f} patches\u201d is the effective number of patches of {atlas['kind']} "
-        f"{first['number']}, of an image's {rows} x {columns} = {rows * columns}: exp(entropy) of the attention, as "
-        "geometric mean over all images."
+        f"\u201c{number}\u201d: the attention of {named} has an effective number of {number}, of {rows} x {columns} = "
+        f"{rows * columns} patches of an image. This number is exp(entropy), the geometric mean over all images."
     )
 
 
