@@ -33,11 +33,7 @@ STUDY, NUM_SEEDS = "scenes", 3
 SPARO, RANDOM = "sparo", f"{EQUAL_RATE}, random slots"
 # What a command reads of an encoder. The tokens of random slots are those of `cls`, which has no slots.
 ENCODING, TOKENS, MAPS, SLOTS = "encoding", "tokens", "maps", "slots"
-READ = {
-    EQUAL_RATE: (ENCODING, TOKENS, MAPS),
-    SPARO: (ENCODING, TOKENS, MAPS, SLOTS),
-    RANDOM: (ENCODING, MAPS, SLOTS),
-}
+READ = {EQUAL_RATE: (ENCODING, TOKENS, MAPS), SPARO: (ENCODING, TOKENS, MAPS, SLOTS), RANDOM: (ENCODING, MAPS, SLOTS)}
 TAGS = {"shape": SHAPES, "colour": COLOURS, "texture": TEXTURES, "background": BACKGROUNDS}
 ALL_SLOTS = ",".join(map(str, range(int(DINO_DEMO["training"][SLOT_SIZES["num_slots"]]))))
 NEIGHBOURS = 10
@@ -161,7 +157,7 @@ def measure_missing(args: argparse.Namespace, command: RunCommand) -> None:
     results, place = args.results / "uses", args.output_dir / "uses"
     results.mkdir(parents=True, exist_ok=True)
     known = reported_rows(STUDY, args.results)
-    for seed, (row, read) in itertools.product(range(NUM_SEEDS), READ.items()):
+    for (row, read), seed in itertools.product(READ.items(), range(NUM_SEEDS)):
         run = Run(STUDY, *known[SPARO if row == SPARO else EQUAL_RATE], seed)
         trained = args.output_dir / STUDY / run.name
         folder = place / (f"{run.name}_random_slots" if row == RANDOM else run.name)

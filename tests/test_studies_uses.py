@@ -3,7 +3,8 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
     def command(name: str, words: Sequence[str]) -> dict[str, Any] | None:
         args = parser_of(name).parse_args(words)  # refuses unknown options
         if name == "search":
+            Path(args.folder).mkdir()
             (Path(args.folder) / "search.csv").write_text("query,label\na,star\na,ring\nb,ring\nb,ring\n")
             return {}
         asked.append((name, str(args.pretrained_weights)))
@@ -56,11 +58,9 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
             return None
         return result
 
-    class Store:
-        index: ClassVar = {"path": ["a", "b"], "label": ["star", "ring"]}
-
+    store = SimpleNamespace(index={"path": ["a", "b"], "label": ["star", "ring"]})
     monkeypatch.setattr(uses, "draw_data", lambda folder: folder)
-    monkeypatch.setattr(uses, "load_embeddings", lambda folder: Store)
+    monkeypatch.setattr(uses, "load_embeddings", lambda folder: store)
     monkeypatch.setattr(uses, "is_finished", lambda folder, run: run.seed == 1)
     monkeypatch.setattr(uses, "with_random_slots", lambda trained, weights: trained.folder / "random.pth")
     monkeypatch.setattr(uses, "reported_rows", lambda *_: {row: (row[:3], 0.008) for row in uses.READ})

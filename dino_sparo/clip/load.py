@@ -86,8 +86,8 @@ def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions 
 
         lead_cl = (cosine_cl - mean over captions d other than c of cosine_dl) / L
 
-    The cosines are those of an image's slots and captions' slots. For a single caption the result is its share in the
-    score.
+    Args:
+        cosines: of an image's slots and those of captions. For a single caption the result is its share in the score.
     """
     num_captions, num_slots = cosines.shape
     others = (cosines.sum(dim=0) - cosines) / max(1, num_captions - 1)
@@ -118,7 +118,11 @@ def _top_word(words: Sequence[Word], shares: Float[np.ndarray, " words"]) -> str
 def clip_scorer(
     args: argparse.Namespace, device: torch.device, checkpoint: Mapping[str, Any] | None = None
 ) -> DotProductScorer:
-    """The model of an evaluation, by its options; UserError if they name no checkpoint of a CLIP, or do not fit."""
+    """The model of an evaluation, by its options.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
+    """
     if not args.pretrained_weights:
         raise UserError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"

@@ -30,7 +30,11 @@ from dino_sparo.runtime.launch import Distributed
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image."""
+    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image.
+
+    Attributes:
+        contrast: features and inverse temperature -> loss.
+    """
 
     command = "train-clip"
     make_parser = options.get_args_parser

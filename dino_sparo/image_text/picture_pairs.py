@@ -82,7 +82,11 @@ def view_pictures(source: ImageSource, indices: Sequence[int], view: PatchView) 
 
 
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:
-    """The pairs of some indices; unreadable pairs are skipped, logged and counted. UserError if none could be read."""
+    """The pairs of some indices; unreadable pairs are skipped, logged and counted.
+
+    Raises:
+        ValueError: at the end, if none could be read.
+    """
     errors: list[CorruptImageError] = []
     for index in progress(indices, desc=source.name):
         try:

@@ -119,7 +119,8 @@ class Scorer(Protocol):
     def expect_texts(self, captions: Sequence[str]) -> None:
         """Refuse captions that cannot be scored, before the images are encoded, which may take hours.
 
-        UserError if scores lack something for too many of the captions that `encode_texts` will get.
+        Raises:
+            ValueError: scores lack something for too many of the captions that `encode_texts` will get.
         """
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
@@ -131,14 +132,26 @@ class Scorer(Protocol):
     def score_pairs(
         self, images: Any, image_of: Int64[Tensor, " pairs"], texts: Any, text_of: Int64[Tensor, " pairs"]
     ) -> Float[Tensor, " pairs"]:
-        """The score of each pair, fp32; rows `image_of` and `text_of` of the payloads are on `device`."""
+        """The score of each pair, fp32.
+
+        Args:
+            images: payload of images.
+            image_of: (pairs,), the row of each pair's image, on `device`.
+            texts: payload of captions.
+            text_of: (pairs,), the row of each pair's caption, on `device`.
+        """
 
     def score_block(self, images: Any, texts: Any) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class, fp32; both are payloads."""
 
 
 class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption, over `Explanation.picture`, and further numbers in words."""
+    """Maps of a model for one caption.
+
+    Attributes:
+        lines: further numbers in words; may be empty.
+        tiles: maps over `Explanation.picture`.
+    """
 
     lines: Sequence[str]
     tiles: Sequence[Tile]
@@ -146,9 +159,13 @@ class CaptionMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Maps of a model on one image, per caption; `picture` is the part of the image that the maps cover.
+    """Maps of a model on one image, per caption.
 
-    `words` say how to read a map and the numbers around it, `ends` the lowest and the highest colour.
+    Attributes:
+        picture: (H, W, 3), the part of the image that the maps cover.
+        captions: maps per caption.
+        words: how to read a map and the numbers around it.
+        ends: words for the lowest and the highest colour.
     """
 
     picture: Picture

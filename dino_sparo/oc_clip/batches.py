@@ -58,10 +58,17 @@ class GraphBatch:
 
 
 class EncodedGraphs(NamedTuple):
-    """U graphs after the text encoder, padded like `GraphBatch`: padding comes last, and is False in the masks.
+    """U graphs after the text encoder, padded like `GraphBatch`: padding comes last.
 
-    Every graph has at least one entity. Subjects and objects are indices into the graph's own entities. The numbers of
-    entities and relations are on the host.
+    Attributes:
+        entities: (U, E, dim).
+        entity_mask: (U, E), False for padding; every graph has at least one entity.
+        relations: (U, R, rel_dim).
+        subjects: (U, R), indices into the graph's own entities.
+        objects: (U, R), indices into the graph's own entities.
+        relation_mask: (U, R), False for padding.
+        entity_counts: U numbers of entities, on the host.
+        relation_counts: U numbers of relations, on the host.
     """
 
     entities: Float[Tensor, "U E dim"]
@@ -230,9 +237,14 @@ def draw_negatives(
 
     The paper's j and i are any entities; j != i is our choice, since an entity has no relation with itself. With two
     entities both negatives are the same. A relation without a false choice is not shuffled. The paper speaks of "a
-    relationship" in section 3.3 and of indices in A.1: by default all relations of a graph are altered. With
-    `relations` "one" a single relation is altered, the same in both negatives. Predicates in `symmetric`, which hold
-    both ways as "next to" does, are never altered; the paper alters all.
+    relationship" in section 3.3 and of indices in A.1: by default all relations of a graph are altered.
+
+    Args:
+        graph: the true graph.
+        rng: the draws depend on it and on the graph alone.
+        relations: "all"; or "one": one relation is altered, the same in both negatives.
+        symmetric: predicates that are never altered, since they hold both ways, such as "next to"; the paper alters
+            all.
     """
     altered = [number for number, relation in enumerate(graph.relations) if relation.predicate not in symmetric]
     if relations == "one" and altered:

@@ -218,13 +218,18 @@ class LoadedOCCLIP(LoadedModel):
         captions: Sequence[str],
         parser: str | Callable[[str], SceneGraph] = DEFAULT_GRAPHS,
     ) -> Float[Tensor, "images captions"]:
-        """S of every image and the graph of every caption, fp32 in [-1, 1].
+        """S of every image and the graph of every caption, in [-1, 1].
 
             loaded = load_oc_clip("output/checkpoint.pth")
             loaded.similarity([Image.open("dog.jpg")], ["a dog left of a cat", "a cat left of a dog"])  # (1, 2)
 
-        Images have any size and mode, or are a batch (images, C, H, W), resized and normalised with `mean` and `std`.
-        The parser is a value of `--graphs`, or a function from a caption to its graph.
+        Args:
+            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
+            captions: texts.
+            parser: value of `--graphs`, or a function from a caption to its graph.
+
+        Returns:
+            (images, captions), fp32, on the model's device.
         """
         if isinstance(captions, str):
             raise UserError(f"captions={captions!r} is one caption; give a list of captions")
@@ -236,8 +241,9 @@ class LoadedOCCLIP(LoadedModel):
 def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
     """The model of a checkpoint of `dino-sparo train-oc-clip`, in eval mode, on the CPU.
 
-    CheckpointError if the file cannot be read, holds no OC-CLIP, or its weights do not fit; UserError if it has
-    settings that this version does not know.
+    Raises:
+        CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
+        ValueError: the checkpoint has settings that this version does not know.
     """
     checkpoint, source = load_checkpoint(path) if checkpoint is None else checkpoint, str(path)
     description = checkpoint.get("oc_clip")

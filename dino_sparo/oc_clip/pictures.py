@@ -97,7 +97,11 @@ def pairs_figure(
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
-    """The pairs that `--pairs` names, each once; none without this option. UserError if there is no such pair."""
+    """The pairs that `--pairs` names, each once; none without this option.
+
+    Raises:
+        ValueError: there is no such pair.
+    """
     chosen = list(dict.fromkeys(pairs or ()))
     if missing := [index for index in chosen if not 0 <= index < len(source)]:
         raise UserError(

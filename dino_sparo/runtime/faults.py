@@ -135,7 +135,9 @@ def is_correctable(error: BaseException) -> bool:
 def require(package: str, purpose: str) -> None:
     """Raise MissingPackageError unless a package of `INSTALL` is installed.
 
-    `purpose` is the subject of "need the package", in the plural.
+    Args:
+        package: a key of `INSTALL`.
+        purpose: the subject of "need the package", in the plural.
     """
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(f"{purpose} need the package {package}; install it with: {INSTALL[package]}")

@@ -153,9 +153,11 @@ def refuse_existing(paths: Iterable[Path], overwrite: bool, option: str = "--out
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within this context a file is written; the error of a full disk names the file and the remedy.
+    """Within this context a file is written; the UserError of a full disk names the file and the remedy.
 
-    A disk or file server that cannot write at the moment is a FaultError, everything else a UserError.
+    Raises:
+        UserError: the disk is full, or the folder is not writable.
+        FaultError: the disk or the file server cannot write at the moment.
     """
     try:
         yield

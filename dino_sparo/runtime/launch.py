@@ -70,6 +70,9 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
+
+    Raises:
+        UserError: variables of torchrun are missing or contradict each other.
     """
     variables = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
     if len(variables) == len(TORCHRUN_VARIABLES):
@@ -224,9 +227,13 @@ def require_one_device_type(store: dist.Store, rank: int, size: int, device: tor
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
     """The torch device of an option. A GPU becomes the current device; TF32 is off until `set_tf32` allows it.
 
-    `cuda` takes the GPU of the local rank; with `may_share` any rank takes the only visible GPU: Slurm may show each
-    task its own GPU alone. A device that does not exist is a UserError, and so is `auto` if it finds none of the GPUs
-    that Slurm gave.
+    Args:
+        device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
+        local_rank: rank among the processes of this machine.
+        may_share: any local rank takes the only visible GPU: Slurm may show each task its own GPU alone.
+
+    Raises:
+        ValueError: no such device here, or `auto` finds none of the GPUs that Slurm gave.
     """
     set_tf32(allowed=False)
     if device == "auto":

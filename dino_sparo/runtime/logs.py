@@ -39,7 +39,11 @@ T = TypeVar("T")
 
 
 def setup_logging(output_dir: Path | None = None) -> None:
-    """Send log lines to standard error, and on rank 0 also to run.log in an existing folder."""
+    """Send log lines to standard error, and on rank 0 also to `output_dir`/run.log.
+
+    Args:
+        output_dir: an existing folder, or None for no file.
+    """
     root = logging.getLogger()
     for handler in list(root.handlers):
         if getattr(handler, "is_dino_sparo", False):
@@ -79,7 +83,9 @@ class RunLogHandler(logging.FileHandler):
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Log the options that differ from their defaults in one line; run.log also gets all options, as JSON.
 
-    `defaults` are the trainer's; options that it does not know, such as a job's, are left out of the line.
+    Args:
+        options: names and values.
+        defaults: those of the trainer; options that it does not know, such as a job's, are left out of the line.
     """
     changed = [f"{name}={options[name]}" for name in defaults if options[name] != defaults[name]]
     logger.info("options: %s (all options: run.log)", ", ".join(changed) or "the defaults")
@@ -123,7 +129,10 @@ class Meters:
 class EpochClock:
     """Times the steps of an epoch and writes a progress line now and then; in a notebook a bar shows the steps.
 
-    The run ends at `end_step`.
+    Args:
+        steps_per_epoch: steps of a whole epoch.
+        end_step: step at which the run ends.
+        device: where the steps are computed.
     """
 
     def __init__(self, steps_per_epoch: int, end_step: int, device: torch.device) -> None:
@@ -167,7 +176,11 @@ class EpochClock:
     def tick(self, step: int, epoch: int, num_images: int, loss: Tensor) -> None:
         """Count a step; write a line if the last line is old enough. Only a line reads the loss from the device.
 
-        `step` steps of the run are done; the epoch counts from 0; `num_images` are those of this step over all ranks.
+        Args:
+            step: steps of the run done so far.
+            epoch: counted from 0.
+            num_images: images of this step over all ranks.
+            loss: of this step.
         """
         self.steps_done += 1
         self.images_done += num_images
@@ -213,7 +226,10 @@ def peak_memory(device: torch.device) -> int:
 class RunLog:
     """The logs of a run: log.txt with one JSON line per epoch, and the trackers; only rank 0 writes.
 
-    The run continues in `epoch`: log.txt's lines about it and later ones are dropped, none if it is None.
+    Args:
+        run: what the trackers track.
+        epoch: the epoch in which the run continues; log.txt's lines about it and later ones are dropped. None: none.
+        report_to: names of trackers.
     """
 
     def __init__(self, run: TrackedRun, epoch: int | None = None, report_to: Sequence[str] = ("tensorboard",)) -> None:
@@ -269,8 +285,12 @@ def _epoch_of(line: str) -> int:
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
     """Iterate over `iterable` while rank 0 shows the progress; every item is a sign of life for the watchdog.
 
-    A bar on a terminal and in a notebook; a line every half minute where the output goes to a file. `total` is needed
-    for an iterable without `len`.
+    A bar on a terminal and in a notebook; a line every half minute where the output goes to a file.
+
+    Args:
+        iterable: what to go through.
+        total: its length, if it has no `len`.
+        desc: what is going on.
     """
     length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
     has_bar = is_main() and (sys.stderr.isatty() or in_notebook())

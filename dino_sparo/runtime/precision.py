@@ -59,9 +59,11 @@ def prefers_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_fused_attention(module: nn.Module, fused: bool) -> None:
-    """Choose between torch's fused attention (the default) and plain matrix products in a module's layers, all of timm.
+    """Choose between torch's fused attention (the default) and plain matrix products; they agree up to rounding.
 
-    They agree up to rounding; see `prefers_fused_attention`.
+    Args:
+        module: whose attention layers, all of timm, are changed.
+        fused: see `prefers_fused_attention`.
     """
     layer: Any
     for layer in module.modules():

@@ -92,7 +92,8 @@ def timm_model_weights(path: str | Path) -> dict[str, Tensor]:
 def weights_file(path: str | Path) -> Path:
     """The file of weights: the path itself, or the weights of a folder, of a repository of the hub, or of "demo".
 
-    CheckpointError if `path` looks like a repository's name, USER/NAME, but the hub does not have it.
+    Raises:
+        CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
     folder = Path(os.path.expanduser(path))
     # Where there is a folder USER, its owner mistyped the name of a file.

@@ -101,9 +101,14 @@ def take_released_weights(
 
 
 def released_file(name: str, part: str = "pretrain") -> Path:
-    """The file of a release in torch's hub folder; it is downloaded unless it is there, or a UserError says why not.
+    """The file of a release in torch's hub folder; it is downloaded unless it is there.
 
-    `part` is `pretrain` for the backbone, `linearweights` for the classifier of ImageNet.
+    Args:
+        name: a key of `RELEASES`.
+        part: `pretrain` for the backbone, `linearweights` for the classifier of ImageNet.
+
+    Raises:
+        UserError: the file can neither be found nor downloaded.
     """
     stem = f"dino_{RELEASES[name].stem}"
     path = Path(torch.hub.get_dir()) / "checkpoints" / f"{stem}_{part}.pth"

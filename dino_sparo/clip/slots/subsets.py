@@ -30,6 +30,10 @@ class ReducedClip(nn.Module):
     """A model reduced to some of its slots, or with weighed encodings of images; see the top of this file.
 
     It shares the model's weights and goes where it goes.
+
+    Args:
+        model: for a selection with slots that are normalised one by one.
+        choice: slots that are kept, or weights.
     """
 
     kept: Tensor  # numbers of slots, or weights of the parts

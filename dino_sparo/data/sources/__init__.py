@@ -48,7 +48,12 @@ def index_images(
 ) -> None:
     """Index every `count`-th shard of a data path, beginning with shard `number`, into the cache.
 
-    Without shards nothing happens. The other arguments are as in `open_source`, for training.
+    Args:
+        data_path: as in `open_source`; nothing happens without shards.
+        number: this process among those that share the work, from 0.
+        count: number of these processes.
+        split: as in `open_source`, for training.
+        limits: as in `open_source`.
     """
     with contextlib.suppress(ValueError):  # `open_source` reports what is wrong with the shards
         shards = resolve_split(data_path, split, "train")[1]

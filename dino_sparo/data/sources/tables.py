@@ -81,16 +81,25 @@ Row = tuple[int, dict[Any, Any]]  # first line, cells by column
 
 
 class TableRows:
-    """The rows of a table, or of one of its splits; `split` is as in `choose_rows`, or `ALL`.
+    """The rows of a table, or of one of its splits.
 
     Iterating gives (line, cells): the first line of a row, from 1, and its cells in the order of `columns`, "" for a
-    missing column. The file is read anew each time. A missing column that is required or named, a split without rows
-    and, on iterating, an unreadable row are a UserError.
+    missing column. The file is read anew each time.
+
+    Args:
+        path: of the table.
+        columns: to look for.
+        splits: the column of splits.
+        split: as in `choose_rows`, or `ALL`.
+        default_split: the split of None.
 
     Attributes:
         header: names of all columns.
         oddities: problem -> number of rows, line of the first.
         names: names of `columns` and of `splits` in the header; None where a column is missing.
+
+    Raises:
+        ValueError: a required or named column is missing, or no row is of the split; on iterating: an unreadable row.
     """
 
     def __init__(
@@ -225,8 +234,11 @@ class TableRows:
 def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str, table: str) -> str | None:
     """The word in a table's column of splits whose rows are used; None: all rows.
 
-    `counts` has the number of rows by word, in lower case. A split that no row has is a UserError; without a split
-    the default split is used if there are such rows. `table` names the table and its column in messages.
+    Args:
+        counts: word in the column, lower case -> number of rows.
+        split: a name, or None for the default split if there are such rows; ValueError if no row has the name.
+        default_split: the split of None.
+        table: name of the table and its column, for messages.
     """
     asked = split or default_split
     word = next((name for name in SPLIT_NAMES.get(asked, (asked.lower(),)) if name in counts), None)
@@ -280,7 +292,13 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Names of a table's columns of paths, labels and splits; None finds a column by its usual names."""
+    """Names of a table's columns; None finds a column by its usual names.
+
+    Attributes:
+        path: of the images' files.
+        label: of their classes.
+        split: of the splits they belong to.
+    """
 
     path: str | None = None
     label: str | None = None
@@ -304,7 +322,10 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
 
     The label follows a tab; or a comma, semicolon or blank after the last image ending, so that names may hold these
     characters; or the last blank of a line without an image ending. A file name that begins with `#` is written
-    `./#1.png`. A split, and first images that do not exist, are a UserError.
+    `./#1.png`.
+
+    Raises:
+        ValueError: a split is asked for, or the first images do not exist.
     """
     if split not in (None, ALL):
         raise UserError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
@@ -335,7 +356,11 @@ def open_table(
     columns: TableColumns = USUAL_COLUMNS,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> tuple[FileSource, str]:
-    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`."""
+    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`.
+
+    Raises:
+        ValueError: as `open_list`; no column of paths, a row that cannot be read, or no row of the split.
+    """
     wanted = PATHS.named(columns.path), LABELS.named(columns.label)
     rows = TableRows(path, wanted, SPLITS.named(columns.split), split, default_split)
     files = [(path_cell.strip(), label.strip()) for _, (path_cell, label) in rows]

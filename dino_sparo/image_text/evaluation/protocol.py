@@ -29,14 +29,25 @@ MAX_MISSING = 0.01
 
 
 class Crop(NamedTuple):
-    """Part of an image file, left, top, right, bottom in pixels; what lies outside of the image is black."""
+    """Part of an image, as annotations name it.
+
+    Attributes:
+        name: of the image file.
+        box: left, top, right, bottom; pixels. What lies outside of the image is black.
+    """
 
     name: str
     box: tuple[float, float, float, float]
 
 
 class Cell(NamedTuple):
-    """An image in a table of Hugging Face, a .parquet or .arrow file; rows count from 0."""
+    """An image in a table of Hugging Face.
+
+    Attributes:
+        name: of the table's file, .parquet or .arrow.
+        column: of the images.
+        row: in this file, from 0.
+    """
 
     name: str
     column: str
@@ -52,7 +63,11 @@ def file_of(image: ImageName) -> str:
 
 
 class NamedSource(FileSource):
-    """Image files, parts of them, or images in tables, by the names in annotations."""
+    """Image files, parts of them, or images in tables.
+
+    Attributes:
+        names: of the images.
+    """
 
     names: Sequence[ImageName]
 

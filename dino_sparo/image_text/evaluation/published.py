@@ -56,8 +56,13 @@ def dot_product_scorer(
 ) -> DotProductScorer:
     """The scorer of a model with `encode_image` (images) and `encode_text` (token ids), features (B, M) of any length.
 
-    `transform` makes the model's input of an RGB image, `tokenize` the ids of captions, each of `context_length`
-    tokens. `args.pretrained_weights` is the model's name.
+    Args:
+        model: in eval mode.
+        tokenize: captions and a number of tokens -> ids.
+        context_length: tokens of a caption.
+        transform: RGB image -> the model's input.
+        args: options of the command; `pretrained_weights` is the model's name.
+        device: where to compute.
     """
     name = args.pretrained_weights
     record = {
@@ -101,10 +106,11 @@ def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) ->
 
 
 class HuggingFaceTowers(nn.Module):
-    """A model of transformers with the methods that `DotProductScorer` calls.
+    """A model of transformers with the methods that `DotProductScorer` calls; captions are ids and, if used, masks.
 
-    The model has `get_image_features` and `get_text_features`. With `has_mask` captions are (B, 2 tokens): ids, then
-    the attention mask.
+    Args:
+        model: with `get_image_features` and `get_text_features`.
+        has_mask: whether captions are (B, 2 tokens): ids, then the attention mask.
     """
 
     def __init__(self, model: nn.Module, has_mask: bool) -> None:

@@ -106,10 +106,16 @@ class PairSource:
 
 
 class PairTransform:
-    """Image -> one view, a large random crop: CLIP's only distortion; `scale` is the range of its share of the area.
+    """Image -> one view, a large random crop: CLIP's only distortion.
 
-    `exact` gives the pixels of torchvision's pipeline on PIL images, as in OpenCLIP. Else torch resizes, which is
-    faster and rounds differently: some pixels are a level off.
+    Args:
+        img_size: side of the view in pixels.
+        scale: smallest and largest share of the image's area.
+        exact: the pixels of torchvision's pipeline on PIL images, as in OpenCLIP; False resizes with torch, which is
+            faster and rounds differently: some pixels are a level off.
+
+    Raises:
+        ValueError: a scale that is not an interval within (0, 1].
     """
 
     def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:
@@ -126,10 +132,14 @@ class PairTransform:
 
 @dataclass(frozen=True)
 class PairItem:
-    """One pair, ready for a batch; its image is 8 bit.
+    """One pair, ready for a batch.
 
-    `corrupt` has (location, reason) of the requested pair if it was replaced; `negative` is a false caption, if the
-    source has them.
+    Attributes:
+        image: (C, H, W), 8 bit.
+        caption: in words.
+        index: in the source.
+        corrupt: (location, reason) of the requested pair, if it was replaced.
+        negative: a false caption, if the source has them.
     """
 
     image: Tensor

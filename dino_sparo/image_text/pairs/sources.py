@@ -90,8 +90,9 @@ class PairPath:
     def open(self) -> PairSource:
         """Open the pairs; one log line gives their number and the time, another the number of skipped samples.
 
-        UserError if nothing lies there, its form is not understood, it has no captions, or too many samples are no
-        pairs.
+        Raises:
+            ValueError: nothing lies there, its form is not understood, it has no captions, or too many samples are no
+                pairs.
         """
         start = time.perf_counter()
         source = self._open()

@@ -89,10 +89,15 @@ class CaptionGraphs:
 
 
 def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
-    """Graphs of a parser, a key of `PARSERS`, or of a file; caps are those of `CaptionGraphs`.
+    """Graphs of a parser or of a file.
 
-    UserError if there is no such parser or file; the file has no line; a line has no caption or is not a graph
-    (`file:line`); or a caption stands there twice with different graphs.
+    Args:
+        spec: a key of `PARSERS`, or the path of a file.
+        caps: `max_nodes`, `max_relations` and `max_missing` of `CaptionGraphs`.
+
+    Raises:
+        ValueError: there is no such parser or file; the file has no line; a line has no caption or is not a graph
+            (`file:line`); or a caption stands there twice with different graphs.
     """
     if spec in PARSERS:
         parser = PARSERS[spec]()
@@ -131,10 +136,12 @@ def hash_of(text: bytes) -> int:
 
 @dataclass(eq=False)
 class GraphFile:
-    """Caption -> graph, read at its position in a file with this SHA-256.
+    """Caption -> graph, read at its position in a file.
 
-    The hashes of the different captions are sorted; two captions of one hash are not expected. The offset of each is
-    the first byte of its line.
+    Attributes:
+        hashes: (U,), of the different captions, sorted; two captions of one hash are not expected.
+        offsets: (U,), first byte of each line.
+        sha256: of the file.
     """
 
     path: Path
@@ -167,6 +174,9 @@ def open_graph_file(path: Path) -> GraphFile:
     """Check all lines of a file, or take its index from the user's cache.
 
     The index is found by the SHA-256 of the file, which result files contain anyway.
+
+    Raises:
+        ValueError: see `open_graphs`.
     """
     path = path.absolute()
     sha256 = file_sha256(path)

@@ -8,9 +8,13 @@ from dino_sparo.oc_clip.graphs.graph import SceneGraph
 
 
 class Outcome(NamedTuple):
-    """Result of parsing a caption: the graph, not normalised, or None with the problem, such as an unanswered request.
+    """Result of parsing a caption.
 
-    Dropped are relations that are unary or "and".
+    Attributes:
+        graph: not normalised; None if the parser found none.
+        problem: reason why there is not a graph.
+        is_unanswered: whether there is not a graph because there was no answer.
+        dropped: relations left out because they are unary or "and".
     """
 
     graph: SceneGraph | None
