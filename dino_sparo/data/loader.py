@@ -66,8 +66,14 @@ def _as_many_as_cores(num_workers: int) -> int:
     """At most one loading process for each core that this process may use."""
     usable = usable_cores(os.environ)
     if num_workers > usable:
-        _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
+        _say_fewer(num_workers, usable)
     return min(num_workers, usable)
+
+
+@functools.cache
+def _say_fewer(num_workers: int, usable: int) -> None:
+    """Log the number of workers once, not for every loader of a command."""
+    _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
 
 
 def usable_cores(environ: Mapping[str, str]) -> int:

@@ -57,7 +57,7 @@ class ResultFile:
         Returns:
             The content of the file, on every rank.
         """
-        warnings = {"warnings": list(WARNINGS)} if WARNINGS else {}
+        warnings = {"warnings": list(dict.fromkeys(WARNINGS))} if WARNINGS else {}
         protocol = {name: value for name, value in self.protocol().items() if name not in result}
         scores = [score._asdict() for score in headline]
         content = {**result, "headline": scores, **protocol, **warnings, "options": self.options}
