@@ -47,7 +47,7 @@ def create_loader(
     """
     usable = usable_cores(os.environ)
     if num_workers > usable:
-        _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
+        _say_fewer(num_workers, usable)
     num_workers = min(num_workers, usable)
     return DataLoader(
         dataset,
@@ -63,6 +63,12 @@ def create_loader(
         # The loader draws a random seed for its workers, which must not come from the model's generator.
         generator=torch.Generator(),
     )
+
+
+@functools.cache
+def _say_fewer(num_workers: int, usable: int) -> None:
+    """Log the number of workers once, not for every loader of a command."""
+    _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
 
 
 def usable_cores(environ: Mapping[str, str]) -> int:

@@ -48,7 +48,7 @@ class ResultFile:
 
         `headline` has the main scores, which exports, `info` and `report` show. All ranks get the content of the file.
         """
-        warnings = {"warnings": list(WARNINGS)} if WARNINGS else {}
+        warnings = {"warnings": list(dict.fromkeys(WARNINGS))} if WARNINGS else {}
         protocol = {name: value for name, value in self.protocol().items() if name not in result}
         scores = [score._asdict() for score in headline]
         content = {**result, "headline": scores, **protocol, **warnings, "options": self.options}

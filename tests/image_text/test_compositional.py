@@ -32,10 +32,10 @@ from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.image_text.evaluation.compositional.benchmark import (
     Benchmark,
     Outcome,
-    bootstrap,
     one_per_question,
     summarize,
     wilson,
+    wilson_of_mean,
 )
 from dino_sparo.image_text.evaluation.compositional.command import evaluate as evaluate_all
 from dino_sparo.image_text.evaluation.compositional.command import labels_of
@@ -72,7 +72,7 @@ def of_split(split: str, right: int, tied: int, wrong: int) -> list[Outcome]:
 def test_ties_are_wrong_for_us_and_what_the_official_code_makes_of_them_stands_beside():
     """4 right, 3 tied, 1 wrong of 8: ours is 4 of 8, and 7, 5.5 or 4 of 8 officially."""
     for name, official in {"whatsup-a": 87.5, "pug-spar": 68.75, "aro-relation": 50.0}.items():
-        result = summarize(BENCHMARKS[name], of_split("on", 4, 3, 1), seed=0)
+        result = summarize(BENCHMARKS[name], of_split("on", 4, 3, 1))
         split = result["splits"]["on"]
         assert (split["accuracy"], split["official"], split["num_ties"]) == (50.0, official, 3)
         assert result["means"]["micro"]["official"] == pytest.approx(official)
@@ -84,16 +84,19 @@ def test_wilsons_interval_is_scipys():
         assert wilson(right, count) == pytest.approx([100 * expected.low, 100 * expected.high])
 
 
-def test_the_bootstrap_draws_questions_within_splits_and_is_seeded():
-    found = bootstrap([30, 10], [40, 100], [0.5, 0.5], seed=0)
-    assert found == bootstrap([30, 10], [40, 100], [0.5, 0.5], seed=0) != bootstrap([30, 10], [40, 100], [0.5, 0.5], 1)
+def test_the_interval_of_a_mean_combines_wilsons_and_has_a_width_at_0_and_100_percent():
+    """With a bootstrap, the interval of 7 of 7 and 0 of 6 right answers was 50 to 50 %."""
+    found = wilson_of_mean([30, 10], [40, 100], [0.5, 0.5])
     error = 50 * math.sqrt(0.75 * 0.25 / 40 + 0.1 * 0.9 / 100)  # of the mean, by the binomial's variance
     assert found == pytest.approx((42.5 - 1.96 * error, 42.5 + 1.96 * error), abs=0.8)
-    assert bootstrap([5, 7], [5, 7], [0.5, 0.5], 0) == [100.0, 100.0]
+    assert wilson_of_mean([3], [7], [1.0]) == pytest.approx(wilson(3, 7))
+    low, high = wilson_of_mean([7, 0], [7, 6], [0.5, 0.5])
+    assert low == pytest.approx(50 - (100 - wilson(7, 7)[0]) / 2)
+    assert high == pytest.approx(50 + wilson(0, 6)[1] / 2)
 
 
 def test_pairs_of_attributes_that_are_all_rare_have_no_macro_mean():
-    few = summarize(BENCHMARKS["aro-attribution"], of_split("wet_dry", 1, 0, 1), 0)
+    few = summarize(BENCHMARKS["aro-attribution"], of_split("wet_dry", 1, 0, 1))
     assert few["means"].keys() == {"micro"}
 
 
@@ -111,7 +114,7 @@ def test_vl_checklists_mean_is_one_of_files_then_data_sets_then_dimensions_then_
     outcomes = [
         o for split, share in shares.items() for o in of_split(split, round(5 * share), 0, round(5 - 5 * share))
     ]
-    means = summarize(BENCHMARKS["vl-checklist"], outcomes, 0)["means"]
+    means = summarize(BENCHMARKS["vl-checklist"], outcomes)["means"]
     objects = ((((1.0 + 0.0) / 2 + 0.2) / 2) + 0.6) / 2
     assert means["Object"]["accuracy"] == pytest.approx(100 * objects)
     assert means["Relation"]["accuracy"] == pytest.approx(80)
@@ -131,12 +134,12 @@ def test_aros_numbers_are_those_of_its_own_code(tmp_path):
     ):
         write_json(tmp_path / f"{file}.json", relation_entries(rng, names, 80))
         outcomes = outcomes_of(list(read(tmp_path)), random_scores(1, 80, 2))
-        macro = summarize(BENCHMARKS["aro-" + file.split("_")[-1]], outcomes, 0)["means"]["macro"]
+        macro = summarize(BENCHMARKS["aro-" + file.split("_")[-1]], outcomes)["means"]["macro"]
         assert macro["official"] == macro["accuracy"] == pytest.approx(OFFICIAL["aro"][file]["macro"])
         assert macro["num_splits"] == OFFICIAL["aro"][file]["num_splits"]
     scores = random_scores(2, 60, 5)
     outcomes = outcomes_of([Question("order", ("a",), ("b",) * 5)] * 60, scores)
-    micro = summarize(BENCHMARKS["coco-order"], outcomes, 0)["means"]["micro"]
+    micro = summarize(BENCHMARKS["coco-order"], outcomes)["means"]["micro"]
     assert micro["official"] == pytest.approx(OFFICIAL["aro"]["order"])
     assert micro["accuracy"] < micro["official"]
 
@@ -148,7 +151,7 @@ def test_whatsups_numbers_are_those_of_its_own_code(subset, prepositions, tmp_pa
     write_json(tmp_path / benchmark.files[0], entries)
     questions = list(benchmark.read(tmp_path))
     outcomes = outcomes_of(questions, random_scores(3, len(entries), 4))
-    result = summarize(benchmark, outcomes, 0)
+    result = summarize(benchmark, outcomes)
     official = OFFICIAL["whatsup"][subset]
     assert result["means"]["micro"]["official"] == pytest.approx(official["micro"])
     assert {name: split["official"] for name, split in result["splits"].items()} == pytest.approx(official["splits"])
@@ -160,10 +163,10 @@ def test_whatsups_numbers_are_those_of_its_own_code(subset, prepositions, tmp_pa
 
 def test_spatial_and_vl_checklist_numbers_are_those_of_their_own_code():
     question = Question("one object", ("a",), ("b", "c"))
-    spatial = summarize(BENCHMARKS["coco-spatial"], outcomes_of([question] * 50, random_scores(4, 50, 2)), 0)
+    spatial = summarize(BENCHMARKS["coco-spatial"], outcomes_of([question] * 50, random_scores(4, 50, 2)))
     assert spatial["means"]["macro"]["official"] == pytest.approx(OFFICIAL["whatsup"]["spatial"])
     outcomes = outcomes_of([question._replace(split="Attribute/color/vg")] * 70, random_scores(5, 70, 2))
-    accuracy = summarize(BENCHMARKS["vl-checklist"], outcomes, 0)["splits"]["Attribute/color/vg"]["official"]
+    accuracy = summarize(BENCHMARKS["vl-checklist"], outcomes)["splits"]["Attribute/color/vg"]["official"]
     recorded = OFFICIAL["vl_checklist"]["accuracy, rounded to four digits of a share"]
     assert recorded == f"acc: {round(accuracy / 100, 4)}"
 
