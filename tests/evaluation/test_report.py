@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_models import command
 
-from dino_sparo.evaluation.report import number
+from dino_sparo.evaluation.report import Row, draw, number
 from dino_sparo.weights.results import Score, scores_of
 
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--pretrained_weights", "demo")
@@ -126,3 +126,10 @@ def test_evaluations_declare_their_main_scores(words: tuple[object, ...], names:
     (file,) = tmp_path.glob("*.json")
     assert [score.name for score in scores_of(json.loads(file.read_text()))] == names
     assert len(report(tmp_path)[1]) == len(names)
+
+
+def test_long_settings_leave_room_for_the_plot(tmp_path: Path) -> None:
+    """Matplotlib warned of an axis without width, and warnings are errors here."""
+    row = Row("segmentation", "masks /a/long/path/of/a/folder " * 6, "photos", "mIoU", "%")
+    draw({row: {"model": (Score("mIoU", 71.5), tmp_path / "a.json")}}, ["model"], tmp_path / "report.png")
+    assert (tmp_path / "report.png").is_file()

@@ -292,6 +292,7 @@ def test_the_next_commands_read_the_fine_tuned_encoder(whole: Path, tmp_path: Pa
     assert torch.equal(exported(images), dino_sparo.load_encoder(checkpoint)(images))
     facts = run_command("info", [checkpoint])
     assert facts["objective"] == "fine-tuning"
+    assert facts["scores"]["best_top1"].endswith(" %")
     options = {**COMMON, "arch": "vit_micro", "patch_size": 8, "readout": "cls", "batch_size_per_gpu": 4, "epochs": 1}
     sizes = {"global_crops_size": 16, "local_crops_number": 0, "out_dim": 32, "head_hidden_dim": 16, "max_steps": 1}
     dino_sparo.train(output_dir=tmp_path / "dino", init_from=checkpoint, init_head="new", **options, **sizes)
