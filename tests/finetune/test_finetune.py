@@ -22,8 +22,7 @@ from dino_sparo.api import call
 from dino_sparo.commands import parse_keywords
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.sources import open_source
-from dino_sparo.evaluation.features import Features
-from dino_sparo.finetune.train import FinetuneObjective, accuracies
+from dino_sparo.finetune.train import FinetuneObjective
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.file import CheckpointError
@@ -198,12 +197,6 @@ def test_the_accuracy_is_that_of_the_moving_average_on_the_validation_images(who
     last = epochs_of(whole)[-1]
     assert [last["val_top1"], last["val_top5"]] == pytest.approx(expected)
     assert checkpoint["finetune"]["classes"] == val.classes
-
-
-def test_unreadable_validation_images_end_the_run_in_one_line() -> None:
-    nothing = Features(torch.empty(0, 0), *torch.empty(2, 0, dtype=torch.long))
-    with pytest.raises(UserError, match="none of the validation images can be read; repair them, or give --val_freq 0"):
-        accuracies(nothing, torch.device("cpu"))
 
 
 def test_the_result_has_the_last_and_the_best_epoch_and_the_start(whole: Path) -> None:
