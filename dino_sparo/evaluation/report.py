@@ -10,6 +10,7 @@ import argparse
 import csv
 import io
 import logging
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 NOT_SETTINGS = {*ENCODER, *FOREIGN_WEIGHTS, "weights", "model", "slots", "image_encoder", "data_path", "data_root"}
 NOT_SETTINGS |= {"embeddings", "store"}
 NOT_SETTINGS -= {"seed"}
+LABEL_LETTERS = 60  # in a line of a label of the plot; longer lines would leave no width to the axis
 SMALL_UNIT = 1.0  # scores without a unit from -1 to 1, such as shares and R2, share an axis
 
 
@@ -235,7 +237,7 @@ def draw(table: Table, models: Sequence[str], path: Path) -> None:
                 style: Mapping[str, Any] = {"color": colour_of(position, len(models)), "markersize": 6, "zorder": 3}
                 reach = np.abs(ends - values)
                 axis.errorbar(values, places, xerr=reach, fmt="osD^v"[position % 5], label=model, **style)
-            labels = [" · ".join(filter(None, row.words)) for row in rows[::-1]]
+            labels = [textwrap.fill(" · ".join(filter(None, row.words)), LABEL_LETTERS) for row in rows[::-1]]
             axis.set_yticks(range(len(rows)), labels, fontsize=8)
             axis.set(ylim=(-0.6, len(rows) - 0.4))
             axis.set_xlabel(unit, color=INK)

@@ -90,7 +90,7 @@ def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | 
         if store:
             row_of = {os.path.abspath(path): row for row, path in enumerate(store.index["path"])}
             kept = [i for i, (path, _) in enumerate(rows) if path in row_of]
-            features = store.vectors(args.what, [row_of[rows[i][0]] for i in kept])
+            features = store.vectors(args.what, [row_of[rows[i][0]] for i in kept]) if kept else np.empty((0, 0))
         else:
             source = open_images(args.data_path, split, args.download, columns=columns, limits=task.limits)
             found = task.features(source).normalize_()

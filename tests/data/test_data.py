@@ -15,7 +15,7 @@ from PIL import Image
 
 from dino_sparo.data import dataset as data_set
 from dino_sparo.data import loader, ranks
-from dino_sparo.data.batch import Batch
+from dino_sparo.data.batch import Batch, Item, collate_views
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
 from dino_sparo.data.loader import create_loader
@@ -23,6 +23,7 @@ from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, ima
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.runtime import collectives
+from dino_sparo.runtime.faults import UserError
 
 
 @dataclass
@@ -372,3 +373,9 @@ def test_an_unknown_class_without_images_does_no_harm() -> None:
     aligned = align_classes(val, ["cat", "dog"])
     assert aligned.labels.tolist() == [0, 0]
     assert aligned.classes == ["cat", "dog"]
+
+
+def test_images_of_other_sizes_in_a_batch_are_named() -> None:
+    items = [Item([torch.zeros(3, 5, width)], 0, 0) for width in (7, 9)]
+    with pytest.raises(UserError, match="images of 7 x 5 and 9 x 5 pixels are in one batch; give"):
+        collate_views(items)

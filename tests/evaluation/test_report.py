@@ -10,6 +10,7 @@ import pytest
 from refusals import refused
 from small_models import command
 
+from dino_sparo.evaluation.report import Row, draw
 from dino_sparo.weights.results import Score
 
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--pretrained_weights", "demo")
@@ -109,3 +110,10 @@ def test_a_score_without_a_value_is_named_so() -> None:
         "none",
         "0.1235",
     )
+
+
+def test_long_settings_leave_room_for_the_plot(tmp_path: Path) -> None:
+    """Matplotlib warned of an axis without width, and warnings are errors here."""
+    row = Row("segmentation", "masks /a/long/path/of/a/folder " * 6, "photos", "mIoU", "%")
+    draw({row: {"model": (Score("mIoU", 71.5), tmp_path / "a.json")}}, ["model"], tmp_path / "report.png")
+    assert (tmp_path / "report.png").is_file()

@@ -129,6 +129,18 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, table: Path) -
         command("table-probe", *options, *words)
 
 
+def test_embeddings_of_other_images_are_refused(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos.csv").write_text((table / "photos.csv").read_text())  # with paths relative to its own folder
+    words = ("--data_path", "photos.csv", "--embeddings", table / "embeddings", "--numbers", "red", *ON_CPU)
+    with pytest.raises(SystemExit, match="1"):
+        command("table-probe", *words)
+    assert "none of the train images has features" in (error := capfd.readouterr().err)
+    assert "must hold them: embed the table with --split all" in error
+
+
 def test_a_column_of_equal_values_is_left_out(table: Path, tmp_path: Path) -> None:
     with open(table / "photos.csv", newline="") as file:
         rows = [{**row, "same": "1"} for row in csv.DictReader(file)]
