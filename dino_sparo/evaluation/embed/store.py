@@ -70,7 +70,7 @@ class Embeddings:
 
     def source(self, kind: str) -> dict[str, Any]:
         """Folder, kind and checksum of features, for a result."""
-        return {"folder": str(self.folder), "what": kind, "file": self.record["files"][f"{kind}.npy"]}
+        return {"folder": str(self.folder), "what": kind, "file": self.record.get("files", {}).get(f"{kind}.npy")}
 
     def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
         """Features of some rows, as `unit_vectors`."""
