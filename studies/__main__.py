@@ -7,6 +7,7 @@ python -m studies drawn-sets --help     # scenes in the layouts of compositional
 python -m studies ibot --help          # iBOT compared with DINO and SimDINO, and continued trainings
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
+python -m studies uses                  # for what the slots of `scenes` help a frozen encoder
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 from dino_sparo.__main__ import run
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from studies import drawn_sets, ibot, probes, sweep
+from studies import drawn_sets, ibot, probes, sweep, uses
 from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
@@ -38,6 +39,7 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
     "probes": (probes.get_args_parser, probes.run_probes),
     "sweep": (sweep.get_args_parser, lambda args, _: sweep.collect(args)),
+    "uses": (uses.get_args_parser, uses.run_uses),
 }
 
 

@@ -36,9 +36,6 @@ class CLIPConfig:
         num_codes: number of codes, for `fdt`.
         replace_block: the read-out takes the place of each tower's last block.
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
-
-    Raises:
-        ValueError: no block of the text encoder is left before the read-out.
     """
 
     image: EncoderConfig
@@ -59,11 +56,7 @@ class CLIPConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "CLIPConfig":
-        """The configuration in a checkpoint's entry, which also holds the mean and std of its images.
-
-        Raises:
-            ValueError: it says something that this version does not know.
-        """
+        """The configuration in a checkpoint's entry, which also has mean and std; unknown values are a UserError."""
         fields = {name: value for name, value in values.items() if name not in ("mean", "std", "image", "text")}
         refuse_unknown("model", cls, fields)
         refuse_unknown("text encoder", TextConfig, values["text"])
@@ -85,14 +78,9 @@ class CLIPConfig:
 
 
 def towers_of(readout: str, norm_first: bool = False) -> Towers:
-    """The read-outs of both towers by one name.
+    """The read-outs of both towers by one name, a key of `TOWERS` or a read-out with slots, which serves both towers.
 
-    Args:
-        readout: a key of `options.TOWERS`, or a read-out with slots, which serves both towers.
-        norm_first: as in `model.create_clip`.
-
-    Raises:
-        ValueError: lists the names that are known.
+    A UserError lists the known names. `norm_first` is as in `model.create_clip`.
     """
     if norm_first and readout in NORM_FIRST:
         return NORM_FIRST[readout]
@@ -109,17 +97,11 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
 def infer_clip_config(
     weights: Mapping[str, Tensor], text_heads: int | None = None, quick_gelu: bool = False
 ) -> CLIPConfig:
-    """How a CLIP of open_clip or sparo-clip is built, from the shapes of its weights under our names.
+    """How a CLIP of open_clip or sparo-clip is built, from the shapes of the weights of both towers under our names.
 
     Of sparo-clip SPARO (with `sparo_type` "cont:const", which weights do not tell) and the linear bottleneck are known.
-
-    Args:
-        weights: of both towers.
-        text_heads: by default the text's heads are 64 wide, as in all of open_clip's models.
-        quick_gelu: OpenAI's activation, of which weights say nothing.
-
-    Raises:
-        CheckpointError: an architecture that is not known, or a text encoder whose heads cannot be told.
+    Weights do not tell the activation, `quick_gelu`, nor the heads of the text, which by default are 64 wide, as in all
+    of open_clip's models. CheckpointError for an unknown architecture, or a width that heads of 64 do not divide.
     """
     readout = next(name for name, names in ENDS.items() if next(iter(names)) in weights)
     image = infer_config({name.removeprefix("image."): value for name, value in weights.items()})

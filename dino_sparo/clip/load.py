@@ -86,8 +86,8 @@ def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions 
 
         lead_cl = (cosine_cl - mean over captions d other than c of cosine_dl) / L
 
-    Args:
-        cosines: of an image's slots and those of captions. For a single caption the result is its share in the score.
+    The cosines are those of an image's slots and captions' slots. For a single caption the result is its share in the
+    score.
     """
     num_captions, num_slots = cosines.shape
     others = (cosines.sum(dim=0) - cosines) / max(1, num_captions - 1)
@@ -118,11 +118,7 @@ def _top_word(words: Sequence[Word], shares: Float[np.ndarray, " words"]) -> str
 def clip_scorer(
     args: argparse.Namespace, device: torch.device, checkpoint: Mapping[str, Any] | None = None
 ) -> DotProductScorer:
-    """The model of an evaluation, by its options.
-
-    Raises:
-        ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
-    """
+    """The model of an evaluation, by its options; UserError if they name no checkpoint of a CLIP, or do not fit."""
     if not args.pretrained_weights:
         raise UserError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
@@ -144,13 +140,13 @@ def clip_scorer(
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
     return kind(
         model.to(device),
-        partial(tokenize, context_length=config.text.context_length),
         transform,
         device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],
-        record,
+        tokenize=partial(tokenize, context_length=config.text.context_length),
+        record=record,
     )
 
 

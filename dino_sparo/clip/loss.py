@@ -26,19 +26,13 @@ def clip_loss(
 
     X (B, M) are the images' normalised features, Y (k B, M) the captions', s is the inverse temperature. Row k i of Y
     is the caption of image i; the rows behind it are false captions of image i. False captions are further candidates
-    for all images, and have no image of their own.
+    for all images, and have no image of their own. Here k is `texts_per_image`; `products`, one of `PRODUCTS`, is the
+    precision of X Y^T and of its gradient, see `rounded_product`.
 
     With several ranks B counts all of them: each computes the rows of its own images and captions against the features
     of all, and gradients flow back through the gathering. The mean of the ranks' losses is the loss above, hence so is
     the mean of their gradients. Source: CLIP, figure 3; OpenCLIP, `local_loss` and `gather_with_grad`; for false
     captions Yuksekgonul et al., "When and why vision-language models behave like bags-of-words", section 4, NegCLIP.
-
-    Args:
-        images: X.
-        texts: Y.
-        scale: s.
-        products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
-        texts_per_image: k.
     """
     every_image, every_text = (gather_with_gradient(rows).flatten(0, 1) for rows in (images, texts))
     labels = torch.arange(len(images), device=images.device) + len(images) * rank()

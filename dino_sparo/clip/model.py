@@ -56,12 +56,7 @@ class CLIP(nn.Module):
     With `sparo` every slot is normalised by itself, y = concat(y_1 / |y_1|, ..., y_L / |y_L|) / sqrt(L), so that the
     similarity is the mean over l of the cosines of slots l. Source: CLIP, section 2.3; SPARO, section 3.3, equation 2.
 
-    Args:
-        image: images -> slots.
-        text: token ids -> slots.
-        image_proj: slots -> slots, applied to each; the identity where the read-out's slots are the encoding.
-        text_proj: as `image_proj`, of the text tower.
-        config: how all were built.
+    A projection maps each slot of its tower; it is the identity where the read-out's slots are the encoding.
     """
 
     def __init__(
@@ -77,8 +72,7 @@ class CLIP(nn.Module):
     def freeze(self, parts: Iterable[str]) -> None:
         """Keep parts of `FREEZABLE` as they are: no gradients, and eval mode even after `train`.
 
-        Raises:
-            ValueError: the parts hold the codebook of `fdt`, which is both towers'.
+        UserError for parts with the codebook of `fdt`, which is both towers'.
         """
         parts = list(parts)
         if self.config.image.kind.needs_codes and {"image", "text"} & set(parts):
@@ -108,12 +102,7 @@ class CLIP(nn.Module):
         return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
 
     def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
-        """Images -> encodings.
-
-        Args:
-            images: (B, C, H, W), with the mean and std of the model's training.
-            normalize: to length one as the read-out wants it, else the slots side by side as they are.
-        """
+        """Normalised images -> encodings, of length one as the read-out wants it, or the slots as they are."""
         return self._encoding(self.image_output(images), normalize)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
@@ -222,25 +211,23 @@ class LoadedClip(LoadedModel):
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
-        """The similarity of each image and each caption: the scores that every evaluation compares.
+        """The similarity of each image and each caption, fp32 in [-1, 1]: the scores that every evaluation compares.
 
             S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
 
             loaded = load_clip("output/checkpoint.pth")
             loaded.similarity([Image.open("dog.jpg")], ["a photo of a dog", "a photo of a cat"])  # (1, 2)
 
-        Args:
-            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: texts; longer ones than the context are cut off.
-
-        Returns:
-            (images, captions), fp32, in [-1, 1], where the model is.
+        Images have any size and mode, or are a batch (images, C, H, W), resized and normalised with `mean` and `std`.
+        Captions that are longer than the context are cut off.
         """
         config = self.model.config
         tokenize_captions = partial(tokenize, context_length=config.text.context_length)
         view = ClipView(config.image.img_size, self.mean, self.std)
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
-        scorer = DotProductScorer(self.model, tokenize_captions, view, self.model.logit_scale.device, batch_size)
+        scorer = DotProductScorer(
+            self.model, view, self.model.logit_scale.device, batch_size, tokenize=tokenize_captions
+        )
         texts = scorer.encode_text(without_padding(tokenize_captions(list(captions)).ids))
         return scorer.score_block(scorer.rows_of(images), texts)
 

@@ -38,13 +38,7 @@ PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images 
 
 
 class Towers(NamedTuple):
-    """The read-outs of both towers, keys of `readouts.READOUTS`.
-
-    Attributes:
-        image: the image tower's.
-        text: the text tower's.
-        has_bottleneck: the encoding passes a linear bottleneck.
-    """
+    """The read-outs of both towers, keys of `READOUTS`, and whether the encoding passes a linear bottleneck."""
 
     image: str
     text: str
@@ -150,11 +144,7 @@ def get_args_parser() -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit each other.
-
-    Raises:
-        ValueError: names the option and what would fit.
-    """
+    """Refuse options that do not fit each other; the UserError names the option and what would fit."""
     check_pair_options(args)
     if args.shards == "streamed" and args.negative_key is not None:
         raise UserError("--negative_key with --shards streamed: false captions are read from tables alone")
@@ -162,11 +152,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def select_parser() -> Parser:
     """The options of `slots/select.py`, in data-flow order."""
-    num_images = Option(
-        None,
-        "Largest number of images to use, a random subset; by default all.",
-        positive_int,
-    )
+    num_images = Option(None, "Largest number of images to use, a random subset; by default all.", positive_int)
     keep = Option(
         None,
         "Number of slots to keep (32 of 64 or 128 in the paper); by default the most accurate number.",

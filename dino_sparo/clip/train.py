@@ -30,11 +30,7 @@ from dino_sparo.runtime.launch import Distributed
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image.
-
-    Attributes:
-        contrast: features and inverse temperature -> loss.
-    """
+    """CLIP: match each image of a batch with its caption among all captions, and each caption with its image."""
 
     command = "train-clip"
     make_parser = options.get_args_parser
@@ -90,7 +86,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     def scorer(self) -> DotProductScorer:
         """The model as evaluations use it."""
         tokenizer = partial(tokenize, context_length=self.args.context_length)
-        return DotProductScorer(self.network, tokenizer, *self.scorer_settings)
+        return DotProductScorer(self.network, *self.scorer_settings, tokenize=tokenizer)
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:

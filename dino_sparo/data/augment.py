@@ -141,12 +141,7 @@ def shift_hue(
         w = 0 where a channel has the value v, 255 where it is lowest, and falls and rises over 255 steps of H between
 
     Pillow divides the circle into 255 hues, so H goes from 0 to 1530. All numbers are integers; w / 255 is the weight
-    of colorsys.hsv_to_rgb.
-
-    Args:
-        channels: red, green and blue.
-        steps: the turn; 256 are the whole circle.
-        hues: the `hue_table`, on the same device.
+    of colorsys.hsv_to_rgb. 256 `steps` turn the hue once around the circle; `hues` is the `hue_table`.
     """
     red, green, blue = channels
     library = _library(red)
@@ -194,10 +189,7 @@ def blur(
 ) -> Float[Array, "*B C H W"]:
     """Three box filters along the rows, then three along the columns; beyond the border the border's pixels repeat.
 
-    Args:
-        levels: of the crop.
-        weights: from `box_weights`; zeros at the end may be omitted.
-        is_8_bit: round as Pillow does.
+    The weights come from `box_weights`, whose zeros at the end may be omitted. `is_8_bit` rounds as Pillow does.
     """
     # Centered on zero, so that a product with a weight fits into 32 bits.
     centered = _cast(levels - 128, "int32") if is_8_bit else levels - 128

@@ -62,12 +62,10 @@ class ChannelImage(Image.Image):
 
 
 def planes_of_array(values: Shaped[np.ndarray, "..."], in_chans: int) -> Shaped[np.ndarray, "C H W"]:
-    """An array (H, W), (H, W, C) or (C, H, W) as (C, H, W); the axis whose length is `in_chans` holds the channels.
+    """An array (H, W), (H, W, C) or (C, H, W) as (C, H, W); ValueError for other axes or another number of channels.
 
-    If both axes have this length, the last one does. For three channels an array of one channel is grey.
-
-    Raises:
-        ValueError: the array has another number of channels, or of axes.
+    The axis whose length is `in_chans` holds the channels; if both axes have this length, the last one does. For three
+    channels an array of one channel is grey.
     """
     if values.ndim == 2:
         values = values[None]
@@ -84,10 +82,8 @@ def planes_of_array(values: Shaped[np.ndarray, "..."], in_chans: int) -> Shaped[
 def planes_of_image(image: Image.Image, in_chans: int) -> list[np.ndarray]:
     """Channels of a Pillow image as they are stored: the pages of a TIFF with several, else the bands.
 
-    Palettes become RGB. Transparency is dropped if the image has one channel too many.
-
-    Raises:
-        ValueError: the image has another number of channels, or its pages differ in size.
+    Palettes become RGB. Transparency is dropped if the image has one channel too many. Another number of channels, and
+    pages of different sizes, are a ValueError.
     """
     if image.format == "TIFF" and getattr(image, "is_animated", False):
         return _planes_of_pages(image, in_chans)
@@ -130,8 +126,7 @@ def wrong_channels(found: int, in_chans: int) -> ValueError:
 def levels_of(values: Shaped[np.ndarray, "*size"], max_value: int) -> Float[np.ndarray, "*size"]:
     """Pixels as stored -> levels from 0 to 255: 8-bit as they are, deeper integers by `max_value`, floats from 0 to 1.
 
-    Raises:
-        ValueError: integers below 0 or of more than 16 bit, floats beyond 0 to 1, or no numbers.
+    Integers below 0 or of more than 16 bit, floats beyond 0 to 1, and anything but numbers are a UserError.
     """
     if values.dtype == np.uint8:
         return values.astype(np.float32)
@@ -149,12 +144,8 @@ def levels_of(values: Shaped[np.ndarray, "*size"], max_value: int) -> Float[np.n
 def picture_of(levels: Shaped[np.ndarray, "H W C"], channels: Sequence[int] = ()) -> UInt8[np.ndarray, "H W 3"]:
     """Some channels of an image as 8-bit RGB: one as grey, three as red, green and blue, each with its own contrast.
 
-    Args:
-        levels: of the image, in any unit.
-        channels: their numbers from 0; empty: the first three, or the first if there are fewer.
-
-    Raises:
-        ValueError: the image has no such channel.
+    The levels have any unit. By default the first three channels are shown, or the first if there are fewer; a channel
+    that the image lacks is a UserError.
     """
     number = levels.shape[-1]
     channels = list(channels) or ([0, 1, 2] if number >= 3 else [0])

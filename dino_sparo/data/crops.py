@@ -37,14 +37,7 @@ CROP_ATTEMPTS = 10
 
 @dataclass(frozen=True)
 class CropRecipe:
-    """Random parameters of one kind of crop.
-
-    Attributes:
-        size: side of the crop in pixels.
-        scale: smallest and largest share of the image's area.
-        blur_probability: how often it is blurred.
-        solarize_probability: how often its bright pixels are inverted.
-    """
+    """Random parameters of one kind of crop; `size` in pixels, `scale` the range of its share of the image's area."""
 
     size: int
     scale: tuple[float, float]
@@ -56,13 +49,8 @@ class CropRecipe:
 class CropParameters:
     """One draw from a `CropRecipe`, for one image; the distortions are listed in the order in which they are applied.
 
-    Attributes:
-        box: top, left, height, width in pixels of the image.
-        flip: mirror left and right.
-        jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
-        grayscale: drop the colours.
-        blur_radius: standard deviation of the blur in pixels, 0 for none.
-        solarize: invert bright pixels.
+    The box is top, left, height, width in pixels of the image. `jitter` has (operation, factor) pairs in their random
+    order, none if the crop keeps its colours. `blur_radius` is a standard deviation in pixels, 0 for none.
     """
 
     box: tuple[int, int, int, int]
@@ -96,13 +84,10 @@ def require_areas(name: str, scale: Sequence[float]) -> None:
 def sample_box(
     rng: np.random.Generator, height: int, width: int, scale: tuple[float, float]
 ) -> tuple[int, int, int, int]:
-    """Draw a box of random area and aspect ratio, as torchvision's RandomResizedCrop does.
+    """Draw a box (top, left, height, width) of random area and aspect ratio, as torchvision's RandomResizedCrop does.
 
     The area is uniform in `scale` times the image's, the aspect ratio log-uniform in 3/4 to 4/3; a box that does not
     fit is drawn again, and after ten failures the largest central box of a valid aspect ratio is taken.
-
-    Returns:
-        Top, left, height and width in pixels.
     """
     for _ in range(CROP_ATTEMPTS):
         area = height * width * _uniform(rng, *scale)
@@ -150,12 +135,8 @@ def cut_crop_fast(
 ) -> Shaped[Tensor, "C size size"]:
     """`cut_crop` by torch's resize: three times as fast, and about one pixel in fifty differs by one level.
 
-    At hard edges in boxes taller than wide more pixels differ: Pillow resizes their columns first.
-
-    Args:
-        pixels: of the image, in the layout of `pixels_in_rows`; any other layout is slow.
-        box: top, left, height, width in pixels of the image.
-        size: side of the result in pixels.
+    At hard edges in boxes taller than wide more pixels differ: Pillow resizes their columns first. Pixels that are not
+    in the layout of `pixels_in_rows` are slow.
     """
     top, left, height, width = box
     return resize_fast(pixels[:, top : top + height, left : left + width], [size, size])

@@ -36,19 +36,12 @@ def most_corrupt(share: float, total: int) -> float:
 
 
 class EpochDataset(Dataset, ABC):
-    """Items of a source, by (epoch, index), or by index in epoch 0; a subclass defines `item`.
-
-    Args:
-        source: images or pairs.
-        transform: (PIL image, rng) -> crops.
-        seed: any integer.
-    """
+    """Items of a source of images or pairs, by (epoch, index), or by index in epoch 0; a subclass defines `item`."""
 
     def __init__(self, source: Any, transform: Callable[..., Any], seed: int = 0) -> None:
         self.source, self.transform, self.seed = source, transform, seed
 
     def __len__(self) -> int:
-        """Number of items."""
         return len(self.source)
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:
@@ -84,16 +77,11 @@ class ImageDataset(EpochDataset):
 
 
 def read_next(read: Callable[[int], T], start: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
-    """`read(start)`, or `read` of another index if that image is unreadable.
+    """`read(start)`, or `read` of another index if that image is unreadable; UserError if too many in a row are.
 
     The next neighbours are tried first; after the last index comes the first. An interrupted copy leaves many
-    unreadable neighbours, so the steps then become wide: only a disk that does not answer fails that often.
-
-    Returns:
-        The result of `read`, its index, and (location, reason) of the unreadable images.
-
-    Raises:
-        ValueError: too many images in a row are unreadable.
+    unreadable neighbours, so the steps then become wide: only a disk that does not answer fails that often. Returns
+    also the index that was read, and (location, reason) of each unreadable image.
     """
     corrupt: list[tuple[str, str]] = []
     for step in range(min(MAX_CORRUPT_IN_A_ROW, len(source))):

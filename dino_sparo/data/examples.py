@@ -17,10 +17,9 @@ NUM_SHOWN = 4  # images with the maps of all slots, in TensorBoard
 class Examples(NamedTuple):
     """Example images for TensorBoard and for the rank of the encodings.
 
-    Attributes:
-        crops: per view a batch (B, C, H, W) of a few images, augmented as for training.
-        views: (B, C, H, W), the central squares of these images, not augmented.
-        first_crops: (B, C, H, W), the first crops of these and of more images, whose encodings are measured.
+    `crops` has per view a batch (B, C, H, W) of a few images, augmented as for training; `views` the central squares of
+    these images, not augmented; `first_crops` the first crops of these and of more images, whose encodings are
+    measured.
     """
 
     crops: list[Tensor]

@@ -15,8 +15,7 @@ from dino_sparo.runtime.launch import rank, world_size
 def open_images(data_path: str, split: str | None, download: bool, **options: Any) -> ImageSource:
     """The same images on all ranks, labelled or not; the arguments are those of `open_source`.
 
-    Raises:
-        ValueError: there are no such images, or the ranks see different images.
+    UserError if there are no such images, or the ranks see different images.
     """
     index = partial(index_images, data_path, split=split, limits=options.get("limits", DEFAULT_LIMITS))
     with opened_together(index, data_path):
@@ -29,9 +28,7 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
 def opened_together(index: Callable[[int, int], None], data_path: str) -> Iterator[None]:
     """Each rank indexes its share of the shards; then rank 0 runs the context with the cached index, then other ranks.
 
-    Args:
-        index: (number, count) -> puts this process' share of the index into the cache.
-        data_path: for messages.
+    `index` puts this process' share, (number, count), into the cache.
     """
     if world_size() > 1:
         with all_or_none(f"opening {data_path}"):

@@ -42,18 +42,7 @@ class EpochSampler:
 
     Global batch s of an epoch is permutation[s*n : (s+1)*n] with n = batch_size * world_size * accum_steps. The ranks
     divide it among themselves, so together they see what one process with batches of n images would see. Images left
-    after the last whole global batch are not used in this epoch.
-
-    Args:
-        num_images: size of the source.
-        batch_size: B, images per rank and micro-batch.
-        rank: this process, from 0.
-        world_size: number of processes.
-        accum_steps: micro-batches per optimiser step.
-        seed: any integer.
-
-    Raises:
-        ValueError: there are too few images for one global batch.
+    after the last whole global batch are not used in this epoch. Fewer than n images are a UserError.
     """
 
     def __init__(
@@ -94,12 +83,7 @@ class ShardSampler(BatchSampler):
     """Batches of indices for evaluation: this rank's contiguous part, in order, without padding or duplicates.
 
     Rank r of w takes images n*r//w to n*(r+1)//w, so the ranks' results one after the other are in the source's order.
-
-    Args:
-        num_images: n, size of the source.
-        batch_size: B, images per batch; the last batch may be smaller.
-        rank: this process, from 0.
-        world_size: number of processes; some ranks yield nothing if it exceeds the number of images.
+    The last batch may be smaller, and ranks may have no batch.
     """
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:

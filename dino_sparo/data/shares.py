@@ -25,15 +25,7 @@ MAX_NAMED = 5  # unreadable images named in the log
 def share_loader(
     source: ImageSource, transform: Callable, device: torch.device, batch_size: int, num_workers: int
 ) -> DataLoader:
-    """Batches of this process' share of a source, in order.
-
-    Args:
-        source: the images.
-        transform: (image, rng) -> [view].
-        device: where the batches go.
-        batch_size: per process.
-        num_workers: processes that load images, per process.
-    """
+    """Batches of this process' share of a source, in order; `transform` makes [view] of an image and random numbers."""
     sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
     is_cuda = device.type == "cuda"
     return create_loader(ImageDataset(source, transform), sampler, num_workers=num_workers, pin_memory=is_cuda)

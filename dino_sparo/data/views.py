@@ -31,11 +31,9 @@ MAX_PATCHES = 8_192
 
 
 class View(NamedTuple):
-    """A part of an image, and the size at which the encoder sees it.
+    """A part of an image, and the size at which the encoder sees it, multiples of the patch size.
 
-    Attributes:
-        box: left, top, right, bottom in pixels of the image, with fractions.
-        height: pixels, a multiple of the patch size, like `width`.
+    The box is left, top, right, bottom in pixels of the image, with fractions.
     """
 
     box: tuple[float, float, float, float]
@@ -109,11 +107,7 @@ class EvalTransform:
     def batch(
         self, images: Image.Image | np.ndarray | Sequence[Image.Image | np.ndarray]
     ) -> Float[Tensor, "B C img_size img_size"]:
-        """The views of one image or of several, of any mode or as arrays, as an encoder takes them.
-
-        Raises:
-            ValueError: there are no images, or one has other channels than the encoder takes.
-        """
+        """The views of one image or of several, of any mode or as arrays, as an encoder takes them."""
         images = [images] if isinstance(images, Image.Image | np.ndarray) else images
         if not len(images):
             raise UserError("no images: the list is empty; give one image or several")
@@ -123,11 +117,7 @@ class EvalTransform:
 class ClipView(EvalTransform):
     """CLIP's and OpenCLIP's view: the short side resized to the view's side (bicubic), the middle cut out, normalised.
 
-    Args:
-        img_size: side of the view in pixels.
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-        border: pixels cut off every side of the image first.
+    First `border` pixels are cut off every side of the image.
     """
 
     def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:

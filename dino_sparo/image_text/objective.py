@@ -64,11 +64,6 @@ class PairObjective(Objective[AnyBatch]):
         mean: (1, C, 1, 1), of pixels in 0..1, on the device.
         std: as `mean`.
         clip_grad: largest norm of all gradients together; 0 for no limit.
-
-    Args:
-        args: the options of `options.py`.
-        process: this process among its peers.
-        forms: `collate`, and for an objective that adds to pairs `with_graphs`; see `number_pairs`.
     """
 
     model_name: ClassVar[str]

@@ -179,14 +179,9 @@ def training_parser(
 ) -> Parser:
     """The options of a training, in data-flow order.
 
-    Args:
-        presets: folder of recipes, one configuration file each.
-        model: groups of the model behind both encoders.
-        optimization: options of an objective in addition to `OPTIMIZATION`.
-        pairs: in addition to `PAIRS`.
-        captions: groups that say what becomes of captions.
-        image: in addition to `IMAGE_ENCODER`.
-        defaults: other defaults than those of the tables.
+    `presets` is a folder of recipes, one configuration file each. An objective has groups of the `model` behind both
+    encoders and of what becomes of `captions`; it adds options to `OPTIMIZATION`, `PAIRS` and `IMAGE_ENCODER`, and may
+    have other defaults.
     """
     files = {path.stem: path for path in presets.glob("*.yaml")}
     recipe = "A paper's recipe: values of the options below, which options on the command line override."
@@ -221,11 +216,7 @@ def shorten_warmups(args: argparse.Namespace, total_steps: int) -> None:
 
 
 def check_pair_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit each other.
-
-    Raises:
-        ValueError: names the option and what would fit.
-    """
+    """Refuse options that do not fit each other; the UserError names the option and what would fit."""
     if (args.shards == "streamed") != (args.epoch_pairs is not None):
         raise UserError(
             f"--shards {args.shards} with --epoch_pairs {args.epoch_pairs}: a stream has no length, so streamed needs "

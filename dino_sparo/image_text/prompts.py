@@ -106,15 +106,10 @@ def set_name(data_path: str) -> str | None:
 
 
 def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
-    """The templates of `--templates`.
+    """The templates of `--templates`: a key of `TEMPLATES`, a file, or `auto`.
 
-    Args:
-        templates: a key of `TEMPLATES`; a file, see `read_words`, whose templates have `{}` or `{c}` in place of the
-            name; or `auto`: the templates of the set of images, OpenCLIP's 80 for an unknown set.
-        data_path: value of `--data_path`.
-
-    Raises:
-        ValueError: there is no such list or file, or a template has no place for the name.
+    A file is read by `read_words`; its templates have `{}` or `{c}` in place of the name. `auto` takes the templates of
+    the set of images in `--data_path`, OpenCLIP's 80 for an unknown set. Anything else is a UserError.
     """
     require("open_clip", "prompts")
     if templates == AUTO:
@@ -145,11 +140,8 @@ def is_file(text: str) -> bool:
 def read_words(where: str) -> Any:
     """Names or templates in a file: a list, or an object from class to name.
 
-    Args:
-        where: a text file with one name per line, a JSON file, or `FILE.json:KEY` for the value of a key.
-
-    Raises:
-        ValueError: the file is no JSON, has no such key, or is empty.
+    The file is a text with one name per line, or JSON; `FILE.json:KEY` takes the value of a key. A file that is no
+    JSON, has no such key, or is empty is a UserError.
     """
     path, _, key = (where, "", "") if Path(where).is_file() else where.rpartition(":")
     if not path.endswith(".json"):

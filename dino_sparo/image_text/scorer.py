@@ -119,8 +119,7 @@ class Scorer(Protocol):
     def expect_texts(self, captions: Sequence[str]) -> None:
         """Refuse captions that cannot be scored, before the images are encoded, which may take hours.
 
-        Raises:
-            ValueError: scores lack something for too many of the captions that `encode_texts` will get.
+        UserError if scores lack something for too many of the captions that `encode_texts` will get.
         """
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
@@ -132,26 +131,14 @@ class Scorer(Protocol):
     def score_pairs(
         self, images: Any, image_of: Int64[Tensor, " pairs"], texts: Any, text_of: Int64[Tensor, " pairs"]
     ) -> Float[Tensor, " pairs"]:
-        """The score of each pair, fp32.
-
-        Args:
-            images: payload of images.
-            image_of: (pairs,), the row of each pair's image, on `device`.
-            texts: payload of captions.
-            text_of: (pairs,), the row of each pair's caption, on `device`.
-        """
+        """The score of each pair, fp32; rows `image_of` and `text_of` of the payloads are on `device`."""
 
     def score_block(self, images: Any, texts: Any) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class, fp32; both are payloads."""
 
 
 class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption.
-
-    Attributes:
-        lines: further numbers in words; may be empty.
-        tiles: maps over `Explanation.picture`.
-    """
+    """Maps of a model for one caption, over `Explanation.picture`, and further numbers in words."""
 
     lines: Sequence[str]
     tiles: Sequence[Tile]
@@ -159,13 +146,9 @@ class CaptionMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Maps of a model on one image, per caption.
+    """Maps of a model on one image, per caption; `picture` is the part of the image that the maps cover.
 
-    Attributes:
-        picture: (H, W, 3), the part of the image that the maps cover.
-        captions: maps per caption.
-        words: how to read a map and the numbers around it.
-        ends: words for the lowest and the highest colour.
+    `words` say how to read a map and the numbers around it, `ends` the lowest and the highest colour.
     """
 
     picture: Picture
@@ -185,6 +168,7 @@ class ExplainableScorer(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class ImageRows(ABC):
     """A model, and the settings that determine its image features.
 
@@ -198,11 +182,11 @@ class ImageRows(ABC):
     """
 
     model: Any
-    transform: Callable[..., list[Tensor]]
+    transform: Any
     device: torch.device
-    batch_size: int
-    num_workers: int
-    dtype: torch.dtype
+    batch_size: int = 128
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
 
     @property
     def storage(self) -> torch.device:
@@ -246,19 +230,14 @@ class ImageRows(ABC):
             return torch.cat([self.encode_image(part.to(self.device)) for part in parts])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DotProductScorer(ImageRows):
     """A model with one encoder per side, and the settings that determine its features; payloads are feature matrices.
 
+    The model's `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features (B, M).
+
     Attributes:
-        model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features
-            (B, M) of length one; on `device`, in eval mode.
         tokenize: captions -> `Tokens`.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        batch_size: images, or captions, per process and step.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
         record: description of the model in a result file.
         trim: token ids without the columns that no caption uses. Models without an end token keep all columns.
     """
@@ -267,13 +246,7 @@ class DotProductScorer(ImageRows):
     default_templates: ClassVar[tuple[str, ...] | None] = None
     ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
 
-    model: Any
     tokenize: Callable[[list[str]], Tokens]
-    transform: Callable[..., list[Tensor]]
-    device: torch.device
-    batch_size: int = 128
-    num_workers: int = 0
-    dtype: torch.dtype = torch.float32
     record: dict[str, Any] = field(default_factory=dict)
     trim: Callable[[Tensor], Tensor] = without_padding
 

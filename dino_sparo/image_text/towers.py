@@ -53,9 +53,6 @@ class TextConfig:
         slot_dim: V, of a slotted read-out.
         key_dim: A, of a slotted read-out.
         group_size: G, of `sparo`.
-
-    Raises:
-        ValueError: a size is out of range.
     """
 
     context_length: int = CONTEXT_LENGTH
@@ -86,16 +83,11 @@ class TextEncoder(nn.Module):
         x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + causal MHSA(LN(x_{i-1}))
         tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
 
-    LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
-    embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2 depth)^-1/2 for what is added to the
-    residual stream; biases are 0 in attention and as `nn.Linear` draws them in the MLP. Source: Radford et al.,
-    CLIP, section 2.4; OpenCLIP, `transformer.py`.
-
-    Args:
-        config: sizes.
-        readout: tokens and mask -> `ReadoutOutput`.
-        depth: number of blocks, if fewer than `config.layers`.
-        quick_gelu: OpenAI's activation.
+    LayerNorm eps 1e-5, MLP ratio 4, GELU, or OpenAI's activation with `quick_gelu`. Initialisation is CLIP's: normal,
+    std 0.02 for token and 0.01 for position embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer,
+    D^-1/2 (2 depth)^-1/2 for what is added to the residual stream; biases are 0 in attention and as `nn.Linear` draws
+    them in the MLP. `depth` may be less than `config.layers`. Source: Radford et al., CLIP, section 2.4; OpenCLIP,
+    `transformer.py`.
     """
 
     def __init__(
@@ -180,12 +172,7 @@ class Tokens(NamedTuple):
 def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Tokens:
     """Captions -> ids, with open_clip's tokenizer and its bundled vocabulary.
 
-    Args:
-        texts: the captions.
-        context_length: N, at least 3; longer captions lose their last words, not their end token.
-
-    Raises:
-        ValueError: one string instead of a list.
+    Captions that are longer than `context_length`, at least 3, lose their last words, not their end token.
     """
     if isinstance(texts, str):
         raise UserError(f"texts={texts!r} is one caption; give a list of captions")
@@ -207,11 +194,7 @@ def simple_tokenizer() -> Any:
 
 
 def spacy_record(purpose: str) -> dict[str, Any]:
-    """Versions of spaCy and of its model, for a result file.
-
-    Args:
-        purpose: what needs them, in the plural, for the MissingPackageError.
-    """
+    """Versions of spaCy and of its model, for a result file; `purpose` needs them, in the plural, for the error."""
     require("spacy", purpose)
     import spacy
 
@@ -252,20 +235,10 @@ def tower_configs(
     slots: Mapping[str, Any] | None = None,
     **image: Any,
 ) -> tuple[EncoderConfig, TextConfig]:
-    """The configurations of both towers; the defaults are CLIP's for a ViT-B/32.
+    """The configurations of both towers, with read-outs of image and text; the defaults are CLIP's for a ViT-B/32.
 
-    Args:
-        readouts: of the image and of the text tower, keys of `READOUTS`.
-        arch: a key of `architectures.ARCHITECTURES`.
-        patch_size: P, pixels.
-        text_width: D, of the text's tokens.
-        text_heads: of each block of the text encoder.
-        text_layers: blocks of the text encoder's architecture.
-        context_length: the longest text in tokens.
-        vocab_size: number of token ids.
-        pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        slots: fields that both towers have, such as `num_slots`.
-        image: further fields of the image tower.
+    Without `pre_norm` the vision transformer is DINO's, whose pretrained weights fit then. `slots` are fields that both
+    towers have, such as `num_slots`; `image` are further fields of the image tower.
     """
     slots = slots or {}
     text = TextConfig(context_length, vocab_size, text_width, text_heads, text_layers, readouts[1], **slots)
@@ -274,13 +247,10 @@ def tower_configs(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model and its description for result files.
+    """A trained model, in eval mode and on the CPU, and its description for result files.
 
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: per channel.
-        record: plain values: weights, hash, epoch, configuration.
+    Mean and std are those of its images' pixels in 0..1. The record has plain values: weights, hash, epoch,
+    configuration.
     """
 
     model: Any = field(repr=False)

@@ -40,9 +40,6 @@ class BindingConfig:
         ent_coef: alpha at the start.
         rel_coef: beta at the start.
         logit_scale: scores are multiplied by a learned inverse temperature; the paper has none.
-
-    Raises:
-        ValueError: the heads do not divide `dim`, or default tokens where nothing competes with them.
     """
 
     dim: int = 256
@@ -89,10 +86,10 @@ class Binding(nn.Module):
         slot_m = sum_n w_mn V_n
 
     Letters: E and U are the paper's M and B; dim is its D, num_default its N_d. The slots of default tokens are not
-    computed. With `competition="keys"`, the paper's ablation, a is an ordinary softmax over patches.
-    Source: OC-CLIP, equation 1, figure 9 and table 11. The listing of figure 9 adds to equation 1 the network on the
-    patches, positions, norms of keys and values, and the renormalisation. The norm of the queries stands in table 11
-    alone. Default tokens are not normalised. Initial weights are torch's, since the paper does not give any.
+    computed. With `competition="keys"`, the paper's ablation, a is an ordinary softmax over patches. Source: OC-CLIP,
+    equation 1, figure 9 and table 11. The listing of figure 9 adds to equation 1 the network on the patches, positions,
+    norms of keys and values, and the renormalisation. The norm of the queries stands in table 11 alone. Default tokens
+    are not normalised. Initial weights are torch's, since the paper does not give any.
 
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions with equal
     numbers of entities form a chunk of bounded size, without padding. Training on a GPU pads them nevertheless: there
@@ -100,11 +97,6 @@ class Binding(nn.Module):
     captions share; its logit for patch n is logsumexp_c q_c . K_n. W_k multiplies the queries instead of the keys,
     because a caption has fewer entities than an image has patches: with K^ the keys before W_k, q . W_k K^ =
     (W_k^T q) . K^. Logits, softmax and sums are fp32 or wider also under autocast.
-
-    Args:
-        image_dim: width of the patches.
-        num_patches: N.
-        sizes: all other sizes.
 
     Attributes:
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
@@ -187,17 +179,11 @@ class Binding(nn.Module):
     def chunks(
         self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int, pads: bool = False
     ) -> tuple[list[list[int]], bool]:
-        """Captions in groups, ordered by their numbers of entities, each group within `chunk_mb`.
+        """Captions in groups, ordered by their numbers of entities, all within `chunk_mb`; whether to save memory.
 
-        Args:
-            counts: U numbers of entities.
-            relation_counts: U numbers of relations that are scored in the same chunk.
-            num_images: B.
-            pads: whether captions of a group may differ in their numbers of entities. They are padded to the last.
-
-        Returns:
-            The groups, and whether the backward pass should compute each again to save memory. Chunks that are small
-            together (`KEPT_SHARE` of one, `KEPT_SHARE_PADDED` if they are padded) stay in memory, which is faster.
+        If `pads`, captions of a group may differ in their numbers of entities; they are padded to the last. To save
+        memory the backward pass computes each group again. Groups that are small together (`KEPT_SHARE` of one,
+        `KEPT_SHARE_PADDED` if they are padded) stay in memory, which is faster.
         """
         widest = max(self.num_patches, self.dim)
         # Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows.

@@ -72,16 +72,9 @@ RELATIONS_LEGEND = (
 class PairMaps:
     """Maps and scores of one image with the graph of its caption.
 
-    Attributes:
-        pair: image and caption.
-        graph: of the caption.
-        score: S of image and graph.
-        cosines: (E,), of every entity and its slot.
-        relation_scores: (R,), f of every relation.
-        turned_scores: (R,), f of every relation with subject and object exchanged.
-        shares: (E, h, w), a of every entity.
-        default_shares: (num_default, h, w), of the default tokens.
-        competition: what the softmax runs over: "queries", so that each patch has a winner, or "keys".
+    There are the score S, the cosine of every entity and its slot, f of every relation, as it is and turned round, and
+    the shares a of every entity and default token. `competition` is what the softmax runs over: "queries", so that each
+    patch has a winner, or "keys".
     """
 
     pair: ViewedPair

@@ -50,18 +50,12 @@ PHRASE_BATCH = 512  # phrases encoded at a time
 GraphRows = Int64[Tensor, "captions templates"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphScorer(ImageRows):
     """A model, and all settings that determine its scores.
 
     Attributes:
-        model: on `device`, in eval mode.
         graphs: caption -> graph.
-        transform: (image, rng) -> [view].
-        device: of the model.
-        batch_size: images per process and step.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast; scores are fp32 in any case.
         model_record: description of the model for result files.
         embeddings: phrase -> entity and relation.
         truncated: phrases that are longer than the context.
@@ -73,13 +67,7 @@ class GraphScorer(ImageRows):
     ensemble: ClassVar[str] = "scores of the templates averaged; a class is one entity"
     default_templates: ClassVar[tuple[str, ...]] = ("{}",)
 
-    model: OCCLIP
     graphs: CaptionGraphs
-    transform: Any
-    device: torch.device
-    batch_size: int = 64
-    num_workers: int = 0
-    dtype: torch.dtype = torch.float32
     model_record: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     truncated: set[str] = field(default_factory=set, repr=False)
@@ -230,18 +218,13 @@ class LoadedOCCLIP(LoadedModel):
         captions: Sequence[str],
         parser: str | Callable[[str], SceneGraph] = DEFAULT_GRAPHS,
     ) -> Float[Tensor, "images captions"]:
-        """S of every image and the graph of every caption, in [-1, 1].
+        """S of every image and the graph of every caption, fp32 in [-1, 1].
 
             loaded = load_oc_clip("output/checkpoint.pth")
             loaded.similarity([Image.open("dog.jpg")], ["a dog left of a cat", "a cat left of a dog"])  # (1, 2)
 
-        Args:
-            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: texts.
-            parser: value of `--graphs`, or a function from a caption to its graph.
-
-        Returns:
-            (images, captions), fp32, on the model's device.
+        Images have any size and mode, or are a batch (images, C, H, W), resized and normalised with `mean` and `std`.
+        The parser is a value of `--graphs`, or a function from a caption to its graph.
         """
         if isinstance(captions, str):
             raise UserError(f"captions={captions!r} is one caption; give a list of captions")
@@ -253,9 +236,8 @@ class LoadedOCCLIP(LoadedModel):
 def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
     """The model of a checkpoint of `dino-sparo train-oc-clip`, in eval mode, on the CPU.
 
-    Raises:
-        CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
-        ValueError: the checkpoint has settings that this version does not know.
+    CheckpointError if the file cannot be read, holds no OC-CLIP, or its weights do not fit; UserError if it has
+    settings that this version does not know.
     """
     checkpoint, source = load_checkpoint(path) if checkpoint is None else checkpoint, str(path)
     description = checkpoint.get("oc_clip")
@@ -322,4 +304,4 @@ def scorer_of(
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}
-    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, model_record=record, **settings)
+    return GraphScorer(loaded.model.to(device), view, device, graphs=caption_graphs, model_record=record, **settings)

@@ -38,10 +38,8 @@ def relation_loss(
     with G the true graph, the swapped and the shuffled one; see `batches.draw_negatives`.
 
     Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
-    scores and the constant loss ln 3; it is left out of the sum, and counts in B.
-
-    Returns:
-        L_rel, and for the log the same sum divided by the number of pairs with an altered relation, 0 without any.
+    scores and the constant loss ln 3; it is left out of the sum, and counts in B. Returned for the log is also the same
+    sum divided by the number of pairs with an altered relation, 0 without any.
     """
     scores = torch.stack([true, swapped, shuffled], dim=-1)
     logits = scores if logit_scale is None else logit_scale * scores

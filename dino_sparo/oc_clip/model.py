@@ -38,11 +38,7 @@ class OCCLIPConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "OCCLIPConfig":
-        """The configuration in a checkpoint's entry, which also holds the mean and std of its images.
-
-        Raises:
-            ValueError: it says something that this version does not know.
-        """
+        """The configuration in a checkpoint's entry, which also has mean and std; unknown values are a UserError."""
         text, binding = values["text"], values["binding"]
         refuse_unknown("model", cls, values.keys() - {"mean", "std", "graphs"})
         refuse_unknown("text encoder", TextConfig, text)
@@ -80,12 +76,7 @@ class OCCLIP(nn.Module):
         e           = the text encoder's token at a phrase's end; each phrase and each predicate alone is encoded
         entity      = W_N e + b,  relation = W_r e + b
 
-    Source: OC-CLIP, section 3 and table 11.
-
-    Attributes:
-        binding: patches and entities -> slots.
-        scoring: slots, entities, relations -> scores.
-        logit_scale: (), logarithm of the inverse temperature; None without temperature.
+    Source: OC-CLIP, section 3 and table 11. `logit_scale` is the logarithm of the inverse temperature, None without.
     """
 
     def __init__(self, image: Encoder, text: TextEncoder, config: OCCLIPConfig) -> None:
@@ -141,14 +132,10 @@ def create_oc_clip(
     """Build an OC-CLIP model with random weights.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's. The text encoder's
-    sizes are the paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.
-
-    Args:
-        arch: a key of `ARCHITECTURES`, or `timm/NAME`.
-        patch_size: P, pixels; None: 16, or the timm model's own.
-        img_size: side of the images in pixels; the binding is built for their number of patches.
-        binding: sizes of binding and scoring; by default the paper's.
-        text_width: like the other sizes, see `towers.tower_configs`.
+    sizes are the paper's for CC12M (OC-CLIP, appendix A.8), and so are by default those of binding and scoring. `arch`
+    is a key of `ARCHITECTURES`, or `timm/NAME`; patches have 16 pixels by default, or the timm model's own size. The
+    binding is built for the number of patches of images of `img_size` pixels. For further sizes see
+    `towers.tower_configs`.
     """
     patch_size = default_patch_size(arch) if patch_size is None else patch_size
     text = {"text_width": text_width, "text_heads": text_heads, "text_layers": text_layers}

@@ -107,11 +107,7 @@ def get_args_parser() -> Parser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Give both encoders their learning rates; refuse options that do not fit each other.
-
-    Raises:
-        ValueError: names the option and what would fit.
-    """
+    """Give both encoders their learning rates; refuse options that do not fit, with the option and what would fit."""
     for part in ("image", "text"):
         if getattr(args, f"lr_{part}") is None:
             setattr(args, f"lr_{part}", args.lr)

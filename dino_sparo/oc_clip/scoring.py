@@ -25,21 +25,15 @@ class Scoring(nn.Module):
         f_s, f_o: Linear(rel_dim + dim, rel_dim) - GELU - Linear(rel_dim, rel_dim)
 
     N_m are entities, S_m their slots, r_p relations with subject s and object o. E and R are the graph's own numbers,
-    the paper's M and P. Only alpha / beta matters. Source: OC-CLIP, equations 2 and 3, table 11. The hidden width and
-    the activation of the MLPs are our choice, and so is the lower bound `MIN_COEF` of alpha and beta.
+    the paper's M and P. Only alpha / beta matters; they are `ent_coef` and `rel_coef`. Source: OC-CLIP, equations 2 and
+    3, table 11. The hidden width and the activation of the MLPs are our choice, and so is the lower bound `MIN_COEF` of
+    alpha and beta.
 
-    With `relation="mlp"`, an ablation that the paper only names, f = cos(r, g [r; S_s; S_o]) with one MLP g of the same
-    hidden width.
+    With `relation="mlp"`, an ablation that the paper only names, f = cos(r, g [r; S_s; S_o]) with one MLP g, `joint`,
+    of the same hidden width, in place of f_s, `subject`, and f_o, `object`.
 
     The first layer is split, W [r; S] = W_r r + W_S S: W_r r is computed once per relation, not per image. Everything
     is computed in the weights' precision, fp32 or wider, also under autocast.
-
-    Attributes:
-        subject: f_s; None with `relation="mlp"`.
-        object: f_o; None with `relation="mlp"`.
-        joint: g; None with `relation="additive"`.
-        ent_coef: (), alpha.
-        rel_coef: (), beta.
     """
 
     def __init__(self, sizes: BindingConfig) -> None:

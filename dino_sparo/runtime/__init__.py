@@ -11,9 +11,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package whose modules import torch: names are imported on first use (PEP 562).
 
-    Args:
-        package: its `__name__`.
-        modules: module below `dino_sparo` -> names that the package has from there.
+    `modules`: module below `dino_sparo` -> names that the package has from there.
     """
     module_of = {name: f"dino_sparo.{module}" for module, names in modules.items() for name in names}
 

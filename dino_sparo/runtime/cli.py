@@ -21,13 +21,9 @@ from dino_sparo.runtime.files import open_regular
 
 
 def printable(words: str, keep: str = "") -> str:
-    """Words with escape sequences for control characters, bytes that are no UTF-8, and the like.
+    """Words with escape sequences for control characters, bytes that are no UTF-8, and the like, except in `keep`.
 
     File names may hold them. On a terminal they could move the cursor, in a log they could look like another line.
-
-    Args:
-        words: any text.
-        keep: characters that stay as they are, such as line breaks.
     """
     return "".join(
         letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
@@ -188,14 +184,8 @@ class _HelpAll(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """Options of a command, spelled in full; a mistake is answered in one line.
 
-    Values come from the command line, else from `--config`, else from `--preset`, else from the table.
-
-    Args:
-        groups: title -> name -> option.
-        prog: name of the command.
-        description: input and output of the command.
-        presets: name -> configuration file, for a command with `--preset`.
-        defaults: option -> default, where the table has another.
+    Values come from the command line, else from `--config`, else from `--preset`, whose configuration files are
+    `presets`, else from `defaults`, else from the table.
     """
 
     def __init__(
@@ -315,9 +305,8 @@ class Parser(argparse.ArgumentParser):
     def parse_keywords(self, keywords: Mapping[str, Any]) -> argparse.Namespace:
         """Parse option names with their values, as a call from Python gives them; None: the option is left out.
 
-        Raises:
-            ValueError: one line, without the name of the command: an unknown option with the nearest ones, a value of
-                another type, a value that is not among the choices.
+        A wrong option, type or choice is a UserError of one line, without the name of the command, with the nearest
+        options.
         """
         self.raises_errors = True
         given = {name: value for name, value in keywords.items() if value is not None}
@@ -386,11 +375,7 @@ def values_of(words: Sequence[str], option: str) -> list[str]:
 
 
 def read_config(file_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of a configuration file: texts, lists of texts, or None.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
+    """Options in a configuration file: texts, lists of texts, or None; UserError if it is unreadable or holds more."""
     import yaml  # not above: most commands come without a file
 
     try:

@@ -131,8 +131,7 @@ def _control_exchange() -> Iterator[Any]:
 def all_or_none(what: str) -> Iterator[None]:
     """Within this context every rank works without collectives; if one rank fails, all ranks raise an error.
 
-    Args:
-        what: the action, for the message on the other ranks: "opening the images".
+    The message on other ranks names the action, `what`: "opening the images".
 
     Raises:
         PeerError: another rank failed.

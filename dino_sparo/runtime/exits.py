@@ -24,11 +24,8 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 
     Status 1: the user can correct it. `FAULT_STATUS`: starting again helps. `BUG_STATUS`: any other error. 128 +
     signal: the run was asked to stop. run.log gets every traceback. After a fault, or if other processes take part, the
-    process ends at once, without cleaning up: that would wait for a process that died or hangs.
-
-    Args:
-        logger: the script's.
-        note_final: called where starting the process again would not help: with status 1, or after a request to stop.
+    process ends at once, without cleaning up: that would wait for a process that died or hangs. `note_final` is called
+    where starting the process again would not help: with status 1, or after a request to stop.
     """
     # Here, not above: they import torch.
     from dino_sparo.runtime.launch import shutdown
@@ -55,11 +52,7 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 
 
 def _leave(
-    status: int,
-    logger: logging.Logger,
-    error: BaseException | None,
-    message: str = "",
-    level: int = logging.ERROR,
+    status: int, logger: logging.Logger, error: BaseException | None, message: str = "", level: int = logging.ERROR
 ) -> NoReturn:
     # Here, not above: they import torch.
     from dino_sparo.runtime.launch import world_size
@@ -96,8 +89,7 @@ def without_traceback(message: str) -> str:
 def end_workers(keep: Collection[Any] = ()) -> None:
     """Kill this process' workers, which load images; after a mere request they would run for `TERM_GRACE_SECONDS`.
 
-    Args:
-        keep: child processes that somebody else has started.
+    Child processes in `keep`, which somebody else has started, stay.
     """
     workers = [child for child in multiprocessing.active_children() if child.daemon and child not in keep]
     if not workers:

@@ -7,13 +7,15 @@ A single process needs no process group: collectives then return their input. Se
                        for all of them: it saves, downloads or draws
 """
 
+import functools
 import os
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,9 +70,6 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
-
-    Raises:
-        UserError: variables of torchrun are missing or contradict each other.
     """
     variables = {name: environ[name] for name in TORCHRUN_VARIABLES if environ.get(name)}
     if len(variables) == len(TORCHRUN_VARIABLES):
@@ -89,7 +88,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
 
 def _torchrun_ranks(given: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank; UserError unless they are numbers, and the ranks lie below the world size."""
+    """Rank, world size, local rank; UserError unless they are numbers, and both ranks lie below the world size."""
     try:
         rank, size, local_rank = (int(given[name]) for name in TORCHRUN_VARIABLES)
     except ValueError:
@@ -106,9 +105,14 @@ def _assignments(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in variables.items())
 
 
-def is_only_a_peer() -> bool:
-    """Whether a launcher started several processes and this is not the first: one process suffices to draw pictures."""
-    return detect_launcher(os.environ)[1] > 0
+def on_first_process(command: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
+    """A command for which one process suffices: if a launcher started several, the others return {} at once."""
+
+    @functools.wraps(command)
+    def run(args: Namespace) -> Any:
+        return {} if detect_launcher(os.environ)[1] > 0 else command(args)
+
+    return run
 
 
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
@@ -220,13 +224,9 @@ def require_one_device_type(store: dist.Store, rank: int, size: int, device: tor
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
     """The torch device of an option. A GPU becomes the current device; TF32 is off until `set_tf32` allows it.
 
-    Args:
-        device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
-        local_rank: rank among the processes of this machine.
-        may_share: any local rank takes the only visible GPU: Slurm may show each task its own GPU alone.
-
-    Raises:
-        ValueError: no such device here, or `auto` finds none of the GPUs that Slurm gave.
+    `cuda` takes the GPU of the local rank; with `may_share` any rank takes the only visible GPU: Slurm may show each
+    task its own GPU alone. A device that does not exist is a UserError, and so is `auto` if it finds none of the GPUs
+    that Slurm gave.
     """
     set_tf32(allowed=False)
     if device == "auto":

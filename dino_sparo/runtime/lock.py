@@ -39,11 +39,7 @@ class RunLock:
         self.file: TextIO | None = None
 
     def acquire(self) -> None:
-        """Create the folder and, on rank 0, take the lock.
-
-        Raises:
-            OutputDirError: another run writes there, or the folder cannot be created.
-        """
+        """Create the folder and, on rank 0, take the lock; OutputDirError if that fails or another run writes there."""
         create_output_dir(self.folder)
         try:
             while is_main() and self.file is None:

@@ -39,11 +39,7 @@ T = TypeVar("T")
 
 
 def setup_logging(output_dir: Path | None = None) -> None:
-    """Send log lines to standard error, and on rank 0 also to `output_dir`/run.log.
-
-    Args:
-        output_dir: an existing folder, or None for no file.
-    """
+    """Send log lines to standard error, and on rank 0 also to run.log in an existing folder."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if getattr(handler, "is_dino_sparo", False):
@@ -83,9 +79,7 @@ class RunLogHandler(logging.FileHandler):
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Log the options that differ from their defaults in one line; run.log also gets all options, as JSON.
 
-    Args:
-        options: names and values.
-        defaults: those of the trainer; options that it does not know, such as a job's, are left out of the line.
+    `defaults` are the trainer's; options that it does not know, such as a job's, are left out of the line.
     """
     changed = [f"{name}={options[name]}" for name in defaults if options[name] != defaults[name]]
     logger.info("options: %s (all options: run.log)", ", ".join(changed) or "the defaults")
@@ -129,10 +123,7 @@ class Meters:
 class EpochClock:
     """Times the steps of an epoch and writes a progress line now and then; in a notebook a bar shows the steps.
 
-    Args:
-        steps_per_epoch: steps of a whole epoch.
-        end_step: step at which the run ends.
-        device: where the steps are computed.
+    The run ends at `end_step`.
     """
 
     def __init__(self, steps_per_epoch: int, end_step: int, device: torch.device) -> None:
@@ -176,11 +167,7 @@ class EpochClock:
     def tick(self, step: int, epoch: int, num_images: int, loss: Tensor) -> None:
         """Count a step; write a line if the last line is old enough. Only a line reads the loss from the device.
 
-        Args:
-            step: steps of the run done so far.
-            epoch: counted from 0.
-            num_images: images of this step over all ranks.
-            loss: of this step.
+        `step` steps of the run are done; the epoch counts from 0; `num_images` are those of this step over all ranks.
         """
         self.steps_done += 1
         self.images_done += num_images
@@ -226,10 +213,7 @@ def peak_memory(device: torch.device) -> int:
 class RunLog:
     """The logs of a run: log.txt with one JSON line per epoch, and the trackers; only rank 0 writes.
 
-    Args:
-        run: what the trackers track.
-        epoch: the epoch in which the run continues; log.txt's lines about it and later ones are dropped. None: none.
-        report_to: names of trackers.
+    The run continues in `epoch`: log.txt's lines about it and later ones are dropped, none if it is None.
     """
 
     def __init__(self, run: TrackedRun, epoch: int | None = None, report_to: Sequence[str] = ("tensorboard",)) -> None:
@@ -285,12 +269,8 @@ def _epoch_of(line: str) -> int:
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
     """Iterate over `iterable` while rank 0 shows the progress; every item is a sign of life for the watchdog.
 
-    A bar on a terminal and in a notebook; a line every half minute where the output goes to a file.
-
-    Args:
-        iterable: what to go through.
-        total: its length, if it has no `len`.
-        desc: what is going on.
+    A bar on a terminal and in a notebook; a line every half minute where the output goes to a file. `total` is needed
+    for an iterable without `len`.
     """
     length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
     has_bar = is_main() and (sys.stderr.isatty() or in_notebook())

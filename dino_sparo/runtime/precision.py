@@ -59,11 +59,9 @@ def prefers_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_fused_attention(module: nn.Module, fused: bool) -> None:
-    """Choose between torch's fused attention (the default) and plain matrix products; they agree up to rounding.
+    """Choose between torch's fused attention (the default) and plain matrix products in a module's layers, all of timm.
 
-    Args:
-        module: whose attention layers, all of timm, are changed.
-        fused: see `prefers_fused_attention`.
+    They agree up to rounding; see `prefers_fused_attention`.
     """
     layer: Any
     for layer in module.modules():

@@ -123,12 +123,8 @@ class Agreement:
 
     Between two decisions the ranks exchange only what a step of the objective needs, such as gradients, features or the
     center. The trainer reads the device only for a line of the log (`EpochClock.tick`). A decision follows the first
-    step; afterwards rank 0 computes from its clock how many steps take `AGREE_SECONDS`.
-
-    Args:
-        signals: of this process.
-        save_minutes: minutes between two checkpoints; 0 for none by the clock.
-        device: of the exchanged numbers.
+    step; afterwards rank 0 computes from its clock how many steps take `AGREE_SECONDS`. With `save_minutes` of 0 no
+    checkpoint is due by the clock.
     """
 
     def __init__(self, signals: StopSignals, save_minutes: float, device: torch.device) -> None:

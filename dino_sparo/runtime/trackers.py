@@ -162,12 +162,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Any]] = {"tensorboard": TensorBoard, 
 
 
 class Trackers:
-    """All trackers of a run. A tracker that fails is dropped from then on, so that its failure does not end the run.
-
-    Args:
-        names: keys of `TRACKERS`.
-        run: what they track.
-    """
+    """All trackers of a run. A tracker that fails is dropped from then on, so that its failure does not end the run."""
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
         self.run, self.open = run, dict[str, Any]()

@@ -61,8 +61,8 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     if release := release_of(path):
         weights = read_torch_file(released_file(str(path)), verify, mmap)
         # A network of timm is not recognised by its weights, but by this entry.
-        entry = {"encoder": encoder_description(infer_config({}, release.arch))} if release.is_timm else {}
-        return {**weights, **entry}
+        is_timm = release.arch.startswith(TIMM)
+        return {**weights, "encoder": encoder_description(infer_config({}, release.arch))} if is_timm else weights
     path = weights_file(path)
     if not path.is_file():
         inside = path / "checkpoint.pth"
@@ -92,8 +92,7 @@ def timm_model_weights(path: str | Path) -> dict[str, Tensor]:
 def weights_file(path: str | Path) -> Path:
     """The file of weights: the path itself, or the weights of a folder, of a repository of the hub, or of "demo".
 
-    Raises:
-        CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
+    CheckpointError if `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
     folder = Path(os.path.expanduser(path))
     # Where there is a folder USER, its owner mistyped the name of a file.

@@ -148,10 +148,7 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, path: str) -> dic
     """One network's weights, the head's included, under our names.
 
     A file of raw weights is one network; they may lie under `model` or `state_dict`. The network of a CLIP is its image
-    tower without projection, whatever `which` says.
-
-    Raises:
-        CheckpointError: the checkpoint has networks, but not `which`; or it is an unknown CLIP.
+    tower without projection, whatever `which` says. CheckpointError if the checkpoint has networks, but not `which`.
     """
     clip = clip_weights(checkpoint, path)
     if clip is not None:

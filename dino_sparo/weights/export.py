@@ -122,11 +122,7 @@ def _check_out(out: str, format: str) -> None:
 
 
 def resized(encoder: Encoder, img_size: int) -> Encoder:
-    """The same encoder, its position embedding resampled to images of `img_size` pixels.
-
-    Raises:
-        ValueError: `img_size` is not a multiple of the patch size.
-    """
+    """The same encoder, its position embedding resampled to images of `img_size` pixels, in whole patches."""
     other = encoder_from_config(replace(encoder.config, img_size=img_size))
     backbone = other.backbone.adapt(encoder.backbone.state_dict())
     weights = {**encoder.state_dict(), **{f"backbone.{name}": value for name, value in backbone.items()}}

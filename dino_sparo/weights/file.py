@@ -110,15 +110,10 @@ def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
-    """Content of a file by `torch.save`, on the CPU.
+    """Content of a file by `torch.save`, on the CPU, compared with the checksums that the file may have.
 
-    Args:
-        path: the file.
-        verify: compare the parts with the file's checksums, if it has some.
-        mmap: leave tensors in the file until they are used, if its format allows it.
-
-    Raises:
-        CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
+    With `mmap` tensors stay in the file until they are used, if its format allows it. A CheckpointError says that the
+    file is damaged, compressed or not torch's, or that reading it would run code.
     """
     if _is_torchscript(path):
         raise CheckpointError(
@@ -161,10 +156,7 @@ def _is_torchscript(path: Path) -> bool:
 def read_safetensors(path: Path) -> dict[str, Any]:
     """Weights of a safetensors file, together with the entries of the JSON file of the same name.
 
-    Our exports repeat their JSON files in the metadata of the weights; both must agree.
-
-    Raises:
-        CheckpointError: the file is damaged, or a JSON file next to it belongs to other weights.
+    Our exports repeat their JSON files in the metadata of the weights. CheckpointError unless both agree.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -229,13 +221,7 @@ def _are_equal(first: Path, second: Path) -> bool:
 def write_safetensors(
     weights: Mapping[str, Tensor], path: Path, documents: Mapping[str, Any], replacing: Replacing
 ) -> Path:
-    """Write a safetensors file and its JSON files `documents`, which the file's metadata repeats.
-
-    Args:
-        weights: by name.
-        path: of the weights.
-        documents, replacing: see `write_together`.
-    """
+    """Write a safetensors file and the JSON files that its metadata repeats; see `write_together`."""
     # Clones: tensors that share memory cannot be saved.
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
     text = json.dumps(plain({name: value for name, value in documents.items() if not isinstance(value, str)}))

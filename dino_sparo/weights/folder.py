@@ -31,11 +31,7 @@ def save_checkpoint(
     verified, and the other names are prepared as hard links. Then the temporary files are renamed, `path` first. A
     failed save therefore changes nothing, and a kill at any moment never leaves two names for one checkpoint.
 
-    Args:
-        checkpoint: content.
-        path: new file.
-        previous: new names of the files before it, the most recent first.
-        copies: further names of the new file.
+    The files before it get the names `previous`, the most recent first; `copies` are further names of the new file.
 
     Raises:
         CheckpointError: the disk is full or the folder is read-only; nothing has changed.
@@ -115,9 +111,7 @@ def _sync_folder(folder: Path) -> None:
 class CheckpointFolder:
     """The checkpoints of a run: `checkpoint.pth`, the newest, and those before it, `checkpoint_previous1.pth`, ...
 
-    Args:
-        folder: an existing folder.
-        keep: number of checkpoints, the newest included.
+    Of these, `keep` are kept, the newest included.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -132,12 +126,8 @@ class CheckpointFolder:
         """Write a checkpoint; earlier ones are renamed, and the oldest one is deleted.
 
         A failed save changes nothing. A kill leaves `keep` different complete checkpoints if there were as many before,
-        `checkpoint.pth` among them.
-
-        Args:
-            checkpoint: content.
-            copies: names of copies, which later saves do not overwrite.
-            replaces_newest: replace the newest checkpoint and keep those before it; for a second save of the same step.
+        `checkpoint.pth` among them. Later saves do not overwrite the `copies`. For a second save of the same step,
+        `replaces_newest` keeps the checkpoints before the newest.
         """
         with contextlib.suppress(OSError):
             for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space

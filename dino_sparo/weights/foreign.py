@@ -92,8 +92,7 @@ def is_open_clip(weights: Mapping[str, Tensor]) -> bool:
 def from_open_clip_names(weights: Mapping[str, Tensor], path: str = "this one") -> dict[str, Tensor]:
     """Weights of an OpenCLIP or sparo-clip model under our names; a text tower below `text.` is taken too.
 
-    Raises:
-        CheckpointError: the model has unknown parts, or known ones are missing.
+    CheckpointError if the model has unknown parts, or known ones are missing.
     """
     theirs = {name.removeprefix("text."): value for name, value in weights.items() if name not in BUFFERS}
     for sparo in ("visual.sparo", "text_sparo"):  # its values are a copy of its keys
@@ -167,11 +166,7 @@ def _renamed(name: str, names: Mapping[str, str], names_in_block: Mapping[str, s
 
 
 def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of OpenCLIP's, or sparo-clip's, `CLIP` for the model that a checkpoint's entry `clip` describes.
-
-    Raises:
-        ValueError: neither has such a model.
-    """
+    """Arguments of OpenCLIP's or sparo-clip's `CLIP` for a checkpoint's entry `clip`; UserError if neither has it."""
     readout, image, text, replaced = entry["readout"], entry["image"], entry["text"], entry["replace_block"]
     if readout not in ENDS or not image["pre_norm"] or image["in_chans"] != 3:
         raise UserError(
@@ -257,9 +252,7 @@ def infer_config(
     """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
 
     `arch` and `patch_size` override the inferred values. A timm model is read by its class token, or by the average.
-
-    Raises:
-        CheckpointError: these are not the weights of a ViT, or no known architecture fits.
+    CheckpointError if these are not the weights of a ViT, or no known architecture fits.
     """
     if arch is not None and arch.startswith(TIMM):
         plan = plan_of(arch.removeprefix(TIMM))
@@ -302,13 +295,8 @@ def infer_config(
 def timm_weights(backbone: ForeignBackbone, weights: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
     """Weights that fit a timm model, under our names: resampled to its grid and channels; optionally further weights.
 
-    Args:
-        backbone: the model.
-        weights: of the same architecture, under timm's names or under ours, below `backbone.`.
-        path: their file, for messages.
-
-    Raises:
-        CheckpointError: the model has another width, a weight is missing, or of another shape.
+    The names are timm's or ours, below `backbone.`. Weights of another width, and those that are missing or of another
+    shape, are a CheckpointError, which names the file `path`.
     """
     plain = {name.removeprefix("backbone."): value for name, value in weights.items() if name.startswith("backbone.")}
     for stem in backbone.stems:

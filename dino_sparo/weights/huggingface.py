@@ -71,14 +71,7 @@ encoder = dino_sparo.load_encoder({name})
 
 
 def write_folder(network: Encoder, out: str, record: Mapping[str, Any], replacing: Replacing) -> Path:
-    """Write configuration, weights, preprocessing, code and model card.
-
-    Args:
-        network: the encoder.
-        out: the folder.
-        record: `encoder`, the description of the encoder, and where the weights come from.
-        replacing: which files may be replaced.
-    """
+    """Write configuration, weights, preprocessing, code and model card; `record` is that of `export.export`."""
     require_exportable(network.config)
     folder, module = Path(out), CODE.removesuffix(".py")
     parts = {"AutoConfig": "SparoEncoderConfig", "AutoModel": "SparoEncoderModel"}

@@ -18,13 +18,7 @@ from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 
 
 class SparoEncoderConfig(PretrainedConfig):
-    """Configuration of an exported encoder.
-
-    Args:
-        encoder: fields of `EncoderConfig`, and the mean and std of the images.
-        origin: the checkpoint and the training that the weights come from.
-        kwargs: of every configuration.
-    """
+    """Configuration of an exported encoder: fields of `EncoderConfig` with mean and std; origin of the weights."""
 
     model_type = "sparo_encoder"
 

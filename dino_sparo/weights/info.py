@@ -53,10 +53,9 @@ def _in_words(value: Any) -> str:
 def describe(path: str, defaults_of: DefaultsOf, folders: Folders) -> dict[str, Any]:
     """Facts about a file or folder, by their names.
 
-    Args:
-        path: anything that this package writes; also "demo", a repository of the hub, and weights of other projects.
-        defaults_of: name of a training command -> its options' defaults.
-        folders: name of a file -> description of a folder that holds such a file.
+    The path is anything that this package writes; also "demo", a repository of the hub, and weights of other projects.
+    `defaults_of` gives the defaults of a training command's options; `folders` describes a folder that holds a file of
+    this name.
     """
     folder = Path(path)
     if folder.suffix == ".json" and folder.is_file():

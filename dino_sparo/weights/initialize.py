@@ -23,15 +23,10 @@ from dino_sparo.weights.foreign import block_of, num_blocks, patch_sizes, timm_r
 
 @dataclass(frozen=True)
 class InitReport:
-    """Names of weights that `initialize_encoder` took, dropped and left new.
+    """Names of weights that `initialize_encoder` took from a file, dropped from it, and left new, with random values.
 
-    Attributes:
-        path: the file.
-        taken: weights from the file.
-        dropped: weights of the file that have no place in the encoder.
-        new: weights of the encoder that keep their random values.
-        grids: sides in patches of the file's and of the encoder's position grid.
-        projection: how the patch projection was adapted; empty if it was not.
+    The grids are the sides in patches of the file's and of the encoder's positions. `projection` says how the patch
+    projection was adapted; it is empty if it was not.
     """
 
     path: str
@@ -143,9 +138,7 @@ def _with_channels(weights: dict[str, Tensor], in_chans: int, path: str) -> dict
     """The weights with the patch projection adapted to another number of channels, as timm does.
 
     For one channel the weights of red, green and blue are added. For more they are repeated and scaled by 3 / channels.
-
-    Raises:
-        CheckpointError: the weights are of neither 3 nor `in_chans` channels.
+    CheckpointError if the weights are of neither 3 nor `in_chans` channels.
     """
     channels = patch_sizes(weights, path)[1]
     require_channels(channels, in_chans, path)

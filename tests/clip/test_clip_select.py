@@ -40,7 +40,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
     loaded = load_clip(weights)
     model = loaded.model if choice is None else ReducedClip(loaded.model, choice)
-    return DotProductScorer(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
+    return DotProductScorer(
+        model, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16, tokenize=tokenize
+    )
 
 
 def run(*options: object) -> dict:
@@ -135,7 +137,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
         paint(tmp_path / colour / "1.png", colour)
     paint(tmp_path / "red" / "2.png", "broken")
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(TwoSlots(), view, torch.device("cpu"), 4, tokenize=tokenize)
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
     found = score_slots(encoder, source, source, source.classes or [], ("a {} thing",), 2)
@@ -150,7 +152,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     model = TwoSlots()
     monkeypatch.setattr(model, "encode_image", lambda images: torch.full((len(images), 6), torch.nan))
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(model, view, torch.device("cpu"), 4, tokenize=tokenize)
     source = open_source(str(tmp_path))
     with pytest.raises(ValueError, match="not finite"):
         score_slots(encoder, source, source, ["red"], ("{}",), 2)

@@ -20,6 +20,7 @@ from dino_sparo.ibot.mask import pack
 from dino_sparo.models.backbone import AnyBackbone, create_backbone
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import CheckpointError
 
 VITS = [family for family in FAMILIES.values() if family.has_blocks]
 TIMM = {"patch_size": 8, "global_crops_size": 32, "local_crops_size": 16, "readout": "cls"}
@@ -117,6 +118,13 @@ def test_a_checkpoint_of_dino_gives_encoder_head_and_prototypes(
     changes = {"init_from": start, "freeze_backbone_epochs": 0, "max_steps": 1}
     train_small("train-ibot", tmp_path / "ibot", **changes)
     assert "heads and center: taken mlp, last_layer; new patches, images, patches (patches." in caplog.text
+
+
+def test_a_run_of_dino_with_the_same_networks_is_not_resumed(tmp_path: Path) -> None:
+    same = {"readout": "cls", "patch_size": 4, "layer_decay": 1, "norm_last_layer": "false", "max_steps": 1}
+    train_small("train", tmp_path, **same)
+    with pytest.raises(CheckpointError, match="is of another objective: it has no ibot_loss; choose another"):
+        train_small("train-ibot", tmp_path, **same)
 
 
 @pytest.mark.parametrize("scale", [2, pytest.param(1, marks=pytest.mark.slow)])

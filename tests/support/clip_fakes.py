@@ -55,7 +55,7 @@ class ColourClip(nn.Module):
 def colour_encoder(batch_size: int = 3) -> DotProductScorer:
     """`ColourClip` with pixels from 0 to 1."""
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    return DotProductScorer(ColourClip(), tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(ColourClip(), view, torch.device("cpu"), batch_size, tokenize=tokenize)
 
 
 def paint(path: Path, colour: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dino_sparo.__main__ import run
-from dino_sparo.models.encoder import create_encoder
+from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.entries import encoder_description
 from studies import __main__ as studies
 
@@ -44,6 +44,17 @@ CLIP_RUN = {
     **{**SHARED, **TEXT, "data_path": "scenes:64:32"},
     **{"batch_size": 8, "epochs": 4, "warmup_steps": 4, "lr": 0.01},
 }
+
+
+# An encoder of seconds, and its SPARO read-out.
+SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
+SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+
+
+def build(seed: int = 0, **settings: Any) -> Encoder:
+    """An untrained encoder of `SMALL` with other settings."""
+    torch.manual_seed(seed)
+    return create_encoder(**{**SMALL, **settings}).eval()
 
 
 def command(name: str, *words: object) -> Any:

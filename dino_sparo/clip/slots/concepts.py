@@ -39,13 +39,10 @@ END_OF_WORD = "</w>"
 
 
 class Word(NamedTuple):
-    """A word of a caption.
+    """A word of a caption, as the caption has it, or as the tokenizer has it where that changed more than its case.
 
-    Attributes:
-        text: as the caption has it; where the tokenizer changed more than its case, as the tokenizer has it.
-        has_space: whether a space precedes it.
-        first: place of its first token; the start token is 0.
-        end: place after its last token.
+    `first` is the place of its first token, `end` the place after its last; the start token is 0. `has_space` says
+    whether a space precedes it.
     """
 
     text: str
@@ -56,18 +53,10 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class PairAttention:
-    """Attention of a model to image and caption of one pair.
+    """Attention of a model to image and caption of one pair, `index` in the source, in the words that the model sees.
 
-    Attributes:
-        index: place in the source.
-        name: where the image lies.
-        caption: in words.
-        words: those that the model sees.
-        maps: (L, h, w), attention over the patches; the rest is the class token's.
-        word_shares: (L, words), attention over the words; the rest is that of start and end token.
-        start: (L,), attention to the caption's start token.
-        end: (L,), attention to its end token.
-        cosines: (L,), of slot l of the image and slot l of the caption.
+    The rest of the attention `maps` is the class token's. The rest of `word_shares` is that of the caption's `start`
+    and `end` token. `cosines` are of slot l of the image and slot l of the caption.
     """
 
     index: int
@@ -96,13 +85,9 @@ class PairAttention:
 
 
 class Choice(NamedTuple):
-    """Slots and pairs to show.
+    """Slots to show, one row each, and pairs, one column each, by their places among the pairs that were seen.
 
-    Attributes:
-        slots: numbers of slots, one row each.
-        pairs: places among the pairs that were seen, one column each.
-        num_fitting: slots, from the first, that meet the criteria in `num_common` pairs at once.
-        num_common: those pairs.
+    The first `num_fitting` slots meet the criteria in `num_common` pairs at once.
     """
 
     slots: list[int]
@@ -197,10 +182,8 @@ def fitting_slots(
     """At most `num_slots` slots that meet the criteria in at least `num_pairs` pairs at once, by a greedy choice.
 
     The next slot is the one that meets the criteria in most of the pairs in which all slots before it meet them,
-    without attending to a word that a slot before it attends to; among equals the sharper one.
-
-    Returns:
-        The slots, and whether all of them meet the criteria in a pair.
+    without attending to a word that a slot before it attends to; among equals the sharper one. Returns also whether all
+    slots meet the criteria in a pair.
     """
     common = np.ones(len(meets), dtype=bool)
     slots: list[int] = []

@@ -66,10 +66,6 @@ class Mask(nn.Module):
     theta, one number per part, starts at 0: m = 1/2 everywhere changes no cosine. (Where it starts is not in the
     paper.) Source: SPARO, appendix 0.C.1, which prints max(100, exp(alpha)): `bound="max"`. With max the sigmoid
     saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
-
-    Args:
-        num_parts: number of parts.
-        bound: `min` or `max`, of 100 and exp(alpha).
     """
 
     def __init__(self, num_parts: int, bound: str = "min") -> None:
@@ -89,11 +85,8 @@ class Mask(nn.Module):
 class FitResult:
     """The best mask, and the course of its fit.
 
-    Attributes:
-        weights: (parts,), after the epoch with the highest accuracy.
-        epoch: that epoch, from 1; of several the first.
-        losses: mean loss of every epoch, nats.
-        accuracies: on the pairs after every epoch, mean over the splits, percent.
+    The weights are those after the `epoch`, from 1, with the highest accuracy, of several the first. Of every epoch
+    there are the mean loss in nats, and the accuracy on the pairs in percent, a mean over the splits.
     """
 
     weights: Float[Tensor, " parts"]
@@ -176,10 +169,8 @@ def relative_change(initial: float, masked: float, fit_initial: float, fit_maske
 
         ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
 
-    1 if masking helps as much here as there, negative if it harms. Source: SPARO, table 5.
-
-    Returns:
-        The ratio; None where nothing has changed there, or an accuracy was 0.
+    1 if masking helps as much here as there, negative if it harms; None where nothing has changed there, or an accuracy
+    was 0. Source: SPARO, table 5.
     """
     if fit_masked == fit_initial or not initial or not fit_initial:
         return None
@@ -239,11 +230,7 @@ def open_pairs(args: argparse.Namespace) -> LocalBenchmark:
 def encode_pairs(
     scorer: DotProductScorer, local: LocalBenchmark, max_missing: float, limits: ImageLimits
 ) -> EncodedQuestions:
-    """The questions, encoded once for all epochs.
-
-    Raises:
-        UserError: too many images are missing or cannot be read.
-    """
+    """The questions, encoded once for all epochs; UserError if too many images are missing or cannot be read."""
     encoded = encode_questions(scorer, local.questions, limits)
     if encoded is None:
         raise UserError(f"{local.title}: none of the images in {local.images} can be read")

@@ -53,16 +53,8 @@ IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
 class SlotScores:
     """Zero-shot accuracies of slots, top-1 in percent.
 
-    Attributes:
-        alone: (L,), accuracy of each slot by itself.
-        ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
-        curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
-        held_out_curve: (L,), like `curve`, on images that had no say in the ranking.
-        num_images: images that ranked the slots.
-        num_held_out: held-out images that were classified.
-        num_corrupt: images that could not be read, of those that ranked the slots.
-        num_classes: to choose among.
-        truncated_prompts: captions of classes that are longer than the context.
+    The `ranking` has the slots from the best to the worst; equally good slots stay in their order. The curves are
+    accuracies of the k best together, k = 1 .. L, on the images that ranked them and on others.
     """
 
     alone: list[float]
@@ -99,15 +91,8 @@ def score_slots(
 
     with x_l the normalised slots of an image and w_c the class feature of `DotProductScorer.encode_classes`, whose
     slots are as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots
-    selected. Every image is encoded once. Every process takes part and gets the result.
-
-    Args:
-        scorer: of a model with slots.
-        source: images labelled by their places in `names`; they rank the slots.
-        held_out: other images, on which the ranking is tried.
-        names: of the classes.
-        templates: sentences with `{}`.
-        num_slots: L.
+    selected. Every image is encoded once. Every process takes part and gets the result. The images of `source`,
+    labelled by their places in `names`, rank the slots; the ranking is tried on those held out.
     """
     classes = scorer.encode_classes(names, templates)
     images, others = _image_features(scorer, source), _image_features(scorer, held_out)
@@ -146,12 +131,9 @@ def _image_features(scorer: DotProductScorer, source: ImageSource) -> Features:
 def _accuracies(
     images: Features, classifier: Float[Tensor, "L classes V"], scores_of: Callable[[Tensor], Iterable[Tensor]]
 ) -> list[float]:
-    """Top-1 accuracies, percent; each process classifies its share of the images.
+    """Top-1 accuracies, percent; each process classifies its share of the images, whose features lie on the CPU.
 
-    Args:
-        images: with features on the CPU.
-        classifier: for its device and its number of slots.
-        scores_of: slots (b, L, V) of some images -> L scores (b, classes).
+    `scores_of` makes L scores (b, classes) of slots (b, L, V), on the device of the classifier.
     """
     hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
     for start in range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK):

@@ -39,13 +39,7 @@ OPPOSITES = {"left of": "right of", "right of": "left of", "above": "under", "un
 
 @dataclass(frozen=True)
 class Ties:
-    """Probabilities that an object has the typical attribute of its category; else the attribute is drawn uniformly.
-
-    Attributes:
-        texture: probability of the typical texture, in [0, 1].
-        colour: probability of the typical colour, in [0, 1].
-        background: probability that the large object stands on its typical background, in [0, 1].
-    """
+    """Probabilities that an object has the typical attribute of its category; else the attribute is drawn uniformly."""
 
     texture: float = 0.9
     colour: float = 0.85
@@ -57,12 +51,7 @@ INDEPENDENT = Ties(texture=0.0, colour=0.0, background=0.0)
 
 
 class Circle(NamedTuple):
-    """The circle that holds an object.
-
-    Attributes:
-        center: (x, y), fractions of the image's side, x to the right, y downwards.
-        radius: a fraction of the image's side.
-    """
+    """The circle that holds an object: (x, y), x to the right, y downwards, and radius, in sides of the image."""
 
     center: tuple[float, float]
     radius: float
@@ -70,15 +59,9 @@ class Circle(NamedTuple):
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One object of a scene.
+    """One object of a scene, in the words of SHAPES, COLOURS and TEXTURES; a `Circle`, turned by `rotation`, holds it.
 
-    Attributes:
-        shape: one of SHAPES.
-        colour: one of COLOURS.
-        texture: one of TEXTURES.
-        center: (x, y), fractions of the image's side, x to the right, y downwards.
-        radius: of the circle around the center that holds the object, a fraction of the image's side.
-        rotation: radians, clockwise as seen in the picture.
+    The rotation is in radians, clockwise as seen in the picture.
     """
 
     shape: str
@@ -116,12 +99,9 @@ class Relation:
 
 @dataclass(frozen=True)
 class SceneDescription:
-    """Content of a scene.
+    """Content of a scene: one or two objects, and their background.
 
-    Attributes:
-        objects: one or two; the first is the large one, which gives the class label.
-        relations: none or one, between the two objects.
-        background: one of BACKGROUNDS.
+    The first object is the large one, which gives the class label. Two objects have one relation.
     """
 
     objects: tuple[SceneObject, ...]

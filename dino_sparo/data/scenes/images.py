@@ -48,19 +48,10 @@ class Scenes:
     """The built-in procedural images, an `ImageSource` that draws each image when it is read.
 
     Scene i is a pure function of (seed, split, i): the same in every process, whatever was read before, and whatever
-    `num_images` is, so a short list of scenes is the beginning of a long one. Drawing takes a millisecond, so a process
-    keeps what it has drawn for the next epoch, as far as CACHE_BYTES allow. Its class is i modulo the number of
-    shapes, so that any run of consecutive scenes is balanced.
-
-    Args:
-        num_images: length of the list.
-        image_size: side of the square images, pixels.
-        split: "train" or "val" (held out: no scene is drawn in both).
-        seed: non-negative; another seed gives other scenes of the same kind.
-        ties: how strongly a category's cues go together.
-
-    Raises:
-        ValueError: a count or size is out of range, or the split is unknown.
+    `num_images` is, so a short list of scenes is the beginning of a long one. No scene is drawn in both splits, "train"
+    and "val". Another seed gives other scenes of the same kind. Drawing takes a millisecond, so a process keeps what it
+    has drawn for the next epoch, as far as CACHE_BYTES allow. The class of scene i is i modulo the number of shapes, so
+    that any run of consecutive scenes is balanced. `ties` say how strongly a category's cues go together.
     """
 
     def __init__(
@@ -134,11 +125,7 @@ def names_scenes(data_path: str) -> bool:
 
 
 def parse_scenes_spec(spec: str) -> tuple[int, int]:
-    """Read `scenes`, `scenes:NUM` or `scenes:NUM:IMAGE_SIZE`.
-
-    Returns:
-        Number of images and their side in pixels, by default the module's; ValueError for a text of another form.
-    """
+    """Number of images and side in pixels of `scenes`, `scenes:NUM` or `scenes:NUM:IMAGE_SIZE`."""
     word, *numbers = spec.split(":")
     if word != "scenes" or len(numbers) > 2 or not all(n.isascii() and n.isdigit() for n in numbers):
         raise UserError(
@@ -168,15 +155,9 @@ def _noise_tile(size: int) -> Float[np.ndarray, "tile tile"]:
 
 
 def draw_scene(graph: SceneDescription, rng: np.random.Generator, size: int) -> Image.Image:
-    """Paint background, then objects with their shadows, then the light.
+    """Paint background, then objects with their shadows, then the light; `size` pixels on either side.
 
-    Args:
-        graph: what the picture shows.
-        rng: random numbers, of the light, of the patterns' origins and of the exact tones.
-        size: side of the picture, pixels.
-
-    Returns:
-        RGB, 8 bit, (size, size).
+    The light, the patterns' origins and the exact tones are random.
     """
     angle = 2 * np.pi * rng.random()
     light = (float(np.cos(angle)), float(np.sin(angle)))
@@ -195,14 +176,7 @@ def draw_scene(graph: SceneDescription, rng: np.random.Generator, size: int) -> 
 def object_masks(graph: SceneDescription, size: int) -> Bool[np.ndarray, "objects H W"]:
     """The pixels of `draw_scene` that show each object: those whose center lies within its outline.
 
-    An object hides those before it. Shadows belong to the background.
-
-    Args:
-        graph: what the picture shows.
-        size: side of the picture, pixels.
-
-    Returns:
-        (objects, size, size), in the order of `graph.objects`; no pixel has two objects.
+    An object hides those before it, so no pixel has two. Shadows belong to the background.
     """
     axis = _pixel_centers(size)
     masks = np.zeros((len(graph.objects), size, size), dtype=bool)

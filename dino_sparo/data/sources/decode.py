@@ -15,13 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dino_sparo.data.channels import (
-    NUMPY_MAGIC,
-    ChannelImage,
-    levels_of,
-    planes_of_array,
-    planes_of_image,
-)
+from dino_sparo.data.channels import NUMPY_MAGIC, ChannelImage, levels_of, planes_of_array, planes_of_image
 from dino_sparo.data.defaults import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
@@ -80,12 +74,7 @@ def left_out(endings: Counter[str]) -> str:
 
 
 class CorruptImageError(UserError):
-    """An image that cannot be read.
-
-    Attributes:
-        location: where it lies, e.g. `data/a.jpg`, `shard-000.tar!a.jpg`.
-        reason: what is wrong with it.
-    """
+    """An image that cannot be read: its location, such as `data/a.jpg` or `shard-000.tar!a.jpg`, and the reason."""
 
     # The default lets a DataLoader rebuild the error from its message alone when it comes out of a worker.
     def __init__(self, location: str, reason: str = "") -> None:
@@ -101,8 +90,7 @@ def read_image(
 ) -> Image.Image:
     """Read and decode an image, which lies in the file at `offset` with `size` bytes (None: up to the file's end).
 
-    Raises:
-        CorruptImageError: no regular file, it cannot be read, is too large, or see `decode_image`.
+    CorruptImageError if it is not a regular file, cannot be read or is too large; see also `decode_image`.
     """
     try:
         # Opening the file each time costs microseconds, and nothing has to survive fork or pickling.
@@ -171,14 +159,8 @@ def to_image(
 ) -> Image.Image:
     """An image of any mode, or an array, as a model takes it: 8-bit RGB for three channels, else a `ChannelImage`.
 
-    Args:
-        image: as opened by Pillow; or (H, W), (H, W, C) or (C, H, W).
-        in_chans: number of the model's channels.
-        max_value: value of pixels with more than 8 bit that is white.
-        exif: as in `ImageLimits`.
-
-    Raises:
-        ValueError: the range of the pixels is unknown, or the image has another number of channels.
+    Arrays are (H, W), (H, W, C) or (C, H, W). The other arguments are as in `ImageLimits`. Pixels of unknown range, and
+    another number of channels, are a UserError.
     """
     if isinstance(image, ChannelImage):
         return image
@@ -229,8 +211,7 @@ def _oriented(image: Image.Image, exif: str) -> Image.Image:
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
     """An image of any mode as 8-bit RGB; `max_value` of 16-bit grayscale is white.
 
-    Raises:
-        ValueError: the range of the pixels is unknown: floating-point numbers, or integers of more than 16 bit.
+    Floating-point numbers and integers of more than 16 bit have no known range and are a UserError.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scale_deep_gray(image, max_value)

@@ -39,8 +39,7 @@ _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a networ
 def find_split(root: str, split: str) -> list[str]:
     """The subfolder or file of a split within a folder, or its several shards.
 
-    Raises:
-        ValueError: there is none; three lines with the layout needed, the folder's content, and a remedy.
+    Without any the UserError has three lines: the layout needed, the folder's content, and a remedy.
     """
     chosen = _find_split(root, split)
     if not chosen:
@@ -104,13 +103,7 @@ def open_folder(
 ) -> tuple[FileSource | TarSource, str]:
     """A folder of images, or of tar shards; also a note for the log about how the folder was opened.
 
-    Args:
-        root: the folder.
-        max_lost: of shards, see `open_shards`.
-        limits: decides which files are images.
-
-    Raises:
-        ValueError: it holds neither.
+    UserError if it holds neither. `max_lost` is of shards, see `open_shards`; `limits` decides which files are images.
     """
     images, others = _images_by_folder(os.fsencode(root), limits.extensions)
     number = sum(map(len, images.values()))

@@ -92,14 +92,7 @@ class DamagedShardError(UserError):
 
 
 class Member(NamedTuple):
-    """A regular file in a tar.
-
-    Attributes:
-        name: its path there.
-        start: where its first header begins, bytes.
-        offset: where its content begins, bytes.
-        size: of its content, bytes.
-    """
+    """A regular file in a tar: its path there, first bytes of its header and of its content, and the content's size."""
 
     name: bytes
     start: int
@@ -108,11 +101,7 @@ class Member(NamedTuple):
 
 
 def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
-    """Walk a tar's headers; links, folders and devices are skipped.
-
-    Args:
-        shard: the file.
-        position: where to begin, bytes; `Member.start` of some member.
+    """Walk a tar's headers from `position` on, a `Member.start`; links, folders and devices are skipped.
 
     Raises:
         DamagedShardError: the file is not a plain tar, is truncated, or its headers are absurd.
@@ -202,12 +191,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to index shards.
+    """A way to index shards: its name in the cache, the type of a record, and the function that indexes one shard.
 
-    Attributes:
-        name: distinguishes kinds in the cache.
-        dtype: of a record.
-        index: indexes one shard. Raises DamagedShardError.
+    The function raises DamagedShardError.
     """
 
     name: str
@@ -221,12 +207,7 @@ def blocks_of(member: Member) -> tuple[int, int, int]:
 
 
 class ShardIndex:
-    """The records of all samples in some shards.
-
-    Args:
-        shards: paths.
-        pieces: the records of each.
-    """
+    """The records of all samples in some shards; `pieces` are the records of each."""
 
     def __init__(self, shards: list[str], pieces: list[np.ndarray]) -> None:
         self.shards, self.records = shards, np.concatenate(pieces)
@@ -234,7 +215,6 @@ class ShardIndex:
         self.ends = self.counts.cumsum()
 
     def __len__(self) -> int:
-        """Number of records."""
         return len(self.records)
 
     def shard_of(self, index: int) -> str:

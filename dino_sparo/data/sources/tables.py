@@ -81,25 +81,16 @@ Row = tuple[int, dict[Any, Any]]  # first line, cells by column
 
 
 class TableRows:
-    """The rows of a table, or of one of its splits.
+    """The rows of a table, or of one of its splits; `split` is as in `choose_rows`, or `ALL`.
 
     Iterating gives (line, cells): the first line of a row, from 1, and its cells in the order of `columns`, "" for a
-    missing column. The file is read anew each time.
-
-    Args:
-        path: of the table.
-        columns: to look for.
-        splits: the column of splits.
-        split: as in `choose_rows`, or `ALL`.
-        default_split: the split of None.
+    missing column. The file is read anew each time. A missing column that is required or named, a split without rows
+    and, on iterating, an unreadable row are a UserError.
 
     Attributes:
         header: names of all columns.
         oddities: problem -> number of rows, line of the first.
         names: names of `columns` and of `splits` in the header; None where a column is missing.
-
-    Raises:
-        ValueError: a required or named column is missing, or no row is of the split; on iterating: an unreadable row.
     """
 
     def __init__(
@@ -234,11 +225,8 @@ class TableRows:
 def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str, table: str) -> str | None:
     """The word in a table's column of splits whose rows are used; None: all rows.
 
-    Args:
-        counts: word in the column, lower case -> number of rows.
-        split: a name, or None for the default split if there are such rows; ValueError if no row has the name.
-        default_split: the split of None.
-        table: name of the table and its column, for messages.
+    `counts` has the number of rows by word, in lower case. A split that no row has is a UserError; without a split
+    the default split is used if there are such rows. `table` names the table and its column in messages.
     """
     asked = split or default_split
     word = next((name for name in SPLIT_NAMES.get(asked, (asked.lower(),)) if name in counts), None)
@@ -292,13 +280,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True)
 class TableColumns:
-    """Names of a table's columns; None finds a column by its usual names.
-
-    Attributes:
-        path: of the images' files.
-        label: of their classes.
-        split: of the splits they belong to.
-    """
+    """Names of a table's columns of paths, labels and splits; None finds a column by its usual names."""
 
     path: str | None = None
     label: str | None = None
@@ -322,10 +304,7 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
 
     The label follows a tab; or a comma, semicolon or blank after the last image ending, so that names may hold these
     characters; or the last blank of a line without an image ending. A file name that begins with `#` is written
-    `./#1.png`.
-
-    Raises:
-        ValueError: a split is asked for, or the first images do not exist.
+    `./#1.png`. A split, and first images that do not exist, are a UserError.
     """
     if split not in (None, ALL):
         raise UserError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")
@@ -356,11 +335,7 @@ def open_table(
     columns: TableColumns = USUAL_COLUMNS,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> tuple[FileSource, str]:
-    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`.
-
-    Raises:
-        ValueError: as `open_list`; no column of paths, a row that cannot be read, or no row of the split.
-    """
+    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`."""
     wanted = PATHS.named(columns.path), LABELS.named(columns.label)
     rows = TableRows(path, wanted, SPLITS.named(columns.split), split, default_split)
     files = [(path_cell.strip(), label.strip()) for _, (path_cell, label) in rows]
@@ -390,10 +365,7 @@ def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: 
 
 
 def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:
-    """ValueError unless the first files that a listing names, from the folder `root` on, exist.
-
-    `remedy` ends the message.
-    """
+    """UserError, which ends with `remedy`, unless the first files that a listing names, from `root` on, exist."""
     for index in range(min(FILES_CHECKED, len(paths))):
         path, whole = paths[index], os.path.join(root, paths[index])
         if not os.path.isfile(whole):

@@ -17,13 +17,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.sources.decode import (
-    DEFAULT_LIMITS,
-    CorruptImageError,
-    ImageLimits,
-    left_out,
-    read_image,
-)
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, left_out, read_image
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
@@ -54,13 +48,7 @@ MAX_SHARDS = 1 << 20  # that braces may mean
 class TarSource:
     """Images within tar shards, read at their offsets; nothing is extracted to disk.
 
-    Args:
-        name: for the log.
-        index: records with `start`, `block` and `size` of every image.
-        classes: as in `ImageSource`, like `labels`.
-        labels: of the images.
-        num_left_out: estimated number of images in damaged shards.
-        limits: larger images, and those of another number of channels, count as unreadable.
+    The index has `start`, `block` and `size` of every image; `num_left_out` estimates the images in damaged shards.
     """
 
     def __init__(
@@ -76,7 +64,6 @@ class TarSource:
         self.num_left_out, self.limits = num_left_out, limits
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.index)
 
     def location(self, index: int) -> str:
@@ -110,16 +97,10 @@ class TarSource:
 def open_shards(
     shards: list[str], name: str, max_lost: float = 0.0, limits: ImageLimits = DEFAULT_LIMITS
 ) -> tuple[TarSource, str]:
-    """Tar shards, and a note for the log about how they were opened.
+    """Tar shards, and a note for the log about how they were opened; `limits` decides which members are images.
 
-    Args:
-        shards: paths.
-        name: for the log.
-        max_lost: share of the images that may lie in damaged shards, which are skipped.
-        limits: decides which members are images.
-
-    Raises:
-        ValueError: too much is damaged or compressed, or there is no image.
+    Damaged shards are skipped if their share of the images is at most `max_lost`; more are a UserError, as are shards
+    without an image.
     """
     index, notes = open_index(images_kind(limits), shards)
     lost = lost_samples(shards, notes, index.counts)
@@ -145,8 +126,7 @@ def open_shards(
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
     """The damaged shards and their numbers of samples: from `sizes.json`, else the mean of the other shards.
 
-    Raises:
-        ValueError: all shards are damaged, or `sizes.json` has another form.
+    UserError if all shards are damaged, or `sizes.json` has another form.
     """
     damaged = [number for number, note in enumerate(notes) if "damage" in note]
     if not damaged:
@@ -229,10 +209,8 @@ def find_shards(path: str) -> list[str]:
 def expand_shards(pattern: str) -> list[str]:
     """Shard names: `a-{000..012}.tar`, `{x,y}.tar`, globs, several joined by `::`.
 
-    Names are made one after the other, so that a missing one is reported at once, however many would follow.
-
-    Raises:
-        ValueError: a shard is missing, or a glob matches nothing (names the first); the braces mean too many names.
+    Names are made one after the other, so that a missing one is reported at once, however many would follow. Globs
+    without a match, and braces that mean too many names, are a UserError too.
     """
     shards: list[str] = []
     for part in pattern.split("::"):

@@ -44,14 +44,10 @@ Rows = Iterable[tuple[str, list[str]]]  # file names, each with some of its capt
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """Images and their captions.
+    """Images and their captions: those of image 0, then those of image 1, ...
 
-    Attributes:
-        images: the images.
-        captions: captions of image 0, then captions of image 1, ...
-        image_of: (captions,), index of the image of each caption.
-        left_out: reason -> number of images or captions that are left out.
-        split: Karpathy's split; None: the captions have no splits, or `--split` names the split.
+    `image_of` has the index of the image of each caption. `left_out` has numbers of images or captions by reason.
+    `split` is Karpathy's; None: the captions have no splits, or `--split` names the split.
     """
 
     images: ImageSource
@@ -99,8 +95,7 @@ def open_caption_set(
 def read_captions(path: Path, split: str | None = None) -> tuple[dict[str, list[str]], LeftOut, str | None]:
     """Read a file of captions; `split` is one of Karpathy's, by default `KARPATHY_SPLIT`.
 
-    Returns:
-        Captions by file name of their image, captions without image, and the split; None where there are no splits.
+    Returns also the captions without image, and the split; None where there are no splits.
     """
     where = f"captions={str(path)!r}"
     left_out, file_split, content = LeftOut(), None, None

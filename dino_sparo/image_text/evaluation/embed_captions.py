@@ -36,9 +36,6 @@ def embed_captions(
     """Embed the captions that the options name; returns the record that embedding.json holds.
 
     The model's `encode_text` takes token ids (B, context_length) and gives (B, F).
-
-    Raises:
-        ValueError: the checkpoint has no text encoder, or the options do not fit the captions or the folder.
     """
     if len(args.what) > 1:
         raise UserError(

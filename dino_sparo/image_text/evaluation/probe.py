@@ -88,13 +88,8 @@ def train_probes(
 def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tuple[int, dict[int, float]]:
     """Find the best of `WEIGHT_DECAYS`: first every sixteenth, then 8, 4, 2 and 1 steps left and right of the best.
 
-    Of equally good decays the smallest wins.
-
-    Args:
-        accuracies_of: indices of decays -> accuracies of their probes.
-
-    Returns:
-        The index of the best decay, and the accuracy of each index that was tried.
+    Of equally good decays the smallest wins. `accuracies_of` turns indices of decays into accuracies of their probes.
+    Returns the index of the best decay, and the accuracy of each index that was tried.
     """
     tried = dict(zip(COARSE, accuracies_of(list(COARSE)), strict=True))
     for span in SPANS:
@@ -106,11 +101,10 @@ def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tu
 
 
 def choose_weight_decay(train: Features, val_share: float, settings: ProbeSettings) -> tuple[float, dict[str, Any]]:
-    """Train probes on part of the training images and compare them on the share `val_share`.
+    """The best weight decay of probes that are trained on part of the images and compared on the share `val_share`.
 
-    Returns:
-        The best weight decay; and for the result the share, the number of images that compared the decays, and the
-        accuracy of each decay that was tried.
+    Also returns, for the result, the share, the number of images that compared the decays, and the accuracy of each
+    decay that was tried.
     """
     number = len(train.features)
     num_val = round(val_share * number)

@@ -1,7 +1,6 @@
 """Images of an evaluation of an image-text model, by data path or named in annotations.
 
-Images come from a data path, or are named in annotations. A benchmark without some of its images is another benchmark,
-so more than a few missing ones are an error.
+A benchmark without some of its images is another benchmark, so more than a few missing ones are an error.
 """
 
 import os
@@ -30,25 +29,14 @@ MAX_MISSING = 0.01
 
 
 class Crop(NamedTuple):
-    """Part of an image, as annotations name it.
-
-    Attributes:
-        name: of the image file.
-        box: left, top, right, bottom; pixels. What lies outside of the image is black.
-    """
+    """Part of an image file, left, top, right, bottom in pixels; what lies outside of the image is black."""
 
     name: str
     box: tuple[float, float, float, float]
 
 
 class Cell(NamedTuple):
-    """An image in a table of Hugging Face.
-
-    Attributes:
-        name: of the table's file, .parquet or .arrow.
-        column: of the images.
-        row: in this file, from 0.
-    """
+    """An image in a table of Hugging Face, a .parquet or .arrow file; rows count from 0."""
 
     name: str
     column: str
@@ -64,11 +52,7 @@ def file_of(image: ImageName) -> str:
 
 
 class NamedSource(FileSource):
-    """Image files, parts of them, or images in tables.
-
-    Attributes:
-        names: of the images.
-    """
+    """Image files, parts of them, or images in tables, by the names in annotations."""
 
     names: Sequence[ImageName]
 

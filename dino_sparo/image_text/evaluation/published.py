@@ -10,7 +10,6 @@ ids keep their padding. A model of one's own is a function in OPENERS; docs/exte
 
 import argparse
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,9 @@ from dino_sparo.runtime.precision import PRECISIONS
 Tokenize = Callable[[list[str], int], Int64[Tensor, "captions tokens"]]
 
 
-@dataclass(frozen=True)
-class View:
-    """The view of an image by the transform of a published model, a function of an RGB image."""
-
-    transform: Callable[[Image.Image], Float[Tensor, "C H W"]]
-
-    def __call__(self, image: Image.Image, rng: object = None) -> list[Tensor]:
-        """One view; nothing is random."""
-        return [self.transform(image)]
+def view_of(transform: Callable[[Image.Image], Tensor], image: Image.Image, rng: object = None) -> list[Tensor]:
+    """The view of an RGB image by the transform of a published model; nothing is random."""
+    return [transform(image)]
 
 
 def tokens_of(tokenize: Tokenize, length: int, texts: list[str]) -> Tokens:
@@ -63,13 +56,8 @@ def dot_product_scorer(
 ) -> DotProductScorer:
     """The scorer of a model with `encode_image` (images) and `encode_text` (token ids), features (B, M) of any length.
 
-    Args:
-        model: in eval mode.
-        tokenize: captions and a number of tokens -> ids.
-        context_length: tokens of a caption.
-        transform: RGB image -> the model's input.
-        args: options of the command; `pretrained_weights` is the model's name.
-        device: where to compute.
+    `transform` makes the model's input of an RGB image, `tokenize` the ids of captions, each of `context_length`
+    tokens. `args.pretrained_weights` is the model's name.
     """
     name = args.pretrained_weights
     record = {
@@ -81,13 +69,13 @@ def dot_product_scorer(
     }
     return DotProductScorer(
         model.eval().to(device),
-        partial(tokens_of, tokenize, context_length),
-        View(transform),
+        partial(view_of, transform),
         device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],
-        record,
+        tokenize=partial(tokens_of, tokenize, context_length),
+        record=record,
         trim=lambda ids: ids,
     )
 
@@ -113,11 +101,10 @@ def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) ->
 
 
 class HuggingFaceTowers(nn.Module):
-    """A model of transformers with the methods that `DotProductScorer` calls; captions are ids and, if used, masks.
+    """A model of transformers with the methods that `DotProductScorer` calls.
 
-    Args:
-        model: with `get_image_features` and `get_text_features`.
-        has_mask: whether captions are (B, 2 tokens): ids, then the attention mask.
+    The model has `get_image_features` and `get_text_features`. With `has_mask` captions are (B, 2 tokens): ids, then
+    the attention mask.
     """
 
     def __init__(self, model: nn.Module, has_mask: bool) -> None:

@@ -69,17 +69,11 @@ class RetrievalResult:
 def recall(
     scorer: Scorer, images: Any, texts: Any, matches: Int64[Tensor, "matches 2"], k: Sequence[int]
 ) -> tuple[dict[int, Recall], dict[int, Recall]]:
-    """Recall of captions by image, and of images by caption.
+    """Recall of captions by image, and of images by caption, from payloads of both, for each k.
 
     Ties count as wrong: a match ranks behind every other candidate with an equal score, so that the order of candidates
-    never helps a model. Every process scores its share of the images and gets all scores, 4 bytes each.
-
-    Args:
-        scorer: the model.
-        images: payload of images.
-        texts: payload of captions.
-        matches: (matches, 2), index of an image and of its caption, without repetition.
-        k: numbers of candidates.
+    never helps a model. Every process scores its share of the images and gets all scores, 4 bytes each. `matches` has
+    the indices of an image and of its caption, without repetition.
     """
     for candidates in (len(texts), len(images)):
         if max(k) > candidates:

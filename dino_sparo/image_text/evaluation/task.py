@@ -48,13 +48,7 @@ class PairTask(EvaluationTask):
 
 
 class ScorerTask(PairTask):
-    """An evaluation of the scores of images and captions.
-
-    Args:
-        args: parsed options.
-        device: where to compute.
-        open_scorer: opens the model.
-    """
+    """An evaluation of the scores of images and captions, by the scorer that `open_scorer` opens."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device, open_scorer: OpenScorer) -> None:
         super().__init__(args, device)
@@ -78,13 +72,7 @@ class ScorerTask(PairTask):
 
 
 class ModelTask(PairTask):
-    """An evaluation of the attention or of the text encoder of a model.
-
-    Args:
-        args: parsed options.
-        device: where to compute.
-        load: opens the model.
-    """
+    """An evaluation of the attention or of the text encoder of the model that `load` opens."""
 
     def __init__(
         self, args: argparse.Namespace, device: torch.device, load: Callable[[argparse.Namespace], LoadedModel]

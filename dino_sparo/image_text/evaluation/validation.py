@@ -33,14 +33,9 @@ PROBE_IMAGES = 4000
 def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compared: int) -> dict[str, float]:
     """`val_loss` in nats, `val_text_r1` and `val_image_r1` in percent, on every process.
 
-    The loss is the mean over whole groups of `num_compared` pairs and comparable with the training loss. Ties count as
-    wrong: pairs with equal captions are never found.
-
-    Args:
-        scorer: the model.
-        pairs: held-out pairs.
-        logit_scale: inverse temperature, the factor of the scores in the loss.
-        num_compared: pairs per group of the loss, as in a training step.
+    The loss is the mean over whole groups of `num_compared` pairs, as many as in a training step, and comparable with
+    the training loss; scores are multiplied by `logit_scale`. Ties count as wrong: pairs with equal captions are never
+    found.
     """
     images = scorer.encode_images(pairs)
     require_few_missing(images.num_corrupt, len(pairs), f"pairs of {pairs.name} are missing or cannot be read")
@@ -83,10 +78,8 @@ def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
 def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, PairSource]:
     """Split pairs into training and validation pairs, both in the order of the source.
 
-    Args:
-        source: all pairs.
-        share: share of validation pairs, in (0, 1); at most `MAX_PAIRS` pairs are held out.
-        seed: random seed; the split depends on the seed and the number of pairs alone.
+    The share in (0, 1) is of validation pairs, of which there are at most `MAX_PAIRS`. The split depends on the seed
+    and the number of pairs alone.
     """
     number = min(round(share * len(source)), MAX_PAIRS)
     if not 0 < number < len(source):

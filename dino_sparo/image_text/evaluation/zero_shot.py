@@ -39,11 +39,8 @@ SAMPLED = 8  # images per batch whose scores are compared
 class ZeroShotResult:
     """Zero-shot accuracies in percent; top-5 counts images whose class has one of the five highest scores.
 
-    Attributes:
-        num_images: readable images; unreadable ones are left out.
-        num_ties: images for which several classes have the highest score.
-        per_class: numbers of images and of top-1 hits of each class.
-        truncated_prompts: captions of classes that are longer than the context.
+    Unreadable images are left out. A tie is an image for which several classes have the highest score. Each class has
+    its numbers of images and of top-1 hits. Truncated prompts are captions of classes that are longer than the context.
     """
 
     top1: float
@@ -66,11 +63,7 @@ def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) 
 
 
 class ClassCounts:
-    """Hits of a classifier, class by class.
-
-    Attributes:
-        counts: (classes, 4), of each class: images, top-1 hits, top-5 hits, ties for the first place.
-    """
+    """Hits of a classifier, class by class: numbers of images, top-1 hits, top-5 hits, and ties for the first place."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_classes, 4, dtype=torch.int64, device=device)

@@ -78,7 +78,6 @@ class PairSource:
         self.name, self.classes, self.labels = self.images.name, self.images.classes, self.images.labels
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.images)
 
     def location(self, index: int) -> str:
@@ -107,16 +106,10 @@ class PairSource:
 
 
 class PairTransform:
-    """Image -> one view, a large random crop: CLIP's only distortion.
+    """Image -> one view, a large random crop: CLIP's only distortion; `scale` is the range of its share of the area.
 
-    Args:
-        img_size: side of the view in pixels.
-        scale: smallest and largest share of the image's area.
-        exact: the pixels of torchvision's pipeline on PIL images, as in OpenCLIP; False resizes with torch, which is
-            faster and rounds differently: some pixels are a level off.
-
-    Raises:
-        ValueError: a scale that is not an interval within (0, 1].
+    `exact` gives the pixels of torchvision's pipeline on PIL images, as in OpenCLIP. Else torch resizes, which is
+    faster and rounds differently: some pixels are a level off.
     """
 
     def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:
@@ -133,14 +126,10 @@ class PairTransform:
 
 @dataclass(frozen=True)
 class PairItem:
-    """One pair, ready for a batch.
+    """One pair, ready for a batch; its image is 8 bit.
 
-    Attributes:
-        image: (C, H, W), 8 bit.
-        caption: in words.
-        index: in the source.
-        corrupt: (location, reason) of the requested pair, if it was replaced.
-        negative: a false caption, if the source has them.
+    `corrupt` has (location, reason) of the requested pair if it was replaced; `negative` is a false caption, if the
+    source has them.
     """
 
     image: Tensor
@@ -148,11 +137,6 @@ class PairItem:
     index: int
     corrupt: tuple[tuple[str, str], ...] = ()
     negative: str | None = None
-
-    @property
-    def texts(self) -> list[str]:
-        """The caption, followed by the false caption if there is one."""
-        return [self.caption] if self.negative is None else [self.caption, self.negative]
 
 
 @dataclass
@@ -192,7 +176,8 @@ class PairDataset(EpochDataset):
 def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
     """Stack images and tokenise captions."""
     images, indices, corrupt = stack_images(items)
-    tokens = tokenize([text for item in items for text in item.texts], context_length)
+    texts = [text for item in items for text in (item.caption, item.negative) if text is not None]
+    tokens = tokenize(texts, context_length)
     return PairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated)
 
 

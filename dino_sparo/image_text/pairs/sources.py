@@ -90,9 +90,8 @@ class PairPath:
     def open(self) -> PairSource:
         """Open the pairs; one log line gives their number and the time, another the number of skipped samples.
 
-        Raises:
-            ValueError: nothing lies there, its form is not understood, it has no captions, or too many samples are no
-                pairs.
+        UserError if nothing lies there, its form is not understood, it has no captions, or too many samples are no
+        pairs.
         """
         start = time.perf_counter()
         source = self._open()

@@ -38,17 +38,10 @@ Sample = dict[str, Any]
 class PairStream(IterableDataset):
     """Micro-batches of pairs, as many as the sampler has left in its epoch; every loading process makes its share.
 
-    Args:
-        data_path: sources joined by `::`, each a pattern of local shards, an address, or `pipe:COMMAND`; braces count.
-        weights: how often a shard of each source is drawn; None: in proportion to their numbers of shards.
-        transform: image -> view.
-        sampler: gives epoch, step and size of the batches; its order of pairs is not used.
-        context_length: N, tokens.
-        caption_key: key of the `.json` members; None takes the `.txt` members.
-        limits: larger images are refused.
-
-    Raises:
-        ValueError: there is no shard, or the weights are not those of the sources.
+    The sources of `data_path` are joined by `::`; each is a pattern of local shards, an address, or `pipe:COMMAND`. The
+    weights say how often a shard of each source is drawn, by default in proportion to their numbers of shards. The
+    sampler gives epoch, step and size of the batches; its order of pairs is not used. `caption_key` is as in
+    `PairPath`.
     """
 
     def __init__(

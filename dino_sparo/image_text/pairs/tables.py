@@ -53,12 +53,9 @@ class PackedTexts:
 
 
 def listed_captions(texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None, index: int) -> list[str]:
-    """The captions of image `index` of a table or of annotations.
+    """The captions of an image of a table or of annotations, from all captions in the order of the images.
 
-    Args:
-        texts: all captions, in the order of the images.
-        ends: (images,), index after the last caption of each image; None: one caption per image.
-        index: of the image.
+    `ends` has the index after the last caption of each image; None: one caption per image.
     """
     if ends is None:
         return [texts[index]]
@@ -71,9 +68,6 @@ def open_pair_table(
     """The pairs of a table with a header, one per row; `keys` are the names of `COLUMNS`, see `PairPath` for the rest.
 
     Captions may hold delimiters and line ends in double quotes.
-
-    Raises:
-        ValueError: a missing column, a row of another length, no row of the split, no pairs, or missing files.
     """
     paths, captions, negatives, left_out = PackedTexts(), PackedTexts(), PackedTexts(), LeftOut()
     *columns, splits = (column.named(key) for column, key in zip(COLUMNS, keys, strict=True))
@@ -95,12 +89,8 @@ def open_pair_table(
 def open_coco_captions(path: str, image_folder: str | None = None) -> PairSource:
     """The images of COCO's caption annotations, each with all of its captions.
 
-    Args:
-        path: JSON with `images` (`id`, `file_name`) and `annotations` (`image_id`, `caption`).
-        image_folder: folder of relative file names; None: the annotations' folder.
-
-    Raises:
-        ValueError: another kind of JSON (lists its keys), no pairs, or missing files.
+    The JSON has `images` (`id`, `file_name`) and `annotations` (`image_id`, `caption`); for another kind the UserError
+    lists its keys. Relative file names start from `image_folder`, by default the annotations' folder.
     """
     files, captions_of, left_out = coco_captions(read_json(path), path)
     paths, captions, ends = PackedTexts(), PackedTexts(), []
@@ -139,8 +129,7 @@ def open_pair_folder(folder: str) -> PairSource:
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
     """File names and captions of every image by its id, and the annotations without an image; a caption may be empty.
 
-    Raises:
-        ValueError: `content` of the file `path` has another form; lists its keys.
+    If the file has another form, the UserError lists its keys.
     """
     keys = list(content) if isinstance(content, dict) else []
     left_out = LeftOut()

@@ -46,11 +46,9 @@ PAIR_RECORD = np.dtype(
 
 
 class TarCaptions:
-    """Captions within tar shards, read at their offsets.
+    """Captions within tar shards, read at their offsets, `caption_block` and `caption_size` of the index.
 
-    Args:
-        index: records with `caption_block` and `caption_size` of every image.
-        key: None if a member is the caption; else the key of JSON members that holds a text or a list of texts.
+    Without a key a member is the caption; else the key of JSON members holds a text or a list of texts.
     """
 
     def __init__(self, index: ShardIndex, key: str | None) -> None:
@@ -63,11 +61,7 @@ class TarCaptions:
         return captions_in_json(self._read(index), self.key, self.location(index))
 
     def json_of(self, index: int) -> dict[str, Any]:
-        """The JSON object of image `index`.
-
-        Raises:
-            CorruptImageError: the shard cannot be read, or the member is not a JSON object.
-        """
+        """The JSON object of image `index`; CorruptImageError if the shard is unreadable or the member is no object."""
         return _json_object(self._read(index), self.location(index))
 
     def _read(self, index: int) -> str:
@@ -110,15 +104,9 @@ def _json_object(text: str, location: str) -> dict[str, Any]:
 
 
 def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> PairSource:
-    """The pairs in tar shards.
+    """The pairs in tar shards; captions stand in `.txt` members, or under `caption_key` in `.json` members.
 
-    Args:
-        shards: paths.
-        name: for the log.
-        caption_key: key of the `.json` members under which the captions stand; None takes the `.txt` members.
-
-    Raises:
-        ValueError: all shards are damaged, or there is no pair; names the members and keys found.
+    UserError if all shards are damaged, or if there is no pair; it names the members and keys found.
     """
     index, notes = open_index(pairs_kind(caption_key), shards)
     left_out = _left_out(shards, notes)

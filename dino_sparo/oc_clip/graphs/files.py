@@ -89,15 +89,10 @@ class CaptionGraphs:
 
 
 def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
-    """Graphs of a parser or of a file.
+    """Graphs of a parser, a key of `PARSERS`, or of a file; caps are those of `CaptionGraphs`.
 
-    Args:
-        spec: a key of `PARSERS`, or the path of a file.
-        caps: `max_nodes`, `max_relations` and `max_missing` of `CaptionGraphs`.
-
-    Raises:
-        ValueError: there is no such parser or file; the file has no line; a line has no caption or is not a graph
-            (`file:line`); or a caption stands there twice with different graphs.
+    UserError if there is no such parser or file; the file has no line; a line has no caption or is not a graph
+    (`file:line`); or a caption stands there twice with different graphs.
     """
     if spec in PARSERS:
         parser = PARSERS[spec]()
@@ -136,12 +131,10 @@ def hash_of(text: bytes) -> int:
 
 @dataclass(eq=False)
 class GraphFile:
-    """Caption -> graph, read at its position in a file.
+    """Caption -> graph, read at its position in a file with this SHA-256.
 
-    Attributes:
-        hashes: (U,), of the different captions, sorted; two captions of one hash are not expected.
-        offsets: (U,), first byte of each line.
-        sha256: of the file.
+    The hashes of the different captions are sorted; two captions of one hash are not expected. The offset of each is
+    the first byte of its line.
     """
 
     path: Path
@@ -150,7 +143,6 @@ class GraphFile:
     sha256: str = ""
 
     def __len__(self) -> int:
-        """Number of different captions."""
         return len(self.hashes)
 
     def __call__(self, caption: str) -> SceneGraph | None:
@@ -175,9 +167,6 @@ def open_graph_file(path: Path) -> GraphFile:
     """Check all lines of a file, or take its index from the user's cache.
 
     The index is found by the SHA-256 of the file, which result files contain anyway.
-
-    Raises:
-        ValueError: see `open_graphs`.
     """
     path = path.absolute()
     sha256 = file_sha256(path)

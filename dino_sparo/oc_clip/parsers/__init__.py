@@ -1,10 +1,4 @@
-"""Caption -> scene graph, not yet normalised; `command.py` parses all captions of a data set.
-
-templates.py      closed word lists, no weights: exact on our scenes and on the phrasing of benchmarks
-spacy_rules.py    noun chunks and dependency paths of spaCy
-llm.py            any server with OpenAI's protocol, or a local language model
-rows.py           captions of any data; graphs that people drew: Visual Genome, GQA
-"""
+"""Caption -> scene graph, not yet normalised; `command.py` parses all captions of a data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,13 +8,9 @@ from dino_sparo.oc_clip.graphs.graph import SceneGraph
 
 
 class Outcome(NamedTuple):
-    """Result of parsing a caption.
+    """Result of parsing a caption: the graph, not normalised, or None with the problem, such as an unanswered request.
 
-    Attributes:
-        graph: not normalised; None if the parser found none.
-        problem: reason why there is not a graph.
-        is_unanswered: whether there is not a graph because there was no answer.
-        dropped: relations left out because they are unary or "and".
+    Dropped are relations that are unary or "and".
     """
 
     graph: SceneGraph | None

@@ -39,13 +39,8 @@ NUM_EXAMPLES = 3
 class Report:
     """Statistics of the lines of an output; a caption that stands in several lines counts once.
 
-    Attributes:
-        max_nodes: cap of `normalize`; the file keeps all entities.
-        max_relations: cap of `normalize`; the file keeps all relations.
-        counts: changes by `normalize`.
-        without_relation: captions whose graph has no relation.
-        examples: the first captions and their graphs, in words.
-        seen: the captions.
+    The file keeps all entities and relations; `counts` are the changes by `normalize` with the caps. Examples are the
+    first captions and their graphs, in words.
     """
 
     max_nodes: int
@@ -128,9 +123,8 @@ def graph_in_words(graph: SceneGraph) -> str:
 def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report) -> dict[str, Any]:
     """Add the graphs of all rows that the output lacks; returns the summary, which is also written.
 
-    Raises:
-        OutputDirError: another run writes the output.
-        ValueError: the output has graphs of another parser, or was not written by this command; no row has a caption.
+    OutputDirError if another run writes the output; UserError if the output has graphs of another parser, was not
+    written by this command, or no row has a caption.
     """
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")

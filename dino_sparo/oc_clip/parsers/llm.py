@@ -47,8 +47,7 @@ class UnansweredError(RuntimeError):
 def read_answer(text: str) -> tuple[SceneGraph, int]:
     """The graph between the last delimiters of an answer, and the number of dropped relations (unary or "and").
 
-    Raises:
-        ValueError: there are no delimiters, or no graph between them.
+    UserError if there are no delimiters, or no graph between them.
     """
     answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
     if not answers:
@@ -98,13 +97,7 @@ def _bounded_client(timeout_s: float) -> Any:
 
 
 class Server:
-    """A server with OpenAI's protocol; the key comes from OPENAI_API_KEY.
-
-    Args:
-        url: such as `http://localhost:8000/v1`.
-        model: its name on the server.
-        timeout_s: seconds after which a request is repeated.
-    """
+    """A server with OpenAI's protocol; the key comes from OPENAI_API_KEY. After `timeout_s` a request is repeated."""
 
     def __init__(self, url: str, model: str, timeout_s: float = 120.0) -> None:
         require("openai", "graphs of the parser llm")

@@ -77,15 +77,10 @@ def open_rows(
     image_folder: str | None = None,
     split: str = ALL,
 ) -> Iterator[Row]:
-    """All rows.
+    """All rows of data as in the list at the top of this file; paths of their images start from `output_folder`.
 
-    Args:
-        data_path: see the list at the top of this file.
-        output_folder: folder that the paths of images in the rows start from.
-        caption_key: column or key of the captions; None takes the usual names, like `image_key`.
-        image_folder: folder that the table's own paths start from; None: the table's folder. Rows of COCO's annotations
-            have images only if it is given.
-        split: rows, or part of a folder, to use.
+    Columns or keys of captions and images have usual names by default. The table's own paths start from `image_folder`,
+    by default the table's folder. Rows of COCO's annotations have images only if `image_folder` is given.
     """
     ending = Path(data_path).suffix.lower()
     keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
@@ -164,14 +159,8 @@ T = TypeVar("T")
 class AnnotatedImages(Parser):
     """Captions drawn from annotations, with their graphs: rows (`images`) and parser of `command.parse_rows` in one.
 
-    Args:
-        path: the annotations.
-        kind: a key of `DRAW`.
-        image_folder: folder of `ID.jpg`; None: the rows have no images.
-        output_folder: folder that the paths of images in the rows start from.
-        seed: of the draws.
-        captions_per_image: draws per image; equal ones count once.
-        exclude_images: file of ids or file names of images to leave out, one per line.
+    `kind` is a key of `DRAW`. Images are `image_folder`/ID.jpg; without a folder the rows have none. Equal captions of
+    an image count once. `exclude_images` is a file of ids or file names of images to leave out, one per line.
     """
 
     def __init__(
@@ -319,5 +308,5 @@ def _plain(phrase: str) -> str:
 
 def _stems(path: str | None) -> set[str]:
     """Image ids of a list: file names without folder and ending."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines() if path else []
     return {Path(line.strip()).stem for line in lines if line.strip()}

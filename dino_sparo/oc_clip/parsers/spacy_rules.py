@@ -28,13 +28,9 @@ BORROWING = ("acl", "relcl", "conj", "xcomp", "advcl", "ccomp", "pcomp", "prep")
 
 
 class Word(NamedTuple):
-    """One token of a parsed caption.
+    """One token of a parsed caption: its part of speech, such as NOUN, its dependency, and the token it depends on.
 
-    Attributes:
-        text: as written.
-        pos: coarse part of speech, such as NOUN.
-        dep: label of the dependency.
-        head: index of the token on which the word depends; a root depends on itself.
+    A root depends on itself.
     """
 
     text: str
