@@ -1,15 +1,12 @@
 """Selecting slots: the score of each alone, the curve of the best together, and the command."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
@@ -210,15 +207,6 @@ def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_pa
 def test_options_that_do_not_fit_are_refused(weights, options, message):
     with pytest.raises(ValueError, match=message):
         run("--pretrained_weights", weights, "--data_path", "scenes:40:32", *options)
-
-
-def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
-    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
-    words = ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"]
-    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        run_command("slots select", words)
-    assert stopped.value.code == 1
-    assert "readout 'gap' has no slots to choose among" in caplog.text
 
 
 @pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from two_ranks import TwoRanks
 
 from dino_sparo.data import dataset as data_set
 from dino_sparo.data import loader, ranks
@@ -22,7 +23,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
-from dino_sparo.runtime import collectives
+from dino_sparo.runtime import launch
 from dino_sparo.runtime.faults import UserError
 
 
@@ -35,6 +36,7 @@ class NumberedImages:
     classes: list[str] | None = None
     labels: np.ndarray | None = None
     name: str = "numbered images"
+    names: str = "of the images"
 
     def __len__(self) -> int:
         return self.num_images
@@ -46,6 +48,9 @@ class NumberedImages:
 
     def location(self, index: int) -> str:
         return f"image-{index}"
+
+    def fingerprint(self) -> str:
+        return self.names
 
 
 def draw_views(image: Image.Image, rng: np.random.Generator) -> list[torch.Tensor]:
@@ -253,37 +258,24 @@ def test_in_a_small_set_every_image_is_tried_before_giving_up() -> None:
     assert [index for index in range(64) if dataset[index].index != 9] == []
 
 
+def _open(sources: list[NumberedImages]) -> None:
+    ranks.require_same_source(sources[launch.rank()])
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ({"number": 5}, r"the number of images of numbered images: \[4, 5\], by rank"),
-        ({"fingerprint": "x"}, "the names of the images"),
+        ({"num_images": 5}, "the number of images of numbered images: [4, 5], by rank"),
+        ({"names": "other"}, "the names of the images"),
         ({"classes": ["b"]}, "the classes"),
         ({"labels": np.array([0, 0, 0, 1])}, "the labels"),
     ],
 )
-def test_ranks_that_have_opened_other_images_are_told(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
-) -> None:
+def test_ranks_that_have_opened_other_images_are_told(two_ranks: TwoRanks, other: dict[str, Any], what: str) -> None:
     """The bug: an evaluation on two machines with different copies gave a wrong accuracy without a word."""
-
-    def source(number: int = 4, fingerprint: str = "y", **others: Any) -> NumberedImages:
-        images = NumberedImages(number)
-        images.classes, images.labels = ["a"], np.zeros(number, np.int64)
-        images.fingerprint = lambda: fingerprint
-        for name, value in others.items():
-            setattr(images, name, value)
-        return images
-
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
-    asked: list[list[Any]] = [[], []]
-    for values, images in zip(asked, (source(), source(**other)), strict=True):
-        monkeypatch.setattr(collectives, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
-        ranks.require_same_source(images)
-    pairs = iter(zip(*asked, strict=True))
-    monkeypatch.setattr(collectives, "all_gather_object", lambda value: list(next(pairs)))
-    with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
-        ranks.require_same_source(source())
+    own = {"num_images": 4, "classes": ["a"], "labels": np.zeros(4, np.int64)}
+    errors = two_ranks.errors(_open, [NumberedImages(**own), NumberedImages(**own | other)])
+    assert all(f"the processes disagree on {what}" in error for error in errors)
 
 
 def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:

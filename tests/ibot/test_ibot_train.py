@@ -62,7 +62,12 @@ def test_a_backbone_without_patches_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in VITS if family.has_class_token], ids=lambda family: family.name
+    "family",
+    [
+        pytest.param(family, marks=() if family.name == "tiny_dinov3" else pytest.mark.slow, id=family.name)
+        for family in VITS
+        if family.has_class_token
+    ],
 )
 def test_released_weights_start_a_training_whose_first_epoch_is_of_the_heads_alone(
     family: Family, tmp_path: Path
@@ -83,8 +88,7 @@ def test_released_weights_start_a_training_whose_first_epoch_is_of_the_heads_alo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("vit_small_patch16_dinov3", []), ("vit_small_patch14_dinov2", ["--local_crops_size", "98"])],
+    ("name", "sizes"), [("vit_small_patch16_dinov3", []), ("vit_small_patch14_dinov2", ["--local_crops_size", "98"])]
 )
 def test_the_commands_for_dinov3_and_dinov2_reach_their_first_step(
     name: str, sizes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +127,7 @@ def test_a_run_of_dino_with_the_same_networks_is_not_resumed(tmp_path: Path) -> 
         train_small("train-ibot", tmp_path, **same)
 
 
-@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("scale", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gram_anchoring_keeps_patches_near_a_fixed_teacher_that_resuming_needs_no_more(
     tmp_path: Path, scale: int
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oc_clip_fakes import bind_all
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
@@ -87,44 +88,28 @@ def assert_same(case: Problem, ours: Tensor, expected: Tensor) -> None:
 
 
 def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    return (x - x.mean()) / ((x - x.mean()) ** 2).mean().add(1e-5).sqrt() * norm.weight + norm.bias
-
-
-def gelu(x: Tensor) -> Tensor:
-    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-
-
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    return layer.weight @ x if layer.bias is None else layer.weight @ x + layer.bias
+    return F.layer_norm(x, x.shape, norm.weight, norm.bias, eps=1e-5)
 
 
 def attention_block(tokens: list[Tensor], block: Any) -> list[Tensor]:
-    """x + Attention(LN(x)), then x + MLP(LN(x)): two heads, MLP ratio 2."""
-    heads, width = 2, DIM // 2
-    qkv = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in tokens]
-    attended = []
-    for query in qkv:
-        parts = []
-        for head in range(heads):
-            lanes = slice(head * width, (head + 1) * width)
-            scores = [query[:DIM][lanes] @ other[DIM : 2 * DIM][lanes] / math.sqrt(width) for other in qkv]
-            total = sum(score.exp() for score in scores)
-            pairs = zip(scores, qkv, strict=True)
-            parts.append(sum(score.exp() / total * other[2 * DIM :][lanes] for score, other in pairs))
-        attended.append(torch.cat(parts))
-    tokens = [x + linear(a, block.attn.proj) for x, a in zip(tokens, attended, strict=True)]
-    assert block.mlp.fc1.out_features == 2 * DIM
-    return [x + linear(gelu(linear(layer_norm(x, block.norm2), block.mlp.fc1)), block.mlp.fc2) for x in tokens]
+    """x + Attention(LN(x)), then x + MLP(LN(x)), by torch: two heads, MLP ratio 2."""
+    layer = nn.TransformerEncoderLayer(
+        DIM, 2, 2 * DIM, dropout=0.0, activation="gelu", layer_norm_eps=1e-5, batch_first=True, norm_first=True
+    )
+    parts = (block.attn, block.mlp, block.norm1, block.norm2)  # in torch's order
+    weights = [weight for part in parts for weight in part.parameters()]
+    named = {name: weight for (name, _), weight in zip(layer.named_parameters(), weights, strict=True)}
+    return [*torch.func.functional_call(layer, named, torch.stack(tokens)[None])[0]]
 
 
 def encoded_patches(binding: Binding, patches: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = [], []
     first, _, last = binding.patch_mlp
     for image in patches:
-        tokens = [linear(gelu(linear(x, first)), last) + binding.positions[n] for n, x in enumerate(image)]
+        tokens = [last(F.gelu(first(x))) + binding.positions[n] for n, x in enumerate(image)]
         for block in binding.blocks:
             tokens = attention_block(tokens, block)
-        both = [linear(x, binding.to_keys_values) for x in tokens]
+        both = [binding.to_keys_values(x) for x in tokens]
         keys.append(torch.stack([layer_norm(x[:DIM], binding.key_norm) for x in both]))
         values.append(torch.stack([layer_norm(x[DIM:], binding.value_norm) for x in both]))
     return torch.stack(keys), torch.stack(values)
@@ -156,7 +141,7 @@ def cosine(x: Tensor, y: Tensor) -> Tensor:
 def fit(scoring: Scoring, relation: Tensor, subject: Tensor, other: Tensor) -> Tensor:
     """f of equation 3."""
     ends = ((scoring.subject, subject), (scoring.object, other))
-    return cosine(relation, sum(linear(gelu(linear(torch.cat([relation, s]), f[0])), f[2]) for f, s in ends))
+    return cosine(relation, sum(f[2](F.gelu(f[0](torch.cat([relation, s])))) for f, s in ends))
 
 
 def texts_of(graphs: EncodedGraphs) -> Iterator[tuple[list[Tensor], list[tuple[Tensor, int, int]]]]:
@@ -291,13 +276,7 @@ def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> No
     assert binding.chunks(counts, none, num_images=1000)[0] == [[1], [4], [3], [0], [2], [5]]
     # A text with 30 relations of width 4 fills a chunk, and comes after those with fewer.
     assert binding.chunks(counts, [30, *none[1:]], num_images=4)[0] == [[1, 4], [3], [2, 5], [0]]
-
-
-def test_with_padding_texts_of_similar_numbers_fill_a_chunk_within_the_bound() -> None:
-    binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0))
-    binding.chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
-    counts, none = [3, 1, 3, 2, 1, 3], [0] * 6
-    # Three texts of two entities need as much as two of three.
+    # With padding, texts of similar numbers fill a chunk: three texts of two entities need as much as two of three.
     assert binding.chunks(counts, none, num_images=4, pads=True)[0] == [[1, 4, 3], [0, 2], [5]]
     assert binding.chunks(counts, none, num_images=1, pads=True)[0] == [[1, 4, 3, 0, 2, 5]]
     assert binding.chunks(counts, none, num_images=1000, pads=True)[0] == [[1], [4], [3], [0], [2], [5]]
@@ -376,7 +355,7 @@ def test_without_relations_the_score_is_the_mean_cosine() -> None:
     slots = bind_all(case.binding, *graphs[:2], *case.binding.encode_patches(case.patches))
     names = ("relations", "subjects", "objects", "relation_mask")
     scores = case.scoring.scores(graphs._replace(**{name: getattr(graphs, name)[:, :0] for name in names}), slots)
-    cosines = torch.nn.functional.cosine_similarity(graphs.entities.expand(B, -1, -1, -1), slots, dim=-1)
+    cosines = F.cosine_similarity(graphs.entities.expand(B, -1, -1, -1), slots, dim=-1)
     expected = torch.stack([cosines[:, text, :count].mean(dim=-1) for text, count in enumerate(ENTITIES)], dim=1)
     assert_same(case, scores, expected)
 

@@ -54,14 +54,6 @@ def test_before_training_only_the_signal_of_a_job_that_runs_again_is_noted() -> 
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
-    with StopSignals() as signals:
-        signals.begin_training()
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_ctrl_c_says_at_once_what_it_does(capfd: pytest.CaptureFixture[str]) -> None:
     with StopSignals() as signals:
         signals.begin_training()
