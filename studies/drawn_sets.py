@@ -222,7 +222,7 @@ def parser() -> Parser:
         "img_size": Option(48, "Side of the pictures in pixels.", positive_int),
         "seed": Option(0, "Another seed gives other scenes."),
     }
-    return Parser({"scenes": options})
+    return Parser({"scenes": options}, "studies drawn-sets", __doc__)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 
 from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription
 from dino_sparo.data.scenes.images import Scenes, object_masks
-from dino_sparo.draw.pixels import save_indexed
+from dino_sparo.draw.pixels import save_picture
 from dino_sparo.evaluation.segment.pictures import PALETTE
 from studies.drawn_sets import samples
 
@@ -85,7 +85,7 @@ def write_clips(root: Path) -> None:
             sample.picture(graph).save(folders[0] / f"{number:05}.jpg", quality=95)
             masks = object_masks(graph, CLIP_SIZE)
             numbers = (masks * np.arange(1, 1 + len(masks))[:, None, None]).sum(axis=0).astype(np.uint8)
-            save_indexed(numbers, PALETTE.flatten().tolist(), folders[1] / f"{number:05}.png")
+            save_picture(numbers, folders[1] / f"{number:05}.png", PALETTE.flatten().tolist())
     listing = root / "ImageSets" / "2017" / "val.txt"
     listing.parent.mkdir(parents=True)
     listing.write_text("\n".join(names) + "\n")

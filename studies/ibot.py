@@ -67,7 +67,7 @@ OPTIONS = {
         "data_path": Option(None, "CIFAR-10 as class folders in train/ and val/; without it the scenes alone."),
         "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
         "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
-        "seconds": Option(30.0, "Processor time of a training.", positive_number),
+        "seconds": Option(120.0, "Processor time of a training.", positive_number),
         "seeds": Option([0, 1, 2], "Seeds of the runs.", int, nargs="+"),
         "report": Option(False, "Train nothing: tables of the results so far."),
     }

@@ -38,10 +38,14 @@ def is_ours(handler: logging.Handler) -> bool:
     return getattr(handler, "is_dino_sparo", False)
 
 
-def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(tmp_path: Path) -> None:
+def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their paths may begin in the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     before, weights = handlers(), set()
     for number in (1, 2):
-        run = dino_sparo.train(output_dir=tmp_path / f"run{number}", epochs=number, seed=number, **TINY)
+        run = dino_sparo.train(output_dir=f"~/run{number}", epochs=number, seed=number, **TINY)
         assert run.checkpoint == tmp_path / f"run{number}" / "checkpoint.pth"
         assert [row["epoch"] for row in run.history] == list(range(number))
         assert run.results == run.history[-1]
@@ -52,12 +56,12 @@ def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(t
     result = dino_sparo.knn(data_path="scenes:40:32", nb_knn=[3, 5], **evaluation)
     assert [row["k"] for row in result.results["results"]] == [3, 5]
     assert (result.history, result.options["temperature"]) == ([], 0.07)
-    folder = tmp_path / "embeddings"
-    dino_sparo.embed(data_path="scenes:40:32", output_dir=folder, what=["encoding", "cls"], **evaluation)
-    assert {name: len(rows) for name, rows in dino_sparo.load_embeddings(folder).arrays.items()} == {
-        "encoding": 40,
-        "cls": 40,
-    }
+    evaluation["pretrained_weights"] = "~/run2/checkpoint.pth"
+    dino_sparo.embed(data_path="scenes:40:32", output_dir="~/embeddings", what=["encoding", "cls"], **evaluation)
+    arrays = dino_sparo.load_embeddings("~/embeddings").arrays
+    assert {name: len(rows) for name, rows in arrays.items()} == {"encoding": 40, "cls": 40}
+    assert dino_sparo.load_encoder("~/run2/checkpoint.pth").encoding_dim == 15
+    assert dino_sparo.load_checkpoint("~/run2/checkpoint.pth")["step"] == 6
     assert handlers() == before
     assert not any(map(is_ours, logging.getLogger().handlers))
 
@@ -66,9 +70,6 @@ def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(t
     ("keywords", "message"),
     [
         ({"reedout": "sparo"}, r"unrecognized arguments: --reedout=sparo; did you mean --readout\?"),
-        ({"epochs": "many"}, "argument --epochs: 'many' is not a whole number; give a positive number"),
-        ({"epochs": [1, 2]}, "argument --epochs: expected one value"),
-        ({"epochs": 0}, r"epochs"),
         ({"output_dir": None}, "give --output_dir"),
     ],
     ids=str,
@@ -82,16 +83,6 @@ def test_wrong_keywords_and_values_are_a_value_error_in_one_line(
     assert "\n" not in str(caught.value)
     assert handlers() == before
     assert "usage" not in capsys.readouterr().err
-
-
-def test_paths_of_python_calls_may_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    dino_sparo.train(output_dir="~/run", epochs=1, max_steps=1, **TINY)
-    data = {"pretrained_weights": "~/run/checkpoint.pth", "data_path": "scenes:20:32", "num_workers": 0}
-    dino_sparo.embed(output_dir="~/e", **data)
-    assert len(dino_sparo.load_embeddings("~/e").index["path"]) == 20
-    assert dino_sparo.load_encoder("~/run/checkpoint.pth").encoding_dim == 15
-    assert dino_sparo.load_checkpoint("~/run/checkpoint.pth")["step"] == 1
 
 
 def test_an_interrupt_saves_and_raises_keyboard_interrupt(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,56 +42,16 @@ COMMAND = re.compile(
 )
 # Options of programs that are not ours: torchrun, Slurm, zip, git, pip, CLIP benchmark.
 FOREIGN_OPTIONS = {
-    "index-url",
-    *(
-        "nproc_per_node",
-        "nnodes",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "master_port",
-        "to",
-        "max-restarts",
-        "kill-on-bad-exit",
-        "nodes",
-        "ntasks-per-node",
-        "gpus-per-node",
-    ),
-    *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
-    *(
-        "model",
-        "model_type",
-        "pretrained",
-        "dataset",
-        "dataset_root",
-        "no_amp",
-        "task",
-        "logdir",
-        "sparse",
-        "reduce_cov",
-    ),
+    *("index-url", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "master_port", "to", "max-restarts"),
+    *("kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "requeue", "signal"),
+    *("open-mode", "pty", "jobs", "help", "version", "extend-exclude", "sparse", "logdir", "reduce_cov", "model"),
+    *("model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task"),
 }
 NEED_IMAGES = {"knn", "linear", "slots study"}  # and have none of their own
 FOREIGN_FILES = {
-    *(
-        "vision_transformer.py",
-        "transformer.py",
-        "utils.py",
-        "tokenizer.py",
-        "model.py",
-        "hf_model.py",
-        "my_backbone.py",
-    ),
-    *(
-        "simdino/vision_transformer.py",
-        "main_pretrain.py",
-        "modeling_sparo.py",
-        "vicreg.py",
-        "my_readout.py",
-        "nearest_mean.py",
-        "my_source.py",
-        "my_benchmark.py",
-        "my_model.py",
-    ),
+    *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
+    *("main_pretrain.py", "simdino/vision_transformer.py", "modeling_sparo.py", "vicreg.py", "nearest_mean.py"),
+    *("my_backbone.py", "my_readout.py", "my_source.py", "my_benchmark.py", "my_model.py"),
 }
 
 
@@ -147,24 +106,24 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
     return None
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
-def test_every_command_that_a_text_shows_can_be_typed(path: Path) -> None:
-    text = path.read_text(encoding="utf-8") if path.suffix == ".md" else docstring_of(path)
-    assert "python -m dino_sparo." not in text
-    for name, words in parsed_commands(text) if path != MAP else ():
-        parser = parser_of(name, words)
-        if parser is not None:
-            parser.error = lambda message, line=(name, words): pytest.fail(f"{line}: {message}")  # type: ignore[method-assign]
-            args = parser.parse_args(words)
-            assert getattr(args, "data_path", None) != "" or name not in NEED_IMAGES, f"{(name, words)}: no --data_path"
+def test_every_command_that_a_text_shows_can_be_typed() -> None:
+    for path in [*DOCUMENTS, *CODE]:
+        text = path.read_text(encoding="utf-8") if path.suffix == ".md" else docstring_of(path)
+        assert "python -m dino_sparo." not in text, path
+        for name, words in parsed_commands(text) if path != MAP else ():
+            parser, line = parser_of(name, words), (str_of(path), name, words)
+            if parser is not None:
+                parser.error = lambda message, line=line: pytest.fail(f"{line}: {message}")  # type: ignore[method-assign]
+                args = parser.parse_args(words)
+                assert getattr(args, "data_path", None) != "" or name not in NEED_IMAGES, f"{line}: no --data_path"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=str_of)
-def test_every_name_that_a_text_imports_exists(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    for module, names in re.findall(r"^ *from (dino_sparo[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
-        for name in names.split(", "):
-            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+def test_every_name_that_a_text_imports_exists() -> None:
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for module, names in re.findall(r"^ *from (dino_sparo[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+            for name in names.split(", "):
+                assert hasattr(importlib.import_module(module), name), f"{str_of(path)}: {module} has no {name}"
 
 
 def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
@@ -178,7 +137,6 @@ def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
     assert list(parsed_commands(text)) == [*found, ("knn", ["--seed", "4"])]
 
 
-@cache
 def known_options() -> set[str]:
     parsers: list[argparse.ArgumentParser] = [parser() for parser, _ in EXPERIMENTS.values()]
     parsers += [command.parser() for command in COMMANDS.values() if command.parser is not None]
@@ -190,30 +148,26 @@ def known_options() -> set[str]:
     return {string.removeprefix("--") for string in strings} | FOREIGN_OPTIONS
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
-def test_every_option_that_a_text_names_exists(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    if ROOT / "benchmarks" in path.parents or "<style>" in text:
-        pytest.skip("benchmarks have options of their own, pages have CSS variables")
-    text = re.sub(r'style="--.*?"|var\(--[\w-]+\)', "", text)
-    named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text))
-    assert sorted(named - known_options() - {"no_such_option"}) == []
+def test_every_option_that_a_text_names_exists() -> None:
+    unknown, known = {}, known_options() | {"no_such_option"}
+    for path in [*DOCUMENTS, *CODE]:
+        text = path.read_text(encoding="utf-8")
+        if ROOT / "benchmarks" not in path.parents and "<style>" not in text:  # options of their own, CSS variables
+            text = re.sub(r'style="--.*?"|var\(--[\w-]+\)', "", text)
+            unknown[str_of(path)] = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text)) - known
+    assert {path: names for path, names in unknown.items() if names} == {}
 
 
-@cache
-def repository() -> list[str]:
+def test_a_file_that_a_text_names_exists_and_is_the_only_one_of_that_name() -> None:
     skipped = {".venv", "__pycache__", "build"}
-    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not skipped & set(path.parts)]
-
-
-@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
-def test_a_file_that_a_text_names_exists_and_is_the_only_one_of_that_name(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    own = str(path.parent.relative_to(ROOT)) + "/"
-    for name in re.findall(r"`([\w/]+\.py)(?:`|\.| )", text):
-        near = {f"{own}{name}", f"dino_sparo/{name}", name} & set(repository())
-        alike = [file for file in repository() if f"/{file}".endswith(f"/{name}")]
-        assert near or len(alike) == 1 or name in FOREIGN_FILES, f"{name}: {alike or 'there is no such file'}"
+    files = {str_of(path) for path in ROOT.rglob("*.py") if not skipped & set(path.parts)}
+    for path in [*DOCUMENTS, *CODE]:
+        own = str(path.parent.relative_to(ROOT)) + "/"
+        for name in re.findall(r"`([\w/]+\.py)(?:`|\.| )", path.read_text(encoding="utf-8")):
+            near = {f"{own}{name}", f"dino_sparo/{name}", name} & files
+            alike = [file for file in files if f"/{file}".endswith(f"/{name}")]
+            line = f"{str_of(path)} names {name}: {alike or 'there is no such file'}"
+            assert near or len(alike) == 1 or name in FOREIGN_FILES, line
 
 
 def letters_of(docstring: str, title: str) -> set[str]:
@@ -227,12 +181,9 @@ LEGEND = letters_of(
 )
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=str_of)
-def test_one_letter_has_one_meaning_in_every_shape(path: Path) -> None:
-    shapes = re.findall(r'(?:Float|Bool|U?Int\d*|Shaped|Num)\[[^"\n]*"([^"]*)"', path.read_text(encoding="utf-8"))
-    used = {letter for shape in shapes for letter in re.findall(r"(?<!\w)[A-Z](?!\w)", shape)}
-    assert sorted(used - LEGEND) == []
-
-
-def test_the_legend_is_read_whole() -> None:
+def test_one_letter_has_one_meaning_in_every_shape() -> None:
     assert set("BDKHWNLSPAVTCMFGERU") == LEGEND
+    for path in sorted(PACKAGE.rglob("*.py")):
+        shapes = re.findall(r'(?:Float|Bool|U?Int\d*|Shaped|Num)\[[^"\n]*"([^"]*)"', path.read_text(encoding="utf-8"))
+        used = {letter for shape in shapes for letter in re.findall(r"(?<!\w)[A-Z](?!\w)", shape)}
+        assert used <= LEGEND, str_of(path)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from runs import ROOT, assert_same_state, epochs_of
+from small_models import words_of
 
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.__main__ import main
@@ -25,22 +27,9 @@ PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 COMMANDS = re.findall(r"^    ((?:python|dino-sparo) .*)$", PAGE, flags=re.MULTILINE)
 TINY = {
-    "data_path": "scenes:26:32",
-    "arch": "vit_micro",
-    "patch_size": "8",
-    "global_crops_size": "16",
-    "local_crops_number": "0",
-    "sparo_slots": "3",
-    "sparo_slot_dim": "5",
-    "sparo_key_dim": "7",
-    "head_hidden_dim": "37",
-    "out_dim": "13",
-    "batch_size_per_gpu": "6",
-    "epochs": "3",
-    "warmup_epochs": "1",
-    "num_workers": "0",
-    "device": "cpu",
-    "precision": "fp32",
+    **{name: str(value) for name, value in small_models.TINY.items() if name not in ("local_crops_size", "knn_freq")},
+    **{"data_path": "scenes:26:32", "global_crops_size": "16", "local_crops_number": "0", "precision": "fp32"},
+    **{"sparo_slots": "3", "sparo_slot_dim": "5", "batch_size_per_gpu": "6", "epochs": "3", "warmup_epochs": "1"},
 }
 
 
@@ -62,10 +51,6 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     for table, entries in zip((READOUTS, OPENERS, BENCHMARKS, MODEL_OPENERS), before, strict=True):
         table.clear()
         table.update(entries)
-
-
-def words_of(options: dict[str, object]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def small(words: list[str]) -> list[str]:
@@ -184,6 +169,7 @@ def test_the_new_backbone_trains_and_is_evaluated(tmp_path: Path, python: Callab
     assert len(load_encoder(folder / "checkpoint.pth").backbone.model.blocks) == 5
 
 
+@pytest.mark.slow
 def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
     script, video = tmp_path / "my_source.py", tmp_path / "video.npz"
     script.write_text(block_with("class Frames"))

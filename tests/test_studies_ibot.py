@@ -9,7 +9,9 @@ from PIL import Image
 
 from dino_sparo.__main__ import run
 from studies import ibot
+from studies.runs import RESULTS
 
+ROOT = Path(__file__).parents[1]
 NAMES = ("scenes_dino_sparo", "continued_ibot_sparo", "continued_simdino_sparo", "cifar10_ibot_cls")
 
 
@@ -45,3 +47,8 @@ def test_every_kind_of_run_gives_a_row(tmp_path: Path, monkeypatch: pytest.Monke
     scores = json.loads((tmp_path / "ibot" / "scenes_dino_sparo_seed0.json").read_text())["scores"]
     assert set(scores) == {"20-NN", "linear", "slot score", "mIoU of patches"}
     assert tables == ibot.run_ibot(ibot.get_args_parser().parse_args([*words, "--report", "true"]), run)
+
+
+def test_the_page_shows_the_tables_of_the_result_files() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert all(table in page for table in ibot.report(RESULTS / "ibot").split("\n\n"))

@@ -56,16 +56,6 @@ def test_parameters_are_counted_as_the_models_are(readout):
     assert (point.num_slots, point.slot_dim, point.encoding_dim) == slots
 
 
-def count_of(**sizes):
-    """Parameters of the model of these sizes, which is not trained."""
-    return point_of("one", partial(create_clip, **sizes), 0.0).num_parameters
-
-
-@pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
-def test_the_papers_models_have_the_papers_number_of_parameters(readout):
-    assert round(count_of(readout=readout, num_slots=128, slot_dim=64) / 1e6) == 151
-
-
 # --- results
 
 
@@ -94,8 +84,9 @@ def test_results_of_different_protocols_are_refused(part, name, value, results):
 
 def test_files_that_are_no_results_are_refused(results, tmp_path):
     path = tmp_path / "result.json"
-    for text in ("nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):
-        path.write_text(text)
+    for text in (None, "nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):
+        if text is not None:
+            path.write_text(text)
         with pytest.raises(ValueError, match=r"result.json is not a result of dino-sparo zero-shot"):
             read_result(path)
     path.write_text(json.dumps({**read_result(results[0]), "slots": {"kind": "selection"}}))
@@ -104,18 +95,6 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
 
 
 # --- the command
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "give results of dino-sparo zero-shot"),
-        (["nowhere.json"], "nowhere.json is not a result of dino-sparo zero-shot"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(*options, "--output_dir", tmp_path)
 
 
 def test_a_mistake_ends_in_one_line(caplog):

@@ -140,17 +140,20 @@ def test_a_node_without_gpus_does_not_train_on_its_cpu(device: str) -> None:
     check_tasks(args, 8, 1, 0)
 
 
+def end_of_script(folder: Path, status: int, scontrol: str) -> str:
+    """Run the end of the batch script after tasks that ended with a status; returns what it writes."""
+    lines = [f"scontrol() {{ {scontrol}; }}", "sleep() { :; }", f"(exit {status})"]
+    lines += requeue_after_faults(shell_path(folder), max_requeues=2)
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == status
+    return done.stdout
+
+
 @pytest.mark.parametrize("status", [137, 143])
 def test_what_was_meant_to_end_is_not_tried_again(tmp_path: Path, status: int) -> None:
     """A mistake of the user's: one task left with status 1 and srun killed the others. Or all of them were stopped."""
     (tmp_path / DO_NOT_REQUEUE).touch()
-    lines = [
-        "scontrol() { echo JobState=RUNNING; }",
-        f"(exit {status})",
-        *requeue_after_faults(shell_path(tmp_path), 2),
-    ]
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert done.returncode == status
+    end_of_script(tmp_path, status, "echo JobState=RUNNING")
     assert not (tmp_path / "faults").exists()
 
 
@@ -171,27 +174,13 @@ def test_the_batch_script_requeues_faults_so_often_and_nothing_else(
     tmp_path: Path, status: int, state: str, before: int, requeued: bool
 ) -> None:
     (tmp_path / "faults").write_text("earlier\n" * before)
-    lines = [
-        f'scontrol() {{ [ "$2" = show ] && echo "JobId=3 JobState={state}"; [ "$1" = requeue ] && echo REQUEUED; }}',
-        "sleep() { :; }",
-        f"(exit {status})",
-        *requeue_after_faults(shell_path(tmp_path), max_requeues=2),
-    ]
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert done.returncode == status
-    assert ("REQUEUED" in done.stdout) == requeued
+    scontrol = f'[ "$2" = show ] && echo "JobId=3 JobState={state}"; [ "$1" = requeue ] && echo REQUEUED'
+    assert ("REQUEUED" in end_of_script(tmp_path, status, scontrol)) == requeued
 
 
 def test_the_batch_script_asks_a_busy_controller_again(tmp_path: Path) -> None:
-    lines = [
-        'scontrol() { [ "$2" = show ] && echo JobState=RUNNING && return; '
-        'echo asked >> asked; [ "$(wc -l < asked)" = 3 ]; }',
-        "sleep() { :; }",
-        "(exit 75)",
-        *requeue_after_faults(shell_path(tmp_path), max_requeues=2),
-    ]
-    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 75
+    busy = '[ "$2" = show ] && echo JobState=RUNNING && return; echo asked >> asked; [ "$(wc -l < asked)" = 3 ]'
+    end_of_script(tmp_path, 75, busy)
     assert len((tmp_path / "asked").read_text().splitlines()) == 3
 
 

@@ -43,18 +43,18 @@ class Part(NamedTuple):
 
 # In the order of their value: the recorded step, what never ran, what ran before.
 PARTS = {
-    "recorded": Part("benchmarks.gpu.recorded", 4),
+    "recorded": Part("benchmarks.gpu.recorded", 3),
     "train_step": Part("benchmarks.train_step --rounds 15", 7, takes_reference=True),
     "recipe_recorded": Part("benchmarks.gpu.runs recipe_recorded", 3),
     "recipe": Part("benchmarks.gpu.runs recipe", 3),
-    "resume": Part("benchmarks.gpu.runs resume", 3),
+    "resume": Part("benchmarks.gpu.runs resume", 5),
     "profile": Part("benchmarks.gpu.profile", 4),
     "clip": Part("benchmarks --only clip_step", 4),
     "evaluation": Part("benchmarks --only knn linear", 2, takes_reference=True),
     "encoder": Part("benchmarks --only readout backbone", 2, takes_reference=True),
     "batches": Part("benchmarks.gpu.batches", 8),
     "binding_bf16": Part("benchmarks.binding --precision bf16", 2),
-    "tests": Part("benchmarks.gpu.runs tests", 1),
+    "tests": Part("benchmarks.gpu.runs tests", 3),
     "losses": Part("benchmarks.gpu.steps losses", 3),
     "waiting": Part("benchmarks.gpu.steps waiting", 5),
     "one_process": Part("benchmarks.gpu.one_process", 4),

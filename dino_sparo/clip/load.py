@@ -144,13 +144,13 @@ def clip_scorer(
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
     return kind(
         model.to(device),
-        partial(tokenize, context_length=config.text.context_length),
         transform,
         device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],
-        record,
+        tokenize=partial(tokenize, context_length=config.text.context_length),
+        record=record,
     )
 
 

@@ -240,7 +240,9 @@ class LoadedClip(LoadedModel):
         tokenize_captions = partial(tokenize, context_length=config.text.context_length)
         view = ClipView(config.image.img_size, self.mean, self.std)
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
-        scorer = DotProductScorer(self.model, tokenize_captions, view, self.model.logit_scale.device, batch_size)
+        scorer = DotProductScorer(
+            self.model, view, self.model.logit_scale.device, batch_size, tokenize=tokenize_captions
+        )
         texts = scorer.encode_text(without_padding(tokenize_captions(list(captions)).ids))
         return scorer.score_block(scorer.rows_of(images), texts)
 

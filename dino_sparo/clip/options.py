@@ -162,11 +162,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def select_parser() -> Parser:
     """The options of `slots/select.py`, in data-flow order."""
-    num_images = Option(
-        None,
-        "Largest number of images to use, a random subset; by default all.",
-        positive_int,
-    )
+    num_images = Option(None, "Largest number of images to use, a random subset; by default all.", positive_int)
     keep = Option(
         None,
         "Number of slots to keep (32 of 64 or 128 in the paper); by default the most accurate number.",

@@ -90,7 +90,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     def scorer(self) -> DotProductScorer:
         """The model as evaluations use it."""
         tokenizer = partial(tokenize, context_length=self.args.context_length)
-        return DotProductScorer(self.network, tokenizer, *self.scorer_settings)
+        return DotProductScorer(self.network, *self.scorer_settings, tokenize=tokenizer)
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:

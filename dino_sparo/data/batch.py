@@ -9,6 +9,8 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dino_sparo.runtime.faults import UserError
+
 D = TypeVar("D", bound="DeviceBatch")
 
 
@@ -86,7 +88,11 @@ class Batch(DeviceBatch):
 
 def collate_views(items: list[Item]) -> Batch:
     """Stack items; in a worker `default_collate` writes straight into memory shared with the main process."""
-    views = [default_collate(list(crops)) for crops in zip(*(item.views for item in items), strict=True)]
+    parts = [list(crops) for crops in zip(*(item.views for item in items), strict=True)]
+    if different := next((sizes for crops in parts if len(sizes := {tuple(crop.shape) for crop in crops}) > 1), None):
+        words = " and ".join(f"{width} x {height}" for *_, height, width in sorted(different)[:2])
+        raise UserError(f"images of {words} pixels are in one batch; give --batch_size_per_gpu 1")
+    views = [default_collate(crops) for crops in parts]
     labels, indices = torch.tensor([item.label for item in items]), torch.tensor([item.index for item in items])
     drawn = [item.parameters for item in items if item.parameters is not None]
     parameters = torch.stack(drawn, dim=1) if drawn else None

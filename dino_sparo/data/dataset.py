@@ -48,7 +48,6 @@ class EpochDataset(Dataset, ABC):
         self.source, self.transform, self.seed = source, transform, seed
 
     def __len__(self) -> int:
-        """Number of items."""
         return len(self.source)
 
     def __getitem__(self, key: int | tuple[int, int]) -> Any:

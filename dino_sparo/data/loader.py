@@ -45,7 +45,10 @@ def create_loader(
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
         timeout_min: minutes without a batch after which the loader raises a RuntimeError; 0 for never.
     """
-    num_workers = _as_many_as_cores(num_workers)
+    usable = usable_cores(os.environ)
+    if num_workers > usable:
+        _say_fewer(num_workers, usable)
+    num_workers = min(num_workers, usable)
     return DataLoader(
         dataset,
         batch_size=None if sampler is None else 1,  # torch's way to leave it to the sampler, or to the stream
@@ -62,12 +65,10 @@ def create_loader(
     )
 
 
-def _as_many_as_cores(num_workers: int) -> int:
-    """At most one loading process for each core that this process may use."""
-    usable = usable_cores(os.environ)
-    if num_workers > usable:
-        _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
-    return min(num_workers, usable)
+@functools.cache
+def _say_fewer(num_workers: int, usable: int) -> None:
+    """Log the number of workers once, not for every loader of a command."""
+    _logger.info("num_workers: %d instead of %d, as this process may use %d cores", usable, num_workers, usable)
 
 
 def usable_cores(environ: Mapping[str, str]) -> int:

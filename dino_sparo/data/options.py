@@ -62,7 +62,7 @@ CHANNELS: Group = {
         "Number of channels. 3: 8-bit RGB; grey images are converted. 1: grey images in their bit depth. Other "
         "numbers: .npy arrays, or TIFFs with one page per channel.",
         positive_int,
-    ),
+    )
 }
 NORMALIZATION: Group = {
     "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),

@@ -17,7 +17,7 @@ from dino_sparo.data.crops import pixels_of
 from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageLimits, TableColumns, open_source
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.launch import is_only_a_peer
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.logs import setup_logging
 
 
@@ -28,10 +28,9 @@ def channel_sums(image: Image.Image, rng: np.random.Generator) -> list[Float[Ten
     return [torch.from_numpy(np.stack([numbers, pixels.sum(1), (pixels**2).sum(1)]))[..., None]]
 
 
+@on_first_process
 def measure_channels(args: argparse.Namespace) -> dict[str, Any]:
     """`dino-sparo statistics`: every image counts by its pixels, unreadable images are skipped; returns the numbers."""
-    if is_only_a_peer():
-        return {}
     setup_logging()
     limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif)
     columns = TableColumns(args.path_column, args.label_column, args.split_column)

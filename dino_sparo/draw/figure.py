@@ -29,11 +29,10 @@ class Word(NamedTuple):
     """A word, with a colour behind it.
 
     Attributes:
-        text: the word.
         level: strength of the colour, from 0 (none) to 1.
         colour: red, green and blue, 0 to 255.
         note: shown on a page when the pointer rests on the word.
-        has_space: whether a space precedes it.
+        has_space: whether a space precedes the word.
     """
 
     text: str
@@ -45,20 +44,19 @@ class Word(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """An image, a map painted on it, and the words around.
+    """An image, a map painted on it, and the words around it.
 
     Attributes:
-        picture: (H, W, 3), the image.
-        name: where the image lies.
-        paint: the image at any size -> the same with the map on it; None: the image alone.
-        title: above it: whose map it is.
+        name: location of the image.
+        paint: the image at any size -> the image with the map on it; None: the image alone.
+        title: above the image: whose map it is.
         numbers: beside the title.
-        caption: below it.
-        notes: below that, left and right.
+        caption: below the image.
+        notes: below the caption, left and right.
         tooltip: shown on a page when the pointer rests on the image.
-        is_soft: whether it matters less than others.
-        frame: its colour; None: without one.
-        group: neighbouring tiles of one group share a panel on a sheet; None: in no group.
+        is_soft: whether the title is grey, as that of a less important tile.
+        frame: colour of the frame; None: no frame.
+        group: neighbouring tiles of one group share a panel on a sheet; None: no group.
     """
 
     picture: Picture
@@ -81,9 +79,8 @@ class Band:
     Attributes:
         heading: words in bold.
         label: a number before the heading, in the colour of `kind`.
-        kind: "true" or "false" caption, where a label says so.
-        lines: further numbers in words; a sheet shows them side by side.
-        tiles: in their order.
+        kind: "true" or "false" for the label of a true or false caption.
+        lines: numbers in words, below the heading; a sheet shows them side by side.
     """
 
     heading: Sequence[Word] = ()
@@ -98,13 +95,11 @@ class Section:
     """A part of a figure: a name or a picture at the left, bands beside it.
 
     Attributes:
-        bands: below one another.
-        name: at the left.
         facts: lines below the name.
         picture: at the left, in place of a name.
         about: a line above the bands.
-        group: number and letter of the group that the section belongs to; None: of none.
-        keys: names -> numbers that a page can sort sections by.
+        group: number and letter of the section's group; None: no group.
+        keys: numbers by which a page can sort sections, by their names.
     """
 
     bands: Sequence[Band]
@@ -121,8 +116,8 @@ class Layout(NamedTuple):
 
     Attributes:
         tile: largest height and width of a tile's picture.
-        per_line: tiles beside one another, at most.
-        side: width of the column for names and pictures; 0: without one.
+        per_line: largest number of tiles in a line.
+        side: width of the column for names and pictures; 0: no column.
         gap: between tiles.
         is_flowing: whether sections fill several columns, so that the sheet has about a slide's shape.
     """
@@ -139,14 +134,11 @@ class Figure:
     """All that a sheet and a page show.
 
     Attributes:
-        title: one line.
         about: a line about model and images.
-        summary: paragraphs of a sheet: how to read it.
-        explanation: the same for a page, at any length.
-        sections: in their order.
-        layout: of a sheet.
-        ends: words for the lowest and the highest colour of the maps; None where there are no maps.
-        legend: words with the colours that words may have, and what these mean.
+        summary: how to read a sheet, in paragraphs.
+        explanation: how to read a page, at any length.
+        ends: words for the lowest and the highest colour of the maps; None: there are no maps.
+        legend: the meaning of the colours behind words.
     """
 
     title: str
@@ -170,7 +162,7 @@ def plain_words(text: str) -> list[Word]:
 
 
 def merge_words(words: Sequence[Word]) -> list[Word]:
-    """Neighbouring words of one colour as one, so that one panel lies behind them; a word with a note starts anew."""
+    """Join neighbouring words of one colour, so that one panel lies behind them; a word with a note begins a panel."""
     merged: list[Word] = []
     for word in words:
         is_same = bool(merged) and (merged[-1].level, merged[-1].colour) == (word.level, word.colour)
@@ -187,7 +179,7 @@ def short_name(location: str) -> str:
 
 
 def run_names(weights: Sequence[str]) -> list[str]:
-    """Short names of checkpoints: folder and file, and as many folders above as make the names differ."""
+    """Short names of checkpoints: folder and file, with more folders above them until the names differ."""
     if all(path == "demo" and not Path(path).exists() for path in weights):  # the encoder in this package
         return list(weights)
     paths = [Path(path).absolute().parts[1:] for path in weights]
@@ -197,19 +189,24 @@ def run_names(weights: Sequence[str]) -> list[str]:
     return [printable("/".join(path[-depth:])) for path in paths]
 
 
-def describe_model(record: Mapping[str, Any], encoder: EncoderConfig, run: str | None, *words: str) -> str:
-    """A line about a model, for figures: run (None: named elsewhere), architecture, `words`, epoch."""
-    epoch = f"epoch {record['epoch']}" if isinstance(record["epoch"], int) else None
-    parts = (run, f"{encoder.arch}/{encoder.patch_size}", *words, epoch)
-    return "  ·  ".join(part for part in parts if part is not None)
+def run_name(record: Mapping[str, Any]) -> str:
+    """Short name of a model, whose record in a result is given."""
+    return "untrained" if record.get("untrained") else run_names([record["pretrained_weights"]])[0]
+
+
+def describe_model(record: Mapping[str, Any], encoder: EncoderConfig, *words: str, has_run: bool = True) -> str:
+    """A line about a model, for figures: run (unless the figure names it elsewhere), architecture, `words`, epoch."""
+    run = [run_name(record)] if has_run else []
+    epoch = [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
+    return "  ·  ".join([*run, f"{encoder.arch}/{encoder.patch_size}", *words, *epoch])
 
 
 def file_names(locations: Sequence[str]) -> list[str]:
-    """File names that show which images they were made of, without folder and ending; images of one name are numbered.
+    """The names of images without folder and ending, as names of new files; images of one name are numbered.
 
-    Letters, digits, dots, dashes and underscores stay, all else becomes an underscore.
+    Letters, digits, dots, dashes and underscores stay. Other characters become underscores.
     """
-    names: dict[str, str] = {}  # by small letters, which some file systems do not tell from capitals
+    names: dict[str, str] = {}  # by small letters, since some file systems do not distinguish capitals
     for location in locations:
         stem = re.sub(r"[^\w.-]+", "_", PurePath(location).stem).strip("_.")[:MAX_FILE_NAME] or "image"
         numbered = (stem, *(f"{stem}-{number}" for number in range(2, len(names) + 3)))

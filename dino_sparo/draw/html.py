@@ -1,7 +1,6 @@
-"""Figure -> a page that opens from disk: pictures inside it, nothing loaded from elsewhere.
+"""Figure -> a page in one file, with its pictures inside.
 
-A page works without JavaScript, with all maps shown; with it every image can be switched between itself and the map on
-it.
+Without JavaScript, a page shows all maps. With JavaScript, a click switches an image's map on and off.
 """
 
 import base64
@@ -18,7 +17,7 @@ from dino_sparo.draw.pixels import RAMP_COLOURS, RAMP_POSITIONS, Picture
 from dino_sparo.runtime.files import write_text
 
 JPEG_QUALITY = 84
-# From this strength of a word's colour on, dark letters can be read better than light ones, on dark paper too.
+# At this strength of a word's colour or more, dark letters are more legible than light ones, also on dark paper.
 STRONG = 0.55
 
 PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
@@ -45,7 +44,7 @@ SORTING = """<fieldset><legend>Sort by</legend><span class="segments">
 
 
 def save_page(figure: Figure, path: Path) -> None:
-    """Write a figure as one self-contained page; an older page stays until all of the new one is written."""
+    """Write a figure as a page; an older page stays until the new one is complete."""
     legend, nav, hint = "", "", ""
     if figure.ends is not None:
         low, high = map(escape, figure.ends)
@@ -69,7 +68,7 @@ def save_page(figure: Figure, path: Path) -> None:
 
 
 def _section(number: int, section: Section) -> str:
-    """A section with its name or its picture at the left; without bands its name is a heading."""
+    """A section with its name or its picture at the left; a section without bands is a heading."""
     if not section.bands:
         return f"<h2>{escape(section.name)}</h2>"
     keys = "".join(f' data-{key}="{value}"' for key, value in section.keys.items())
@@ -89,7 +88,7 @@ def _section(number: int, section: Section) -> str:
 
 
 def _band(band: Band, section: str) -> str:
-    """Words, and the tiles below them."""
+    """Words, with tiles below them."""
     label = f"<b>{escape(band.label)}</b>" if band.label else ""
     heading = f"<h3>{label}<span>{_marked(band.heading)}</span></h3>" if band.heading else ""
     lines = "".join(f"<p>{escape(line)}</p>" for line in band.lines)
@@ -99,7 +98,7 @@ def _band(band: Band, section: str) -> str:
 
 
 def _figure(tile: Tile, section: str) -> str:
-    """A tile: an image that a click switches between itself and the map, and the words around it."""
+    """An image that a click switches between itself and its map, and the words around it."""
     title = " ".join(filter(None, (tile.title, tile.numbers)))
     above = f"<figcaption>{escape(title)}</figcaption>" if title else ""
     caption = f'<p class="caption">{_marked(tile.caption)}</p>' if tile.caption else ""
@@ -116,7 +115,7 @@ def _plain_image(tile: Tile) -> str:
 
 
 def _switchable_image(tile: Tile, title: str) -> str:
-    """An image and the map on it, one over the other."""
+    """An image, and over it the image with its map."""
     assert tile.paint is not None
     shown = escape(short_name(tile.name))
     height, width = tile.picture.shape[:2]
@@ -143,7 +142,7 @@ def _marked(words: Sequence[Word]) -> str:
 
 
 def data_uri(picture: Picture) -> str:
-    """A picture as an address that holds it, so that a page needs no other file."""
+    """A picture as a data URI, so that a page needs no other file."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -10,5 +10,5 @@ SHOW_CHANNELS: Group = {
         "stretched from its 2nd to its 98th percentile. By default RGB is unchanged, and other images show "
         "their first three channels, or the first.",
         whole_number,
-    ),
+    )
 }

@@ -1,6 +1,6 @@
-"""Maps and images as plain pixels: colours of maps, overlays, sizes, and grids for TensorBoard.
+"""Maps and images as pixels: colours of maps, overlays, sizes, and grids for TensorBoard.
 
-Everything here needs numpy and Pillow alone, so training can write its pictures without the plotting extra.
+Nothing here needs matplotlib, so training writes its pictures without the extra `plots`.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,28 @@ from dino_sparo.runtime.files import written_beside
 
 Picture = UInt8[np.ndarray, "H W 3"]
 
-# A map is coloured from "as much as if attention were spread evenly" (no colour) to its maximum, but at least to this
-# many times as much: a map that is nearly even looks even, instead of showing its rounding errors in full colour.
+# Colours of a map go from the even share of attention (no colour) to the map's maximum. The range of colours has at
+# least this multiple of the even share, or a nearly even map would show its rounding errors in full colour.
 MIN_CONTRAST = 3.0
-# Dark violet to pale yellow, its lightness rising evenly, so that it reads in grey and to colour-blind eyes too.
+# Dark violet to pale yellow with evenly rising lightness, also legible in grey and for the colour-blind.
 RAMP_POSITIONS = (0.0, 0.3, 0.6, 0.85, 1.0)
 RAMP_COLOURS = ((70, 20, 120), (172, 32, 122), (238, 92, 66), (252, 176, 78), (255, 246, 178))
-# How the image is dimmed where nothing is attended: so much that the colours stand out from it, and so little that it
-# can be recognised. Masks have no colours to stand out, so the rest is darker.
+# The image is dimmed where it gets no attention: so much that colours stand out, so little that it can be recognised.
+# Masks have no colours, so the rest of their image is darker.
 DIMMED_SATURATION, DIMMED_BRIGHTNESS, MASKED_BRIGHTNESS = 0.4, 0.8, 0.6
 MAX_COVER = 0.78  # of the image by the ramp, where attention is highest
 
 FRAME = 4  # pixels
 GRID_GAP = 4  # pixels between the pictures of a grid
 GRID_COLOUR = 255
-GRID_HEIGHT = 128  # pixels, the least height of a row: crops of small images would be too small to look at
-GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, the height where there are more
+GRID_HEIGHT = 128  # pixels, the least height of a row, so that crops of small images can be seen
+GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, height if there are more maps
 NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
 
 
-def save_picture(picture: Picture, path: Path) -> None:
-    """Write a PNG; an older file stays until all of the new one is written."""
-    with written_beside(path) as file:
-        Image.fromarray(picture).save(file, "PNG")
-
-
-def save_indexed(numbers: UInt8[np.ndarray, "H W"], palette: list[int] | None, path: Path) -> None:
-    """Write a PNG whose pixels are numbers of objects or classes; `palette` has their colours, one after the other."""
-    picture = Image.fromarray(numbers)
+def save_picture(pixels: UInt8[np.ndarray, "H W *C"], path: Path, palette: list[int] | None = None) -> None:
+    """Write a PNG of RGB, or of numbers with a palette's colours; an older file stays until the new one is complete."""
+    picture = Image.fromarray(pixels)
     if palette is not None:
         picture.putpalette(palette)
     with written_beside(path) as file:
@@ -53,9 +47,9 @@ def save_indexed(numbers: UInt8[np.ndarray, "H W"], palette: list[int] | None, p
 
 
 def heat(heatmap: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "h w"]:
-    """A map on the scale it is coloured by: 0 where it gets no more than its even share, 1 at its maximum.
+    """A map on the scale of its colours: 0 up to the even share of attention, 1 at the map's maximum.
 
-    A map whose maximum is below `MIN_CONTRAST` times the even share stays below 1 everywhere.
+    A map whose maximum is below `MIN_CONTRAST` times the even share stays below 1.
     """
     mean = heatmap.mean()
     if mean <= 0:
@@ -71,20 +65,20 @@ def ramp(values: Float[np.ndarray, "*size"]) -> Float[np.ndarray, "*size 3"]:
 
 
 def overlay(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
-    """Lay a map in [0, 1] over its picture: dimmed and grey, glowing where the map is high.
+    """Lay a map in [0, 1] over its picture, which is dimmed where the map is low.
 
-    Between patches the map is bicubic; `smooth` False shows each patch as it is.
+    Between patches the map is bicubic; with `smooth` False every patch has one colour.
     """
     level = enlarge(levels, picture.shape[0], picture.shape[1], smooth)
-    # The colour takes some light and dark from the image, whose contents can so be seen through it.
+    # The colour takes some lightness from the image, so that the image is visible through the colour.
     glow = ramp(level) * (0.6 + 0.4 * lightness(picture) / 255)
-    # Rising quickly: weak attention is to be seen too.
+    # The root rises quickly, so that weak attention is visible.
     cover = MAX_COVER * np.sqrt(level)[..., None]
     return (_dimmed(picture) * (1 - cover) + glow * cover + 0.5).astype(np.uint8)
 
 
 def mask_overlay(picture: Picture, mask: Bool[np.ndarray, "h w"]) -> Picture:
-    """Lay a mask over its picture: chosen patches as they are within an outline, the rest dimmed and grey."""
+    """Lay a mask over its picture: chosen patches have an outline, the rest is dimmed."""
     chosen = enlarge(mask.astype(np.float32), picture.shape[0], picture.shape[1], smooth=False) > 0.5
     shown = np.where(chosen[..., None], picture, _dimmed(picture, MASKED_BRIGHTNESS))
     # A pixel lies on the outline if it is chosen and a pixel within the line's width of it is not.
@@ -136,9 +130,9 @@ def to_pixels(
 def crops_grid(
     views: Sequence[Float[Tensor, "B C _ _"]], mean: Sequence[float], std: Sequence[float], num_images: int = 4
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """The crops of a few images, for TensorBoard: a row per image, its global crops first, all drawn at one height.
+    """The crops of a few images, for TensorBoard: a row per image, global crops first, all of one height.
 
-    `views` are one batch of normalised crops per view, as a `Batch` holds them.
+    `views` has a batch of normalised crops for each view, as a `Batch` has.
     """
     height = max(GRID_HEIGHT, *(view.shape[-2] for view in views))
     columns = [to_pixels(view[:num_images], mean, std) for view in views]
@@ -149,7 +143,7 @@ def crops_grid(
 def maps_grid(
     pictures: UInt8[np.ndarray, "B H W 3"], maps: Float[np.ndarray, "B maps h w"]
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Images and all their maps under their numbers, for TensorBoard; an image and its maps fill one or more rows."""
+    """Images and all their maps under their numbers, for TensorBoard; each image begins a row."""
     height = GRID_HEIGHT if maps.shape[1] < GRID_COLUMNS else SMALL_GRID_HEIGHT
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
@@ -163,7 +157,7 @@ def maps_grid(
 
 
 def stack_pictures(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
-    """Pictures of one size -> one picture, rows below each other, left-aligned, with gaps between."""
+    """Pictures of one size -> one picture of left-aligned rows, with gaps between the pictures."""
     columns = max(map(len, rows))
     blank = np.full_like(rows[0][0], GRID_COLOUR)
     pictures = np.stack([picture for row in rows for picture in (*row, *[blank] * (columns - len(row)))])
@@ -172,7 +166,7 @@ def stack_pictures(rows: Sequence[Sequence[UInt8[np.ndarray, "height width 3"]]]
 
 
 def number_picture(picture: Picture, number: str, scale: int = 1) -> UInt8[np.ndarray, "_ W 3"]:
-    """A picture under a line with its number, whose letters are `scale` times as large as in TensorBoard's grids."""
+    """A picture under a line with its number; letters are `scale` times as large as in TensorBoard's grids."""
     line = Image.new("RGB", (picture.shape[1] // scale, NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
     ImageDraw.Draw(line).text((0, 0), number, fill=(0, 0, 0), font=ImageFont.load_default())
     line = line.resize((picture.shape[1], scale * NUMBER_HEIGHT))

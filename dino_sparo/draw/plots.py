@@ -1,4 +1,4 @@
-"""Plots of numbers in the style of all figures; the same numbers give the same bytes."""
+"""Plots of numbers in one style; equal numbers give equal files."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,7 @@ PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
 MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
-
-
-# One per curve, dark to light as the maps' colours are, so that their order can be seen.
+# Dark to light like the colours of maps, so that the order of curves is visible.
 CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
 
 
@@ -32,7 +30,7 @@ def colour_of(position: int, count: int) -> str:
 def panels(
     path: Path, rows: int, columns: int, title: str = "", size: tuple[float, float] | None = None
 ) -> Iterator[Any]:
-    """Axes of plots, an array (rows, columns); saved to `path` at the end. `size` is in inches."""
+    """Axes of plots, an array (rows, columns), saved to `path` at the end; `size` is in inches."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -51,7 +49,7 @@ def panels(
 
 
 def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:
-    """A bar per part in the order given, the first `marked` in colour; numbers below where they have room."""
+    """Bars in the order given, the first `marked` in colour, with numbers below if there are few bars."""
     positions = range(1, len(numbers) + 1)
     colours = [ACCENT if position <= marked else FAINT for position in positions]
     axis.bar(positions, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
@@ -62,7 +60,7 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
 
 
 def draw_training_curve(log: Path, path: Path) -> None:
-    """log.txt, one JSON line per epoch -> loss, teacher's entropy and, where it was probed, 20-NN against steps."""
+    """Plot loss, teacher's entropy and 20-NN accuracy, if there is one, against steps; `log` is a run's log.txt."""
     epochs = [json.loads(line) for line in log.read_text().splitlines()]
     probed = [epoch for epoch in epochs if "knn_20" in epoch]
     curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}

@@ -1,7 +1,7 @@
-"""Figure -> one sheet: PNG, PDF or SVG, as the ending of the file says.
+"""Figure -> one sheet: PNG, PDF or SVG.
 
-matplotlib (the extra `plots`) measures the words and packs them and the pictures into columns and rows, so that nothing
-overlaps; the sheet is as large as what it holds. Sizes are in pixels, of which a PNG has 72 per inch.
+matplotlib (the extra `plots`) measures words and packs words and pictures into columns and rows, so that nothing
+overlaps. Sizes are in pixels; a PNG has 72 pixels per inch.
 """
 
 import math
@@ -26,12 +26,12 @@ PANEL = "#ece8f6"  # behind near-duplicates
 LABEL_COLOURS = {"": INK, "true": "#1a7f37", "false": "#c0322b"}
 MARGIN, GAP = 36, 12  # around the sheet, between tiles and words
 ASPECT = 1.7  # of a flowing sheet, width to height, as a slide's
-MIN_WIDTH = 860  # of headings, so that sentences are not broken into many lines
+MIN_WIDTH = 860  # of headings, so that a sentence has few lines
 TITLE_SIZE, HEADING_SIZE, WORD_SIZE, TEXT_SIZE, LABEL_SIZE = 21.0, 17.0, 15.0, 13.0, 11.5
 LETTER = 0.54  # average width of a letter, as a share of its size
 LINE_GAP, BAND_GAP, SECTION_GAP = 5, 20, 34
 LABEL_WIDTH = 124  # of a band's label, before its heading
-MIN_CELL, MAX_CELL = 76, 130  # of a tile with its words, where its picture is narrower
+MIN_CELL, MAX_CELL = 76, 130  # of a tile whose words are wider than its picture
 RAMP_WIDTH, RAMP_HEIGHT = 150, 10
 ELLIPSIS = "…"
 NO_LETTER = "\u25af"  # for a letter that the font lacks
@@ -40,12 +40,12 @@ Align = Literal["top", "center", "baseline"]
 
 
 def require_matplotlib() -> None:
-    """Refuse to start without matplotlib, before anything has been computed; raises MissingPackageError."""
+    """Raise MissingPackageError without matplotlib; commands call this function before they compute."""
     require("matplotlib", "figures")
 
 
 def save_sheet(figure: Figure, path: Path) -> None:
-    """Draw a figure; the ending of `path` says in which format. Commands `require_matplotlib` before they compute."""
+    """Draw a figure; the ending of `path` is the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
@@ -62,7 +62,7 @@ def save_sheet(figure: Figure, path: Path) -> None:
     content = max(round(max(widths, default=0)), 0 if layout.is_flowing else MIN_WIDTH - layout.side)
     parts = [_section(*both, layout, content) for both in zip(figure.sections, blocks, strict=True)]
     columns, gap = 1, SECTION_GAP
-    if layout.is_flowing:  # the number of columns gives the sheet about the shape of a slide
+    if layout.is_flowing:  # as many columns as give the sheet about the shape of a slide
         gap = GAP
         height = sum(size(part).height + gap for part in parts)
         columns = max(1, round(math.sqrt(height * ASPECT / (layout.side + content + MARGIN))))
@@ -77,7 +77,7 @@ def save_sheet(figure: Figure, path: Path) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib, without the date and without random names: the same figure gives the same bytes."""
+    """Write a figure of matplotlib without date and random names, so that equal figures give equal files."""
     from matplotlib import rc_context
 
     undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
@@ -99,7 +99,7 @@ def _column(children: Sequence[Any], gap: int, width: int = 0) -> Any:
 
 
 def _row(children: Sequence[Any], gap: int, align: Align = "top", width: int | None = None) -> Any:
-    """Boxes beside one another; with `width` the first and the last stand at its ends."""
+    """Boxes beside one another; with `width`, spread over this width."""
     from matplotlib.offsetbox import HPacker
 
     mode: Literal["fixed", "expand"] = "fixed" if width is None else "expand"
@@ -161,7 +161,7 @@ def _ramp_picture() -> UInt8[np.ndarray, "height width 3"]:
 
 
 def _section(section: Section, blocks: Sequence[Any], layout: Layout, width: int) -> Any:
-    """A section: its name or picture at the left, its bands beside it, whose lines have a width."""
+    """A section: its name or picture at the left, its bands beside them; lines are at most `width` wide."""
     side: list[Any] = []
     if section.picture is not None:
         side.append(_picture(fit(section.picture.picture, layout.side - 2 * GAP, layout.side - 2 * GAP)))
@@ -191,7 +191,7 @@ def _band(band: Band, tiles: Any, width: int) -> Any:
 
 
 def _tiles(tiles: Sequence[Tile], layout: Layout) -> Any:
-    """Tiles in lines: titles above their pictures, captions and notes below; None without tiles."""
+    """Lines of tiles, with titles above the pictures and captions and notes below; None without tiles."""
     from matplotlib.offsetbox import DrawingArea
 
     if not tiles:
@@ -212,7 +212,7 @@ def _tiles(tiles: Sequence[Tile], layout: Layout) -> Any:
             for tile, picture, head in zip(line, pictures[start:], heads, strict=False)
         ]
         lines.append(_row(boxes, 0))
-    # Panels reach half a gap beyond the pictures, which stand below the words.
+    # Panels reach half a gap beyond the pictures, so the tiles begin half a gap further left.
     return _row([DrawingArea(-layout.gap / 2, 0), _column(lines, 0)], 0)
 
 
@@ -255,7 +255,7 @@ def _tile(tile: Tile, picture: Picture, head: Sequence[Any], cell: int, gap: int
 
 
 def letters_in(width: int, size: float, weight: str = "normal") -> int:
-    """Number of letters that about fill a width; what is a little longer widens the sheet."""
+    """About the number of letters that fill a width; slightly longer words widen the sheet."""
     return max(4, int(width / (size * LETTER * (1.2 if weight == "bold" else 1.0))))
 
 
@@ -274,7 +274,7 @@ def _letters() -> frozenset[int]:
 
 
 def shorten(words: str, letters: int) -> str:
-    """Words of at most this number of letters; an ellipsis replaces the middle of longer words."""
+    """Words of at most `letters` letters; an ellipsis replaces the middle of longer words."""
     if len(words) <= letters:
         return words
     end = (letters - 1) // 2
@@ -287,12 +287,12 @@ def wrap(words: str, letters: int) -> list[str]:
 
 
 def flow(words: Sequence[Word], letters: int) -> list[list[Word]]:
-    """Break words into lines: where there is a space, and within what is longer than a line."""
+    """Break words into lines, at spaces if possible; a word that is longer than a line loses its middle."""
     lines: list[list[Word]] = []
     length = 0
     for number, word in enumerate(words):
         word = word._replace(text=shorten(word.text, letters))
-        # What follows without a space, such as a comma, goes to the same line.
+        # Words without a space before them, such as a comma, stay on the line.
         joined = takewhile(lambda each: not each.has_space, words[number + 1 :])
         ahead = sum(len(each.text) for each in (chain([word], joined) if word.has_space else [word]))
         if not lines or length + word.has_space + ahead > letters:

@@ -1,8 +1,15 @@
-"""Rows of cells -> a table of Markdown or LaTeX; the first row is the head."""
+"""Rows of cells -> a table for the terminal, of Markdown or of LaTeX; the first row is the head."""
 
 from collections.abc import Sequence
 
 ESCAPES = str.maketrans({letter: f"\\{letter}" for letter in "&%$#_{}"} | {"<": "$<$", "~": "\\~{}", "^": "\\^{}"})
+
+
+def text_table(rows: Sequence[Sequence[str]], num_words: int = 0) -> str:
+    """A table for the terminal; the first `num_words` columns are left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{'<' if column < num_words else '>'}{width}}}" for column, width in enumerate(widths))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Options -> the encoder of an evaluation: of a checkpoint, untrained, or a second one to compare with."""
+"""Options -> the encoder of an evaluation: trained, untrained, or a second encoder to compare with."""
 
 import argparse
 import logging
@@ -19,19 +19,15 @@ from dino_sparo.weights.entries import activation_of, max_value_of, network_name
 
 logger = logging.getLogger(__name__)
 
-OTHER_SEED = 1_000_003  # far from the seeds of runs: an untrained encoder of a run's seed equals the run's start
+OTHER_SEED = 1_000_003  # far from the seeds of runs, since an untrained encoder of a run's seed equals the run's start
 
 
 @dataclass(frozen=True)
 class EvaluatedEncoder:
-    """The subject of an evaluation: an encoder, the mean and std of its images, and its entry in a result file.
+    """The subject of an evaluation, in eval mode on the CPU, with mean and std of its images' pixels in 0..1.
 
-    Attributes:
-        encoder: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: of these pixels.
-        record: the entry `encoder` of a result file, plain values: weights, hash, key, epoch, architecture.
-        max_value: value of 16-bit images that was white in training.
+    `record` is the entry `encoder` of a result: weights, hash, network, epoch, architecture. In training, `max_value`
+    was white in 16-bit images.
     """
 
     encoder: Encoder
@@ -41,10 +37,10 @@ class EvaluatedEncoder:
     max_value: int = MAX_VALUE
 
     def patch_view(self, image_size: Sequence[int] | None, **options: Any) -> PatchView:
-        """The view in which maps are drawn and scored; `options` of `PatchView`.
+        """The view of an image for attention maps; `options` are those of `PatchView`.
 
-        By default twice the side the encoder was trained for: with four times the patches maps show parts of objects.
-        The reference looks at 480 pixels with a model trained at 224, for the same reason.
+        The default is twice the image size of the training: with four times the patches, maps show parts of objects.
+        The reference shows 480 pixels to a model trained at 224, for the same reason.
         """
         config = self.encoder.config
         return PatchView(image_size or [2 * config.img_size], config.patch_size, self.mean, self.std, **options)
@@ -57,7 +53,7 @@ def trained_encoder(
     patch_size: int | None = None,
     quick_gelu: bool = False,
 ) -> EvaluatedEncoder:
-    """The encoder of one of our checkpoints, or of the reference's; the last three options describe foreign weights."""
+    """The encoder of a checkpoint; the last three options describe foreign weights."""
     if not pretrained_weights:
         raise UserError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
     checkpoint = load_checkpoint(pretrained_weights)
@@ -76,7 +72,7 @@ def trained_encoder(
 def untrained_encoder(
     config: EncoderConfig, seed: int, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
 ) -> EvaluatedEncoder:
-    """A randomly initialised encoder: the baseline before any training."""
+    """A randomly initialised encoder, as a baseline."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = encoder_from_config(config).eval()
@@ -85,16 +81,17 @@ def untrained_encoder(
 
 
 def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:
-    """The encoder of a second checkpoint; options of foreign weights apply if it does not describe itself."""
+    """The encoder of a second checkpoint; if it is foreign, the options of foreign weights describe it."""
     is_foreign = path and activation_of(load_checkpoint(path)) is None
     overrides = (args.arch, args.patch_size, args.quick_gelu) if is_foreign else ()
     return trained_encoder(path, args.checkpoint_key, *overrides)
 
 
 def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
-    """The encoder that the options of a command name; options that a command lacks take `EncoderConfig`'s defaults.
+    """The encoder that the options of a command name.
 
-    With --untrained a checkpoint only says how to build the encoder; without a checkpoint the options do.
+    With --untrained, the checkpoint or else the options give only the architecture. If a command has no such option,
+    the default of `EncoderConfig` applies.
     """
     given = vars(args)
     if args.pretrained_weights and (readout := given.get("readout")):

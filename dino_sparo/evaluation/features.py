@@ -1,8 +1,7 @@
-"""Encoder + images -> features (images, F), labels and indices, of this process or of all; also on disk.
+"""Encoder + images -> features (images, F), labels and indices, of this process or of all processes; also on disk.
 
-`task.py` says which encoder; `knn.py` and `linear/` compute the accuracy. Every image counts exactly once,
-whatever the number of processes; images that cannot be read are left out and counted. Features are extracted once and
-evaluated many times: the cache of both splits has the file names of facebookresearch/dino.
+`task.py` opens the encoder; `knn.py` and `linear/` compute accuracies. Every image counts exactly once for any number
+of processes. Unreadable images are skipped and counted. Files of features have the names of facebookresearch/dino.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from dino_sparo.data.defaults import EXIF
 from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum, on_rank_0
+from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none, all_reduce_sum, on_rank_0
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, plain, read_record, write_record
 from dino_sparo.runtime.launch import is_main, rank, world_size
@@ -35,16 +34,13 @@ from dino_sparo.weights.file import read_torch_file
 
 logger = logging.getLogger(__name__)
 
-GATHER_ROWS = 16384  # features that all processes together exchange at a time: gathering needs little extra memory
+GATHER_ROWS = 16384  # features that all processes together exchange at a time, so that gathering takes little memory
 CHECKED_ROWS = 1024  # features that are in float64 at a time
-WARNINGS: list[str] = []  # about the features of the evaluation that runs, for its result
-# Spread of features that are nearly equal, our choice. Of untrained ViTs it is 0.8 on scenes, 0.08 on smooth images.
+WARNINGS: list[str] = []  # about the features of the running evaluation, for its result
+# Largest spread of nearly equal features, our choice. Untrained ViTs have 0.8 on scenes, 0.08 on smooth images.
 NEARLY_EQUAL = 0.01
 # The reference's names.
-CACHE_FILES = {
-    "train": ("trainfeat.pth", "trainlabels.pth"),
-    "val": ("testfeat.pth", "testlabels.pth"),
-}
+CACHE_FILES = {"train": ("trainfeat.pth", "trainlabels.pth"), "val": ("testfeat.pth", "testlabels.pth")}
 CACHE_RECORD = "features.json"
 
 
@@ -54,9 +50,9 @@ class Features:
 
     Attributes:
         features: (images, F), fp32.
-        labels: (images,) int64, on the same device.
-        indices: (images,) int64, place of each image in its source, ascending.
-        num_corrupt: images left out because they could not be read.
+        labels: (images,) int64, on the device of `features`.
+        indices: (images,) int64, ascending, of each image in its source.
+        num_corrupt: number of unreadable images.
     """
 
     features: Float[Tensor, "images F"]
@@ -65,11 +61,11 @@ class Features:
     num_corrupt: int = 0
 
     def to(self, device: torch.device) -> "Features":
-        """The same on another device."""
+        """The features on another device."""
         return Features(self.features.to(device), self.labels.to(device), self.indices.to(device), self.num_corrupt)
 
     def share(self) -> "Features":
-        """This process' part, contiguous, as `ShardSampler` deals it; a copy, so that the rest can be freed."""
+        """This process' share, as `ShardSampler` deals it; a copy, so that the rest can be freed."""
         n = len(self.labels)
         rows = slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
         features, labels, indices = (part[rows].clone() for part in (self.features, self.labels, self.indices))
@@ -83,11 +79,11 @@ class Features:
 
 
 def check_features(features: Float[Tensor, "images F"], name: str, device: torch.device | None = None) -> list[str]:
-    """Refuse features that are not finite; a warning, also logged and in the result, if all are nearly equal.
+    """Refuse features that are not finite; return and log a warning, also for the result, if all are nearly equal.
 
         spread^2 = 1 - |mean x|^2 / mean |x|^2,  0 if all features x are equal
 
-    `name` is that of the features in messages. With a `device` the features of all processes count.
+    `name` names the features in messages. With a `device`, the features of all processes count.
     """
     parts = map(Tensor.double, features.split(CHECKED_ROWS))
     rows = (torch.cat((part, part.square().sum(1, keepdim=True), part.new_ones(len(part), 1)), 1) for part in parts)
@@ -118,23 +114,23 @@ def extract_split(
     storage: torch.device | None = None,
     gather: bool = True,
 ) -> Features:
-    """Encode all images of a source; every process takes its share of them.
+    """Encode all images of a source; every process encodes its share.
 
-    Incomplete batches are filled up with blank images, so that all matrix products have one size. Then the features are
-    bit-identical for one and for many processes, on the same kind of processor with the same batch size; other batch
-    sizes agree to rounding. (The libraries behave so, and do not promise it.)
+    Incomplete batches are filled up with blank images, so that all matrix products have one size. So features are
+    bit-identical for any number of processes, on one kind of processor with one batch size. Features of other batch
+    sizes differ by rounding. (The libraries behave so, and do not promise it.)
 
     Args:
         encoder: on `device`; its train or eval mode is restored.
         source: the images.
         transform: (image, rng) -> [view].
-        device: where to compute.
+        device: of the encoder.
         batch_size: per process.
-        num_workers: processes that load images, per process.
+        num_workers: that load images, per process.
         encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
         dtype: fp32, or bf16 or fp16 for autocast.
-        storage: where the features are kept; None: `device`.
-        gather: return all processes' features on every process, else this one's share.
+        storage: device that keeps the features; None: `device`.
+        gather: return the features of all processes on every process, else this process' share.
     """
     loader = share_loader(source, transform, device, batch_size, num_workers)
     features = torch.empty(0, 0, device=storage or device)
@@ -143,8 +139,8 @@ def extract_split(
     batches = encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, source.name)
     for part, batch, kept in batches:
         if not features.numel():
-            # Written batch by batch: half the memory of a list and a concatenation. Not an inference tensor, whatever
-            # the mode: a probe's gradient may need these rows.
+            # Written batch by batch, which takes half the memory of a concatenation. Never an inference tensor, since
+            # a probe's gradient may need these rows.
             with torch.inference_mode(False):
                 features = features.new_empty(len(loader) * batch_size, part.shape[1])
         features[count : count + len(part)] = part.float()
@@ -167,9 +163,9 @@ def encoded_batches(
     dtype: torch.dtype,
     desc: str,
 ) -> Iterator[tuple[Float[Tensor, "kept F"], Batch, Int[Tensor, " kept"]]]:
-    """The features of each batch, the batch, and the rows of the images that could be read; see `extract_split`.
+    """Features of each batch, the batch, and the rows of its readable images; arguments as in `extract_split`.
 
-    Unreadable images are skipped, and named in the log at the end.
+    The log names unreadable images at the end.
     """
     for batch, kept in readable_batches(loader, desc):
         images = batch.views[0].to(device, non_blocking=True)
@@ -181,16 +177,16 @@ def encoded_batches(
 
 @contextlib.contextmanager
 def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Eval mode, no gradients, exact fp32 or autocast; puts everything back afterwards.
+    """Eval mode, no gradients, exact fp32 or autocast; restores the earlier mode.
 
-    A module that is compiled for training runs as it was written: batches of other shapes would compile it anew.
+    A module that is compiled for training runs uncompiled, since batches of other shapes would compile it again.
     """
     was_training = encoder.training
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    # The patch projection is a convolution, which cuDNN would otherwise compute in TF32 and by a varying algorithm.
-    # Matrix products are `runtime.precision.set_tf32`' concern.
+    # Without these flags, cuDNN would compute the patch projection in TF32 and by a varying algorithm. For matrix
+    # products see `runtime.precision.set_tf32`.
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
-    # Importing the compiler takes seconds; where nobody has, nothing is compiled.
+    # Importing the compiler takes seconds. Unless it is imported already, nothing is compiled.
     is_compiling = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if is_compiling else contextlib.nullcontext()
     encoder.eval()
@@ -204,10 +200,8 @@ def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> I
 def gather_features(part: Features, device: torch.device, on_rank_0: bool = False) -> Features:
     """All processes' features on every process, in the order of their indices.
 
-    Args:
-        part: this process' features; may be empty.
-        device: where the processes talk to each other.
-        on_rank_0: only rank 0 gets the features, on the CPU; the others get their own part back.
+    The features of this process may be empty; `device` is that of the collectives. With `on_rank_0`, only rank 0 gets
+    all features, on the CPU, and other ranks get `part`.
     """
     if world_size() == 1:
         return part
@@ -220,7 +214,7 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     indices, order = all_gather_ragged(part.indices.to(device)).sort(stable=True)
     labels = all_gather_ragged(part.labels.to(device))[order]
     features = torch.empty(len(indices) if is_kept else 0, width, device=storage)
-    # Each row's place follows from its index, so a block that has arrived is written where it stays.
+    # The index of an image gives its row, so each block is written to its final rows.
     num_rows = max(GATHER_ROWS // world_size(), 1)
     for start in range(0, int(counts[:, 0].max()), num_rows):
         block = all_gather_ragged(own[start : start + num_rows].to(device))
@@ -232,14 +226,21 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
-def total_images(share: Features, device: torch.device) -> tuple[int, int]:
-    """Images with features, and unreadable images, over all processes."""
-    counts = all_reduce_sum(torch.tensor([len(share.features), share.num_corrupt], device=device)).tolist()
-    return counts[0], counts[1]
+def require_memory(num_images: int, width: int, device: torch.device) -> None:
+    """End the evaluation now, not hours later, if the features of all images do not fit into memory."""
+    with all_or_none("finding memory for all features"):
+        torch.empty(num_images, width, device=device)
+
+
+def image_counts(device: torch.device, **splits: Features) -> dict[str, int]:
+    """num_SPLIT and num_corrupt_SPLIT of some splits: images with features and unreadable images of all processes."""
+    counts = {f"num_{split}": len(part.features) for split, part in splits.items()}
+    counts |= {f"num_corrupt_{split}": part.num_corrupt for split, part in splits.items()}
+    return dict(zip(counts, all_reduce_sum(torch.tensor([*counts.values()], device=device)).tolist(), strict=True))
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:
-    """Random subsets of one source that share no image; all are smaller in proportion if the source has too few."""
+    """Random subsets of one source that share no image; all are smaller in proportion if the source is small."""
     share = min(1.0, len(source) / sum(sizes))
     counts = [int(size * share) for size in sizes]
     if min(counts) < 1:
@@ -278,12 +279,10 @@ def check_dump(folder: str, record: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:
-    """Rank 0 writes both splits under the reference's file names, and beside them how they were made.
+    """Rank 0 writes both splits under the reference's file names, and their record.
 
-    An older dump is removed first, and the record is written last: a kill leaves no mix of two dumps.
-
-    The reference writes features of length one and does not normalise them when it reads them. Give `normalize_`d
-    features, so that its script reads the folder too.
+    Older files are removed first, and the record is written last, so that a kill leaves no mix of old and new files.
+    Features must have length one: the reference's script, which reads the folder too, does not normalise them.
     """
     on_rank_0(lambda: _write(folder, {"train": train, "val": val}, record), "writing the features")
 
@@ -308,14 +307,13 @@ def _write(folder: Path, splits: dict[str, Features], record: dict[str, Any]) ->
 
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
-    """Features of both splits and the record that `save_features` wrote; the reference's folders have no record."""
+    """Features of both splits, and the record of `save_features`, empty for the reference's folders."""
     path, splits = folder / CACHE_RECORD, []
     try:
         record = read_record(path) if path.is_file() else {}
         if record:
             record["view"] = with_exif(record.get("view", {}), path)
-        for name in ("files", "sha256", "checksums"):  # the last two of older versions
-            record.pop(name, None)
+        record.pop("files", None)
         corrupt = record.pop("corrupt", {})
         for split, names in CACHE_FILES.items():
             features, labels = (_load_tensor(folder / name) for name in names)
@@ -330,7 +328,7 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
 
 
 def with_exif(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """A record with the entry `exif`; versions that wrote none took pixels as they are stored."""
+    """A record with the entry `exif`; version 0.1 wrote no such entry and used pixels as they are stored."""
     if "exif" not in record:
         logger.info("%s is of an older version, which took pixels as they are stored: --exif %s", source, EXIF[1])
     return {**record, "exif": record.get("exif", EXIF[1])}
@@ -339,13 +337,13 @@ def with_exif(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
 def _load_tensor(path: Path) -> Tensor:
     if not path.is_file():
         raise UserError(f"no cached features at {path}")
-    tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
+    tensor = read_torch_file(path, mmap=True)  # each process copies only its share
     if not isinstance(tensor, Tensor):
         raise UserError(f"{path} holds a {type(tensor).__name__}, not a tensor")
     return tensor
 
 
 def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
-    """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
+    """Refuse features on disk that are not of the weights at a path; an empty path allows any weights."""
     if pretrained_weights and sha256 != weights_sha256(pretrained_weights):
         raise UserError(f"the features in {folder} were not made with {pretrained_weights}; leave out one of the two")

@@ -7,9 +7,9 @@ representations"): balanced over the classes,
 
     labels of a class = min(max(1, round(share x training images / classes)), images of the class)
 
-drawn at random within each class. Draw number d takes the first images of one random order, so a smaller share is part
-of a larger one. A file names the labelled images instead, as SimCLR's lists of ImageNet do. The encoder runs once, on
-all images; all classifiers see the same features, of length one.
+and at random within each class. Each draw takes the first images of a random order, so its smaller shares are parts of
+its larger shares. Instead of a share, a file can name the labelled images, such as SimCLR's lists of ImageNet. The
+encoder runs once on all images, and all classifiers get the same features of length one.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -26,23 +25,18 @@ import torch
 from jaxtyping import Int64
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.sources.tables import open_text
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.embed.predict import MAX_STEPS, fit_classifier
-from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.features import Features, image_counts
 from dino_sparo.evaluation.knn import classify_shards, extract, load
 from dino_sparo.evaluation.linear.command import SELECTION
-from dino_sparo.evaluation.linear.probe import (
-    LinearProbe,
-    ProbeSGD,
-    cached_batches,
-    cosine_factor,
-    probe_accuracy,
-    scaled_learning_rates,
-    train_one_epoch,
-)
+from dino_sparo.evaluation.linear.probe import probe_accuracy, train_on_cached
 from dino_sparo.evaluation.result import spread
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import file_sha256, open_regular
+from dino_sparo.runtime.files import file_sha256
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.weights.released import take_released_weights
 from dino_sparo.weights.results import Score
 
@@ -52,12 +46,11 @@ PROBE_BATCH = 256
 Classifier = Callable[[Features, Features, int], dict[str, float]]  # train, val, seed -> name of a score -> top-1
 
 
+@on_first_process
 def evaluate_few_labels(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
     take_released_weights(args)
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return {}
+    task = EncoderTask.start_alone(args)
     require("sklearn", "logistic regression")
     lists = {str(share): file_sha256(Path(share)) for share in args.label_share if isinstance(share, str)}
     if lists and args.load_features:
@@ -68,29 +61,22 @@ def evaluate_few_labels(args: argparse.Namespace) -> dict[str, Any]:
     unrecorded = ("dump_features", "load_features")
     file = task.open_result("few_labels", cached[2] if cached else None, unrecorded, label_lists=lists)
     train, val, record = cached or extract(task)
-    num_classes = int(train.labels.max()) + 1
-    rows = []
+    num_classes, seeds, rows = int(train.labels.max()) + 1, range(args.seed, args.seed + args.draws), []
     for share in args.label_share:
         if isinstance(share, str):
             draws = [listed_rows(Path(share), task.splits[0], train)]
         else:
-            draws = [draw_labels(train.labels.numpy(force=True), share, seed) for seed in seeds(args)]
+            draws = [draw_labels(train.labels.numpy(force=True), share, seed) for seed in seeds]
         rows += evaluate_draws(draws, str(share), train, val, classifiers(args, num_classes, task.device), args.seed)
-    counts = {"num_train": len(train.labels), "num_val": len(val.labels), "num_corrupt_train": train.num_corrupt}
     result = {
         "evaluation": "few labels",
         "results": rows,
         "rule": "labels balanced over the classes, drawn at random within each; mean and standard deviation over draws",
         "selection": {"linear": SELECTION, "logistic": "cross-validation on the labelled images chooses C"},
         **record,
-        "images": {**record.get("images", {}), **counts, "num_corrupt_val": val.num_corrupt},
+        "images": {**record.get("images", {}), **image_counts(task.device, train=train, val=val)},
     }
     return file.write(result, table(rows), headline=headline(rows))
-
-
-def seeds(args: argparse.Namespace) -> range:
-    """The random seed of each draw."""
-    return range(args.seed, args.seed + args.draws)
 
 
 def draw_labels(labels: Int64[np.ndarray, " images"], share: float, seed: int) -> Int64[np.ndarray, " drawn"]:
@@ -102,9 +88,9 @@ def draw_labels(labels: Int64[np.ndarray, " images"], share: float, seed: int) -
 
 
 def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.ndarray, " listed"]:
-    """Rows of the images that a file names, one per line: the name of a file, or the end of its path."""
-    with open_regular(path) as file:
-        names = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    """Rows of the images in a list, which has a file name or the end of a path in each line."""
+    with open_text(str(path)) as file:
+        names = [line.strip() for line in file if line.strip()]
     images: dict[str, list[int]] = defaultdict(list)
     for image in range(len(source)):
         images[PurePath(source.location(image)).name].append(image)
@@ -128,7 +114,7 @@ def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.nd
 
 
 def classifiers(args: argparse.Namespace, num_classes: int, device: torch.device) -> dict[str, Classifier]:
-    """The classifiers that the options name, by their names."""
+    """The classifiers of --classifiers."""
     table: dict[str, Classifier] = {
         "knn": partial(knn, ks=args.nb_knn, temperature=args.temperature, device=device),
         "logistic": partial(logistic, strengths=args.C, num_folds=args.folds),
@@ -145,7 +131,7 @@ def evaluate_draws(
     classify: dict[str, Classifier],
     first_seed: int,
 ) -> list[dict[str, Any]]:
-    """A row of the result per classifier: top-1 on all validation images, with its spread over the draws."""
+    """For each classifier top-1 on all validation images, with its spread over the draws."""
     found: dict[str, list[float]] = defaultdict(list)
     for seed, drawn in enumerate(draws, first_seed):
         rows = torch.from_numpy(drawn).to(train.labels.device)
@@ -169,7 +155,7 @@ def knn(
 def logistic(
     train: Features, val: Features, seed: int, *, strengths: Sequence[float], num_folds: int
 ) -> dict[str, float]:
-    """Logistic regression of scikit-learn, with the first C unless two classes have two labels to validate on."""
+    """Logistic regression; with the first C, unless two classes have two labels for cross-validation."""
     from sklearn.linear_model import LogisticRegression
 
     features, labels = (part.numpy(force=True) for part in (train.features, train.labels))
@@ -194,15 +180,11 @@ def linear(
     epochs: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """The best of the linear probes of `linear --fast`; features have the length sqrt(F) of a LayerNorm's output."""
+    """The best linear probe of `linear --fast`; features get the length sqrt(F) of a LayerNorm's output."""
     length = train.features.shape[1] ** 0.5
     train = Features(length * train.features, train.labels, train.indices)
-    probe = LinearProbe(train.features.shape[1], num_classes, len(rates), seed).to(device)
     batch_size = min(PROBE_BATCH, len(train.labels))
-    optimizer = ProbeSGD(probe, scaled_learning_rates(rates, batch_size))
-    batches = cached_batches(train, device, batch_size=batch_size, seed=seed)
-    for epoch in range(epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, epochs)))
+    probe = train_on_cached(train, num_classes, rates, epochs, device, batch_size, seed)
     return {"linear": max(row["top1"] for row in probe_accuracy(probe, length * val.features, val.labels))}
 
 
@@ -213,7 +195,7 @@ def share_name(row: dict[str, Any]) -> str:
 
 
 def headline(rows: Sequence[dict[str, Any]]) -> list[Score]:
-    """Mean top-1 of each share and classifier; the ends are one standard deviation away."""
+    """Mean top-1 of each share and classifier, with an interval of one standard deviation to each side."""
     scores = []
     for row in rows:
         mean, std = row["top1"]["mean"], row["top1"]["std"]
@@ -223,11 +205,11 @@ def headline(rows: Sequence[dict[str, Any]]) -> list[Score]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracies for people."""
-    lines = [f"{'labels':>12}{'images':>8}{'classifier':>12}{'top-1 %':>9}{'std':>7}{'draws':>7}"]
+    """Accuracies for the terminal."""
+    lines = [("labels", "images", "classifier", "top-1 %", "std", "draws")]
     for row in rows:
         top1 = row["top1"]
         std = "" if top1["std"] is None else f"{top1['std']:.2f}"
-        numbers = f"{top1['mean']:>9.2f}{std:>7}{len(top1['draws']):>7}"
-        lines.append(f"{share_name(row):>12}{row['num_labelled']:>8}{row['classifier']:>12}{numbers}")
-    return "\n".join(lines)
+        words = share_name(row), f"{row['num_labelled']}", row["classifier"]
+        lines.append((*words, f"{top1['mean']:.2f}", std, f"{len(top1['draws'])}"))
+    return text_table(lines)

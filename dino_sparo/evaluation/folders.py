@@ -10,14 +10,14 @@ from dino_sparo.weights.info import CHECKED, UNCHECKED, facts_of
 
 
 def describe_embeddings(folder: Path) -> dict[str, Any]:
-    """Facts about the output of `dino-sparo embed`; complete embeddings are checked."""
+    """Facts about the output of `dino-sparo embed`; compares complete embeddings with their checksums."""
     record = read_record(folder) or {}
     if record["complete"]:
         load_embeddings(folder)
     return {
         "folder": folder,
         "kind": "embeddings",
-        "damaged": CHECKED if record.get("files") else UNCHECKED,
+        "damaged": CHECKED if record["complete"] else UNCHECKED,
         "complete": "yes" if record["complete"] else "no: run the same embed command again to resume",
         "features": {name: "x".join(map(str, shape)) for name, shape in record["features"].items()},
         "images": record.get("num_images"),
@@ -27,7 +27,7 @@ def describe_embeddings(folder: Path) -> dict[str, Any]:
 
 
 def describe_features(folder: Path) -> dict[str, Any]:
-    """Facts about the output of --dump_features, which is checked."""
+    """Facts about the output of --dump_features; compares its files with their checksums."""
     train, val, record = load_features(folder)
     return {
         "folder": folder,
@@ -38,7 +38,7 @@ def describe_features(folder: Path) -> dict[str, Any]:
     }
 
 
-# Name of a file -> description of a folder that holds such a file.
+# Name of a file -> description of a folder with such a file.
 FOLDERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     RECORD: describe_embeddings,
     CACHE_FILES["train"][0]: describe_features,

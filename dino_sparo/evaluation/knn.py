@@ -1,24 +1,20 @@
-"""Features -> weighted k-nearest-neighbour accuracy: of a checkpoint, of cached features, during training.
+"""Features -> accuracy of weighted k nearest neighbours.
 
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Prints a table and writes knn_WEIGHTS_DATA.json, the accuracies with all that they depend on. `task.py` opens the
-encoder, by default the teacher of the checkpoint; the reference's checkpoints and raw ViT weights are read too. Options
-as in facebookresearch/dino.
-
-The quickest evaluation: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
+Prints a table and writes knn_WEIGHTS_DATA.json. Options as in facebookresearch/dino. Source: DINO, section 3.2; the
 vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
 
-Each process holds the features of its part of the images, and all search at the same time: every chunk of test images
-goes to all processes, each finds the nearest of its own training images, and `merge_ranks` merges them, bit-identical
-to the search of one process. Similarity is the cosine,
+Each process has the features of its share of the images. Every chunk of test images goes to all processes, each process
+finds the nearest of its training images, and `merge_ranks` merges these, bit-identical to the search of one process.
+Similarity is the cosine,
 
     s_ij = x_i . x_j / (|x_i| |x_j|)
 
-computed block by block, so that memory does not grow with the number of images. Of equally similar images those that
-come first in the training set are the nearer ones. All matrix products have one size, because rounding depends on the
-size; the place of an image within a product has changed no similarity so far (docs/verification.md).
+computed block by block, so that memory does not grow with the number of images. Of equally similar images, the first in
+the training set is the nearest. All matrix products have one size, because rounding depends on the size; the place of
+an image within a product has changed no similarity so far (docs/verification.md).
 """
 
 import argparse
@@ -35,14 +31,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data.defaults import EXIF
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import (
     Features,
     check_dump,
     check_same_weights,
     gather_features,
+    image_counts,
     load_features,
     save_features,
-    total_images,
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.task import EncoderTask
@@ -55,7 +52,7 @@ from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
-TOP = 5  # how many of the best classes are ranked
+TOP = 5  # classes that are ranked
 TEST_CHUNK = 512  # test images at a time
 PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK
 # The largest intermediate is one block of similarities, test images x (TRAIN_CHUNK + k).
@@ -73,25 +70,25 @@ class KNNResult(NamedTuple):
 def classify_shards(
     train: Features, val: Features, k: Sequence[int], temperature: float, device: torch.device
 ) -> dict[int, KNNResult]:
-    """Classify by the weighted vote of the nearest training images; the accuracy for each number of neighbours.
+    """Accuracy of the weighted vote of the nearest training images, for each number of neighbours.
 
         sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / tau)
 
-    The first class is the one with most votes; of equal votes the smaller label comes first. Top-5 is among the classes
-    that have a vote. The reference fills up with arbitrary ones of its 1000 classes, which inflates top-5 when there
-    are few classes.
+    The class with most votes comes first; of equal votes, the smaller label. Only classes with a vote count for top-5.
+    The reference fills up with arbitrary ones of its 1000 classes, which inflates top-5 when there are few classes.
 
-    Features need not be normalised: they are here, block by block. Similarities are fp32, votes fp64. All processes
-    get the result, which is bit-identical for any number of them.
+    Features need not have length one. Similarities are fp32, votes fp64. All processes get the result, which is
+    bit-identical for any number of processes.
 
     Args:
-        train: this process' share, contiguous and in rank order as `ShardSampler` deals it; searched where it is kept.
+        train: this process' share, as `ShardSampler` deals it; searched on its device.
         val: this process' share.
-        k: numbers of neighbours, which share one search. A number above that of the training images means all of them.
+        k: numbers of neighbours, which share one search. With fewer training images, all of them vote.
         temperature: tau.
-        device: where the processes talk to each other.
+        device: of the collectives.
     """
-    (num_train, _), (num_val, _) = (total_images(part, device) for part in (train, val))
+    counts = image_counts(device, train=train, val=val)
+    num_train, num_val = counts["num_train"], counts["num_val"]
     width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())
     with all_or_none("checking the features of k-NN"):
         features, lengths = checked_features("train", train, num_train, width)
@@ -121,12 +118,12 @@ def classify_shards(
 def checked_features(
     name: str, part: Features, num_images: int, width: int
 ) -> tuple[Float[Tensor, "images F"], Float[Tensor, " images"]]:
-    """Features of a split and their lengths; refuses a split without images, labels or finite features."""
+    """Features of a split, and their lengths; UserError without images, labels or finite features."""
     if num_images == 0:
         raise UserError(f"{name}_features are empty; k-NN needs at least one image on each side")
     if len(part.labels) and int(part.labels.min()) < 0:
         raise UserError(f"{name}_labels hold {int(part.labels.min())}; labels are non-negative")
-    # A process without images does not know how wide features are.
+    # A process without images does not know the width.
     features = part.features if len(part.features) else part.features.new_empty(0, width)
     if features.shape[1] != width:
         raise UserError(f"train_features have {width} numbers per image and {name}_features {features.shape[1]}")
@@ -141,20 +138,16 @@ def checked_features(
 def rank_classes(
     labels: Tensor, similarities: Tensor, ks: list[int], temperature: float
 ) -> dict[int, Int[Tensor, "m 5"]]:
-    """The five classes with most votes, for several k at once; -1 where fewer classes have votes.
+    """The five classes with most votes, for several k at once; -1 if fewer classes have votes.
 
-    Args:
-        labels: (m, k), of the neighbours, nearest first.
-        similarities: (m, k).
-        ks: ascending, the last is k.
-        temperature: tau.
+    Labels and similarities (m, k) are of the neighbours, nearest first; `ks` ascend to k; `temperature` is tau.
     """
-    # Relative to the nearest, so that no temperature overflows; a common factor changes no ranking.
+    # Relative to the nearest image, so that no temperature overflows; a common factor changes no ranking.
     weights = ((similarities - similarities[:, :1]).double() / temperature).exp()
     classes, columns = labels.unique(return_inverse=True)  # ascending
-    votes = weights.new_full((len(labels), len(classes)), -1.0)  # below a vote that underflows to zero
+    votes = weights.new_full((len(labels), len(classes)), -1.0)  # less than a vote that underflows to zero
     rankings = {}
-    # One neighbour after the other: the order of the sums is fixed, and every k is a stop on the way.
+    # One neighbour after the other, so that the order of the sums is fixed and all k share the sums.
     for neighbour in range(max(ks)):
         column = columns[:, neighbour : neighbour + 1]
         votes.scatter_(1, column, votes.gather(1, column).clamp(min=0) + weights[:, neighbour : neighbour + 1])
@@ -169,17 +162,17 @@ def rank_classes(
 def nearest(
     train: Float[Tensor, "train F"], lengths: Float[Tensor, " train"], images: Float[Tensor, "m F"], k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k most similar training images of each test image, best first: similarities and indices, (m, k).
+    """Similarities and indices (m, k) of the k most similar training images of each test image, best first.
 
-    `lengths` are those of `train`, of which a normalised copy would double the memory. `images` have length one, and
-    are at most `TEST_CHUNK`; similarities are computed in their precision.
+    `lengths` are the lengths of `train`, since a normalised copy would double the memory. The at most `TEST_CHUNK`
+    features in `images` have length one; similarities have their precision.
     """
     scales = lengths.clamp(min=MIN_NORM).reciprocal()
     step = max(TRAIN_CHUNK, k)
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
     padded = _filled_up(images, TEST_CHUNK)
-    # The best so far stand before each block: worse candidates are passed over quickly; earlier candidates win ties.
+    # The best images so far stand before each block, so that earlier images win ties.
     block = images.new_empty(len(images), k + min(step, len(train)))
     products = images.new_empty(TEST_CHUNK, PRODUCT_ROWS)
     for start in range(0, len(train), step):
@@ -205,9 +198,9 @@ def _filled_up(rows: Float[Tensor, "n F"], size: int) -> Float[Tensor, "size F"]
 
 
 def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
-    """The k largest values of each row and their positions, largest first, of equal ones the first first.
+    """The k largest values of each row and their positions, largest first; of equal values, the first comes first.
 
-    torch leaves open which of equal values its `topk` takes, and in which order, so rows with some are sorted anew.
+    torch's `topk` takes any of equal values in any order, so rows with equal values are sorted.
     """
     largest, positions = values.topk(min(k + 1, values.shape[1]))
     rows = (largest[:, 1:] == largest[:, :-1]).any(dim=1).nonzero().flatten()
@@ -221,20 +214,16 @@ def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "
 def merge_ranks(
     similarities: Float[Tensor, "m own"], labels: Int[Tensor, "m own"], k: int, device: torch.device
 ) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
-    """Neighbours that each process found for the same test images -> the k most similar of all, and their labels.
+    """The neighbours of the same test images on each process -> the k most similar of all, and their labels.
 
-    Of equally similar images the lower rank's come first: it holds the earlier part of the training set. A process with
-    fewer than k training images gives fewer than k.
+    Of equally similar images, those of the lower rank come first, which has the earlier part of the training set. A
+    process with fewer than k training images gives fewer than k neighbours.
     """
     if world_size() == 1:
         return similarities, labels
-    # Neighbours of all ranks below each other, in rank order.
     every, every_label = (all_gather_ragged(part.t().contiguous().to(device)).t() for part in (similarities, labels))
     largest, order = every.sort(dim=1, descending=True, stable=True)
     return largest[:, :k], every_label.gather(1, order[:, :k])
-
-
-# The command.
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
@@ -246,13 +235,13 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     file = task.open_result(name, cached[2] if cached else None, ("dump_features", "load_features"))
     train, val, record = cached or extract(task)
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
-    totals = {split: total_images(part, task.device) for split, part in (("train", train), ("val", val))}
+    counts = image_counts(task.device, train=train, val=val)
     headline = [Score(f"{k}-NN", accuracy.top1) for k, accuracy in results.items()]
-    return file.write(describe(results, totals, args.temperature, record), table(results), headline=headline)
+    return file.write(describe(results, counts, args.temperature, record), table(results), headline=headline)
 
 
 def load(task: EncoderTask) -> tuple[Features, Features, dict]:
-    """This process' share of the cached features of both splits, and the record of how they were made."""
+    """This process' share of the features of both splits on disk, and their record."""
     args = task.args
     train, val, record = load_features(Path(args.load_features))
     check_beside_cache(args, record)
@@ -261,7 +250,7 @@ def load(task: EncoderTask) -> tuple[Features, Features, dict]:
 
 
 def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
-    """Refuse options of other features than those in a cache, whose record is given; set the others as it says."""
+    """Refuse options that contradict the record of features on disk; take the record's value of all other options."""
     made = {
         "data_path": record.get("images", {}).get("data_path"),
         "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
@@ -281,7 +270,7 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
 
 
 def extract(task: EncoderTask) -> tuple[Features, Features, dict]:
-    """This process' share of the features of both splits, and the record of how they were made."""
+    """This process' share of the features of both splits, and their record."""
     layers = task.args.n_last_blocks
     encoder = task.encoder  # opened before the images: wrong weights are refused first
     encode = None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers)
@@ -293,7 +282,7 @@ def extract(task: EncoderTask) -> tuple[Features, Features, dict]:
             "dim": encoder.backbone.embed_dim * (layers - 1) + encoder.encoding_dim,
             "precision": task.args.precision,
         },
-        **task.images_record({}),
+        **task.images_record(),
     }
     if task.args.dump_features:
         check_dump(task.args.dump_features, record, task.args.overwrite)
@@ -305,20 +294,13 @@ def extract(task: EncoderTask) -> tuple[Features, Features, dict]:
 
 
 def describe(
-    results: Mapping[int, KNNResult], totals: Mapping[str, tuple[int, int]], temperature: float, record: dict[str, Any]
+    results: Mapping[int, KNNResult], counts: Mapping[str, int], temperature: float, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """Accuracies and protocol, as the result holds them: the same for every run of the same command.
-
-    `totals` are for each split the images with features, and those that could not be read; `record` describes encoder
-    and images.
-    """
-    num_train = totals["train"][0]
-    counts = {f"num_{split}": number for split, (number, _) in totals.items()}
-    counts |= {f"num_corrupt_{split}": number for split, (_, number) in totals.items()}
+    """Accuracies and protocol, for the result; `counts` of images, `record` of encoder and images."""
     return {
         "evaluation": "weighted k-NN",
         "results": [
-            {"k": k, "neighbours": min(k, num_train), "top1": accuracy.top1, "top5": accuracy.top5}
+            {"k": k, "neighbours": min(k, counts["num_train"]), "top1": accuracy.top1, "top5": accuracy.top5}
             for k, accuracy in results.items()
         ],
         "similarity": "cosine",
@@ -329,6 +311,6 @@ def describe(
 
 
 def table(results: Mapping[int, KNNResult]) -> str:
-    """Accuracies for people."""
-    rows = [f"{k:>6}  {accuracy.top1:>8.2f}  {accuracy.top5:>8.2f}" for k, accuracy in results.items()]
-    return "\n".join([f"{'k':>6}  {'top-1 %':>8}  {'top-5 %':>8}", *rows])
+    """Accuracies for the terminal."""
+    rows = [(f"{k}", f"{accuracy.top1:.2f}", f"{accuracy.top5:.2f}") for k, accuracy in results.items()]
+    return text_table([("k", "top-1 %", "top-5 %"), *rows])

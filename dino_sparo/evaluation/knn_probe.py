@@ -1,4 +1,4 @@
-"""The k-NN accuracy of an encoder in training, on its training images."""
+"""k-NN accuracy of an encoder during its training, on its training images."""
 
 import torch
 
@@ -10,8 +10,8 @@ from dino_sparo.models.encoder import Encoder
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
-NUM_IMAGES = (4000, 1000)  # that vote, that are classified
-MAX_WORKERS = 2  # beside those of the training, which wait
+NUM_IMAGES = (4000, 1000)  # images that vote, images that are classified
+MAX_WORKERS = 2  # beside the training's, which wait
 
 
 def knn_probe(

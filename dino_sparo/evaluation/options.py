@@ -1,4 +1,4 @@
-"""The options that evaluations of an encoder share, and those of k-NN; no torch here, so that `--help` is fast."""
+"""Options that evaluations of an encoder share; options of k-NN, few-labels, table-probe and report; no torch here."""
 
 from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.data.options import COLUMNS, DOWNLOAD, IMAGE_LIMITS
@@ -10,7 +10,7 @@ KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
 
 OUTPUT: Group = {
     "output_dir": Option(None, "Folder of the result; by default the folder of the weights."),
-    "overwrite": Option(False, "Overwrite what other weights, data or options gave."),
+    "overwrite": Option(False, "Overwrite a result of other weights, data or options."),
 }
 USE_CUDA = Option(True, "Keep features on the GPU, if there is one. Give false if they do not fit.")
 FEATURE_FILES: Group = {
@@ -59,13 +59,13 @@ SLOTS = Option(
 )
 
 
-def evaluation_parser(groups: dict[str, Group]) -> Parser:
-    """The options of every evaluation, and those of one: what to evaluate, on which images, where the result goes."""
+def evaluation_parser(groups: dict[str, Group], images: Group = IMAGES, columns: Group = COLUMNS) -> Parser:
+    """The options of every evaluation, and `groups` of one evaluation; `columns` are those of tables of images."""
     return Parser(
         {
             "encoder: what is evaluated": ENCODER,
-            "images": IMAGES,
-            "files of images": COLUMNS | EVALUATION_LIMITS,
+            "images": images,
+            "files of images": columns | EVALUATION_LIMITS,
             **groups,
             "computation and result": RESULT,
             "foreign weights": FOREIGN_WEIGHTS,
@@ -86,7 +86,7 @@ REPORT: Group = {
 
 
 def report_parser() -> Parser:
-    """The options of `dino-sparo report`."""
+    """The options of `report.py`."""
     return Parser({"report": REPORT})
 
 
@@ -152,7 +152,7 @@ FEW_LABELS: Group = {
 
 
 def few_labels_parser() -> Parser:
-    """The options of `dino-sparo few-labels`, in data-flow order."""
+    """The options of `few_labels.py`."""
     parser = evaluation_parser({"few labels": FEW_LABELS, "features and k-NN": KNN})
     parser.set_defaults(nb_knn=[5, 20])
     return parser
@@ -177,16 +177,16 @@ TABLE_PROBE: Group = {
 
 
 def table_probe_parser() -> Parser:
-    """The options of `dino-sparo table-probe`, in data-flow order."""
+    """The options of `table_probe.py`."""
     return evaluation_parser({"probes of the table": TABLE_PROBE})
 
 
 def knn_parser() -> Parser:
-    """The options of `eval_knn.py`, in data-flow order."""
+    """The options of `knn.py`."""
     return evaluation_parser({"k-NN": KNN})
 
 
 def map_parser(groups: dict[str, Group], encoder: Group | None = None) -> Parser:
-    """The options of an evaluation of attention maps, in data-flow order; `encoder` adds to those of the checkpoint."""
+    """The options of an evaluation of maps or patch tokens; `encoder` has further options of the checkpoint."""
     checkpoint = {"encoder": CHECKPOINT | (encoder or {}), "foreign weights": FOREIGN_WEIGHTS}
     return Parser({**checkpoint, **groups, "device and processes": DEVICE}, defaults={"num_workers": 4})

@@ -2,18 +2,21 @@
 
     dino-sparo report runs/first runs/second --output_dir report
 
-The scores are the entries `headline` that every evaluation declares. Scores are in one row only if they were measured
-with the same options on equally many images. With two models, the table has a column of the differences.
+The scores are the entries `headline` of the results. Scores stand in one row only if they were measured with the same
+options on equally many images. With two models, the table has a column of differences.
 """
 
 import argparse
 import csv
 import io
 import logging
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dino_sparo.draw.figure import run_names
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
@@ -21,7 +24,7 @@ from dino_sparo.draw.tables import latex_table, markdown_table
 from dino_sparo.evaluation.options import ENCODER, REPORT_FORMATS
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import parse_json, write_text
+from dino_sparo.runtime.files import parse_json, refuse_existing, write_text
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.options import FOREIGN_WEIGHTS
@@ -29,15 +32,16 @@ from dino_sparo.weights.results import Score, data_name, evaluated_data, scores_
 
 logger = logging.getLogger(__name__)
 
-# Options that name the model, a column of the table, or the data; ENCODER's random seed is one of the settings.
+# Options that name the model (a column of the table), the data, or features on disk.
 NOT_SETTINGS = {*ENCODER, *FOREIGN_WEIGHTS, "weights", "model", "slots", "image_encoder", "data_path", "data_root"}
-NOT_SETTINGS |= {"embeddings", "store"}  # the same features on disk
+NOT_SETTINGS |= {"embeddings", "store"}
 NOT_SETTINGS -= {"seed"}
-SMALL_UNIT = 1.0  # numbers without a unit between -1 and 1, such as shares and R2, have one axis in common
+LABEL_LETTERS = 60  # in a line of a label of the plot; longer lines would leave no width to the axis
+SMALL_UNIT = 1.0  # scores without a unit from -1 to 1, such as shares and R2, share an axis
 
 
 class Row(NamedTuple):
-    """The key of a row of scores; `settings` are the options in which results of these data differ."""
+    """The key of a row of scores; `settings` are the options in which results of the same data differ."""
 
     evaluation: str
     settings: str
@@ -54,26 +58,26 @@ class Row(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result file: its path and content."""
+    """A result file."""
 
     path: Path
     content: dict[str, Any]
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Name of the evaluation, and of the data."""
+        """Names of the evaluation and of the data."""
         return self.content.get("evaluation", self.path.stem), data_name(evaluated_data(self.content) or "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options without model and data, and numbers of images."""
+        """Options that do not name model or data, and numbers of images."""
         options = {name: v for name, v in self.content.get("options", {}).items() if name not in NOT_SETTINGS}
         counts = {name: v for name, v in self.content.get("images", {}).items() if name.startswith("num_")}
         return options | counts
 
     @property
     def model(self) -> tuple[str, str]:
-        """Path or name of the weights, and what distinguishes the model from others of these weights."""
+        """Path or name of the weights, and the marks of models whose weights have the same name."""
         subject = subject_of(self.content)
         slots = (subject.get("slots") or self.content.get("slots") or {}) if "best" not in self.content else {}
         marks = [] if subject.get("checkpoint_key") in (None, "teacher") else [subject["checkpoint_key"]]
@@ -88,7 +92,7 @@ Table = dict[Row, dict[str, tuple[Score, Path]]]  # row -> model -> its score, a
 
 
 def report(args: argparse.Namespace) -> Table:
-    """Write and print the table of all results below the folders; returns the rows."""
+    """Write and print the table of all results in the folders; returns the rows."""
     setup_logging()
     results = list(read_results(args.runs))
     if not results:
@@ -98,19 +102,13 @@ def report(args: argparse.Namespace) -> Table:
         )
     table, models = tabulate(results)
     rows, num_words = cells(table, models)
-    written = {
-        "markdown": markdown_table(rows),
-        "latex": latex_table(rows, num_words),
-        "csv": to_csv(table),
-    }
+    written = {"markdown": markdown_table(rows), "latex": latex_table(rows, num_words), "csv": to_csv(table)}
     say(written[args.format])
     if args.output_dir:
         require_matplotlib()
         create_output_dir(folder := Path(args.output_dir))
         paths = [folder / f"report.{ending}" for ending in (*REPORT_FORMATS.values(), "png")]
-        for path in paths:
-            if path.exists() and not args.overwrite:
-                raise UserError(f"{path} exists already; give another --output_dir, or --overwrite")
+        refuse_existing(paths, args.overwrite)
         for path, text in zip(paths, written.values(), strict=False):
             write_text(text, path)
         draw(table, models, paths[-1])
@@ -119,7 +117,7 @@ def report(args: argparse.Namespace) -> Table:
 
 
 def read_results(runs: Sequence[str]) -> Iterator[Result]:
-    """The result files among and below some paths, each once, in the order of the paths; other JSON is left out."""
+    """The result files at and below some paths, each once, in the order of the paths; other JSON is skipped."""
     paths: dict[Path, None] = {}
     for run in map(Path, runs):
         if not run.exists():
@@ -150,14 +148,14 @@ def tabulate(results: Sequence[Result]) -> tuple[Table, list[str]]:
             for score in scores_of(result.content):
                 found = table[Row(evaluation, settings, data, score.name, score.unit)]
                 model = names[result.model]
-                if model in found and number(found[model][0]) != number(score):
+                if model in found and found[model][0].number_and_interval != score.number_and_interval:
                     logger.warning("%s is left out: %s has another %s", result.path, found[model][1], score.name)
                 found.setdefault(model, (score, result.path))
     return dict(table), list(dict.fromkeys(names.values()))
 
 
 def name_models(models: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """A short name for each model; two models of equal names get the beginning of their hash, or their slots."""
+    """A short name for each model; models of equal names also get their marks."""
     distinct = list(dict.fromkeys(models))
     files = list(dict.fromkeys(path for path, _ in distinct if Path(path).suffix))
     short = dict(zip(files, run_names(files), strict=True)) if files else {}
@@ -178,29 +176,22 @@ def differing_settings(result: Result, group: Sequence[Result]) -> str:
     return ", ".join(shown)
 
 
-def number(score: Score) -> str:
-    """A score, with its interval if it has one."""
-    if score.low is None or score.high is None:
-        return score.number
-    low, high = (score._replace(value=end).number for end in (score.low, score.high))
-    return f"{score.number} [{low}, {high}]"
-
-
 def cells(table: Table, models: Sequence[str]) -> tuple[list[list[str]], int]:
-    """Head and rows, and the number of columns of words; a row per model if there are more models than scores."""
+    """Head and rows, and the number of columns of words; models are the rows if there are more models than scores."""
+    numbers = {
+        row: [found[model][0].number_and_interval if model in found else "" for model in models]
+        for row, found in table.items()
+    }
     if len(models) > max(len(table), 2):
-        columns = [
-            [": ".join(filter(None, row.words)), *(number(found[m][0]) if m in found else "" for m in models)]
-            for row, found in table.items()
-        ]
+        columns = [[": ".join(filter(None, row.words)), *cells] for row, cells in numbers.items()]
         return [list(row) for row in zip(["model", *models], *columns, strict=True)], 1
-    rows = [["evaluation", "data", "score", *models, *(["difference"] if len(models) == 2 else [])]]
-    for row, found in table.items():
-        numbers = [number(found[model][0]) if model in found else "" for model in models]
-        if len(models) == 2:
-            numbers.append(difference([found[model][0] for model in models if model in found]))
-        rows.append([*row.words, *numbers])
-    return rows, 3
+    head = ["evaluation", "data", "score", *models]
+    rows = [[*row.words, *cells] for row, cells in numbers.items()]
+    if len(models) == 2:
+        head.append("difference")
+        for row, found in zip(rows, table.values(), strict=True):
+            row.append(difference([found[model][0] for model in models if model in found]))
+    return [head, *rows], 3
 
 
 def difference(scores: Sequence[Score]) -> str:
@@ -225,7 +216,7 @@ def to_csv(table: Table) -> str:
 
 
 def draw(table: Table, models: Sequence[str], path: Path) -> None:
-    """All scores with their intervals, a marker per model; scores of one unit share an axis."""
+    """Plot all scores with their intervals, with a marker for each model; scores of one unit share an axis."""
     from dino_sparo.draw.plots import colour_of, panels
 
     axes_rows: dict[str, list[Row]] = defaultdict(list)
@@ -241,18 +232,12 @@ def draw(table: Table, models: Sequence[str], path: Path) -> None:
             for position, model in enumerate(models):
                 own = [(index, table[row][model][0]) for index, row in enumerate(rows) if model in table[row]]
                 places = [len(rows) - 1 - index + step * ((len(models) - 1) / 2 - position) for index, _ in own]
-                values = [float("nan") if score.value is None else score.value for _, score in own]
-                ends = [
-                    (value if s.low is None else s.low, value if s.high is None else s.high)
-                    for value, (_, s) in zip(values, own, strict=True)
-                ]
-                reach = [
-                    [v - low for v, (low, _) in zip(values, ends, strict=True)],
-                    [high - v for v, (_, high) in zip(values, ends, strict=True)],
-                ]
+                # NaN for None: no marker, or no interval.
+                values, *ends = np.array([(s.value, s.low, s.high) for _, s in own], float).reshape(-1, 3).T
                 style: Mapping[str, Any] = {"color": colour_of(position, len(models)), "markersize": 6, "zorder": 3}
+                reach = np.abs(ends - values)
                 axis.errorbar(values, places, xerr=reach, fmt="osD^v"[position % 5], label=model, **style)
-            labels = [" · ".join(filter(None, row.words)) for row in rows[::-1]]
+            labels = [textwrap.fill(" · ".join(filter(None, row.words)), LABEL_LETTERS) for row in rows[::-1]]
             axis.set_yticks(range(len(rows)), labels, fontsize=8)
             axis.set(ylim=(-0.6, len(rows) - 0.4))
             axis.set_xlabel(unit, color=INK)

@@ -1,8 +1,7 @@
-"""The file of a result: its folder and name, the options that the result depends on, and what may be overwritten.
+"""The file of a result: its folder and name, the options that the result depends on, and when it may be overwritten.
 
-A number without its protocol cannot be compared. So every result file says which weights (by hash), which images, how
-resized, with which options and versions. The same command writes the same file: nothing in it changes from one run to
-the next.
+Scores can only be compared if their protocol is known. So every result file has the hash of the weights, the images,
+their resizing, the options and the versions. The same command always writes the same file.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS
 from dino_sparo.weights.entries import NETWORKS
 from dino_sparo.weights.results import Score, data_name
 
-# Options of most evaluations that change no number of a result, or that `ResultFile.options` states otherwise.
+# Options that change no number of a result, or that `ResultFile.options` has in another form.
 UNRECORDED = {*DEVICE, "pretrained_weights", "output_dir", "overwrite", "batch_size_per_gpu", "use_cuda", "download"}
 MAX_PART = 40  # letters of each part of a file's name, which systems limit
 
@@ -34,10 +33,8 @@ MAX_PART = 40  # letters of each part of a file's name, which systems limit
 class ResultFile:
     """The file of a result.
 
-    Attributes:
-        path: of the JSON file; figures have the same stem.
-        options: the entry `options` of the result: weights, data and protocol, from `options_of`.
-        protocol: gives the entries of the result that describe the subject: weights, view, versions.
+    Figures have the same stem. `options` is the entry of this name: weights, data and protocol. `protocol` returns the
+    entries that describe the subject: weights, view, versions.
     """
 
     path: Path
@@ -47,17 +44,11 @@ class ResultFile:
     def write(
         self, result: Mapping[str, Any], table: str | None = None, *, headline: Sequence[Score]
     ) -> dict[str, Any]:
-        """Write the result with its protocol, options and warnings, and print the table, on rank 0.
+        """On rank 0, write the result with protocol, options and warnings, and print the table, if there is one.
 
-        Args:
-            result: numbers and protocol.
-            table: the numbers for people; None: prints nothing.
-            headline: the main scores, which exports, `info` and `report` show; none for a figure.
-
-        Returns:
-            The content of the file, on every rank.
+        `headline` has the main scores, which exports, `info` and `report` show. All ranks get the content of the file.
         """
-        warnings = {"warnings": list(WARNINGS)} if WARNINGS else {}
+        warnings = {"warnings": list(dict.fromkeys(WARNINGS))} if WARNINGS else {}
         protocol = {name: value for name, value in self.protocol().items() if name not in result}
         scores = [score._asdict() for score in headline]
         content = {**result, "headline": scores, **protocol, **warnings, "options": self.options}
@@ -69,16 +60,16 @@ class ResultFile:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (of a sample; None of one value) and the values."""
+    """Mean, standard deviation (of a sample; None for a single value) and the values."""
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "std": deviation, "draws": list(values)}
 
 
 def result_stem(args: argparse.Namespace, name: str, weights: Mapping[str, Any]) -> str:
-    """NAME_WEIGHTS_DATA; a student, random weights and some slots have parts of their own in the name.
+    """NAME_WEIGHTS_DATA, with further parts for a student, random weights and some slots.
 
-    In a folder that is not that of the weights, WEIGHTS begins with the folder of the weights. WEIGHTS has the suffix
-    of the file unless it is .pth. The entry `weights` of a result is as in `EvaluationTask.weights`.
+    WEIGHTS is the name of the file without .pth. In another folder than the weights', the name of their folder stands
+    before it. For the argument `weights` see `EvaluationTask.weights`.
     """
     given = vars(args)
     file_part, network = "", weights.get("checkpoint_key")
@@ -104,13 +95,8 @@ def open_result(
 ) -> ResultFile:
     """The file STEM.json in the folder of the result.
 
-    Args:
-        args: parsed options.
-        stem: name of the file, from `result_stem`, or a fixed one that figures share.
-        weights: description of the weights, with `sha256`.
-        protocol: as in `ResultFile`.
-        unrecorded: further options that change no number of the result.
-        options: further entries of `ResultFile.options`.
+    `weights` describes the weights, with `sha256`; `protocol` as in `ResultFile`; `unrecorded` are further options that
+    change no number of the result, and `options` further entries of `ResultFile.options`.
 
     Raises:
         UserError: the file holds a result of other weights, data or options, and --overwrite is not given.
@@ -129,7 +115,7 @@ def open_result(
 
 
 def options_of(args: argparse.Namespace, unrecorded: Collection[str] = ()) -> dict[str, Any]:
-    """The options that a result depends on, without the weights: paths are absolute, files are path and hash."""
+    """The options that a result depends on, without weights; paths are absolute, a file is a path and a hash."""
     options = {name: value for name, value in vars(args).items() if name not in {*UNRECORDED, *unrecorded}}
     for name, value in options.items():
         if isinstance(value, str) and (name in INPUTS or os.sep in value or os.path.isfile(value)):
@@ -139,15 +125,15 @@ def options_of(args: argparse.Namespace, unrecorded: Collection[str] = ()) -> di
 
 
 def _absolute(path: str) -> str:
-    """The absolute path of a file, a folder or a pattern; other texts, such as scenes:64:32, as they are."""
+    """The absolute path of a file, a folder or a pattern; other texts, such as scenes:64:32, are unchanged."""
     is_path = path and os.path.exists(os.path.dirname(path) or path)
     return os.path.abspath(path) if is_path else path
 
 
 def result_folder(args: argparse.Namespace) -> Path:
-    """The folder of a result: `--output_dir`, which is created, else that of cached features or of the weights' file.
+    """--output_dir, which is created, else the folder of --load_features or of the weights' file.
 
-    Weights without a file, such as timm/NAME, have their results in the current folder.
+    For weights without a file, such as timm/NAME, it is the working folder.
     """
     output_dir = args.output_dir or vars(args).get("load_features")
     if not output_dir:

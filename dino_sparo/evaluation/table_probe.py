@@ -3,12 +3,11 @@
     dino-sparo table-probe --pretrained_weights demo --data_path photos.csv --tags tags --numbers age
     dino-sparo table-probe --embeddings embeddings --data_path photos.csv --binary glasses hat
 
-The table has a column of paths, a column of splits with train and val, and the columns to predict. Each label has a
-logistic regression of its own, and each number a ridge regression, both of scikit-learn, on features of length one.
-Cross-validation on the training images chooses their strength. A missing value is skipped, for its column alone, and
-counted.
+The table has a column of paths, a column of splits with train and val, and the columns to predict. Each label gets a
+logistic regression, and each column of numbers a ridge regression, both of scikit-learn, on features of length one.
+Cross-validation on the training images chooses their strength. Missing values are counted, and skipped in their column.
 
-Intervals are of 95 %: percentiles of the score when the validation images are drawn anew, with replacement.
+Intervals of 95 % are percentiles of the score over resamples of the validation images with replacement.
 """
 
 import argparse
@@ -24,19 +23,20 @@ from jaxtyping import Float
 from dino_sparo.data.ranks import open_images
 from dino_sparo.data.sources import TableColumns
 from dino_sparo.data.sources.tables import PATHS, SPLITS, TABLE_ENDINGS, Column, TableRows
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.embed.predict import MAX_STEPS
 from dino_sparo.evaluation.embed.store import Embeddings, load_embeddings
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.weights.results import Score
 
 logger = logging.getLogger(__name__)
 
 MISSING = ("", "nan", "na", "n/a", "none", "null", "?")
 FALSE, TRUE, UNCERTAIN = ("0", "0.0", "false", "no"), ("1", "1.0", "true", "yes"), ("-1", "-1.0")  # -1: CheXpert's
-ALPHAS = tuple(
-    10.0**power for power in range(-4, 4)
-)  # strengths of ridge regression, which leave-one-out chooses among
+ALPHAS = [10.0**power for power in range(-4, 4)]  # strengths of ridge regression; leave-one-out chooses one
+ROUNDING = 1e-12  # equal numbers have at most this variance, as a share of their mean square
 SPLIT_NAMES = ("train", "val")
 Features = Float[np.ndarray, "images F"]
 Values = Float[np.ndarray, " images"]
@@ -45,19 +45,18 @@ Weights = Float[np.ndarray, "resamples images"]
 
 
 class Part(NamedTuple):
-    """The images of a split: features, and for each column its values, NaN where one is missing."""
+    """The images of a split: features, and the values of each column, NaN if missing."""
 
     features: Features
     values: dict[str, Values]
 
 
+@on_first_process
 def probe_table(args: argparse.Namespace) -> dict[str, Any]:
-    """Fit and test a probe per column that the options name, write the result, print the table."""
+    """Fit and test a probe for each column that the options name, write the result, print the table."""
     require("sklearn", "probes of tables")
     check_options(args)
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return {}
+    task = EncoderTask.start_alone(args)
     store = load_embeddings(args.embeddings) if args.embeddings else None
     args.output_dir = args.output_dir or args.embeddings
     record = {name: store.record.get(name) for name in ("encoder", "view", "versions")} if store else None
@@ -77,11 +76,12 @@ def probe_table(args: argparse.Namespace) -> dict[str, Any]:
         **(record or {}),
         "images": {"data_path": args.data_path, "num_train": len(train.features), "num_val": len(val.features)},
     }
-    return file.write(result, "\n".join(map(shown, scores)), headline=scores)
+    lines = [(score.name, f"{score.number_and_interval} {score.unit}") for score in scores]
+    return file.write(result, text_table(lines, num_words=2), headline=scores)
 
 
 def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | None) -> list[Part]:
-    """Features and values of the training and the validation images; images without features are left out."""
+    """Features and values of the training and the validation images that have features."""
     tables, parts = [read_table(args, split) for split in SPLIT_NAMES], []
     labels = sorted({tag for _, cells in tables[0] for tag in tags_of(cells[-1])}) if args.tags else []
     columns = TableColumns(args.path_column, args.tags or (args.binary + args.numbers)[0], args.split_column)
@@ -90,13 +90,14 @@ def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | 
         if store:
             row_of = {os.path.abspath(path): row for row, path in enumerate(store.index["path"])}
             kept = [i for i, (path, _) in enumerate(rows) if path in row_of]
-            features = store.vectors(args.what, [row_of[rows[i][0]] for i in kept])
+            features = store.vectors(args.what, [row_of[rows[i][0]] for i in kept]) if kept else np.empty((0, 0))
         else:
             source = open_images(args.data_path, split, args.download, columns=columns, limits=task.limits)
             found = task.features(source).normalize_()
             kept, features = found.indices.tolist(), found.features.numpy(force=True)
         if not kept:
-            raise UserError(f"--data_path {args.data_path}: none of the {split} images has features")
+            remedy = f"; {args.embeddings} must hold them: embed the table with --split all" if store else ""
+            raise UserError(f"--data_path {args.data_path}: none of the {split} images has features{remedy}")
         if number := len(rows) - len(kept):
             logger.warning("%s: %d of %d images have no features, and are left out", split, number, len(rows))
         parts.append(Part(features, {name: column[kept] for name, column in values.items()}))
@@ -104,7 +105,7 @@ def read_parts(args: argparse.Namespace, task: EncoderTask, store: Embeddings | 
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that name no table, no column, or features twice."""
+    """Refuse options without a table, a column or features, or with two kinds of features."""
     args.binary, args.numbers = args.binary or [], args.numbers or []
     if not args.data_path.lower().endswith(TABLE_ENDINGS):
         raise UserError(
@@ -121,7 +122,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def read_table(args: argparse.Namespace, split: str) -> list[tuple[str, list[str]]]:
-    """Path and cells of each row of a split: the columns of --binary and --numbers, and that of --tags at the end."""
+    """Path and cells of each row of a split: columns of --binary, of --numbers, and the column of --tags."""
     named = [(name, "--binary") for name in args.binary] + [(name, "--numbers") for name in args.numbers]
     named += [(args.tags, "--tags")] if args.tags else []
     columns = [PATHS.named(args.path_column), *(Column("values", option, (), name) for name, option in named)]
@@ -139,9 +140,8 @@ def column_values(
     args: argparse.Namespace, rows: Sequence[tuple[str, list[str]]], labels: Sequence[str]
 ) -> dict[str, Values]:
     """Name of a column or of a tag -> the value of each row."""
-    names = [*args.binary, *args.numbers]
     values = {}
-    for position, name in enumerate(names):
+    for position, name in enumerate([*args.binary, *args.numbers]):
         parse = parse_label if position < len(args.binary) else parse_number
         values[name] = np.array([parse(cells[position].strip(), name) for _, cells in rows])
     tags = [tags_of(cells[-1]) for _, cells in rows] if args.tags else []
@@ -178,46 +178,40 @@ def parse_number(cell: str, name: str) -> float:
 
 
 def evaluate_column(name: str, is_number: bool, train: Part, val: Part, args: argparse.Namespace) -> dict[str, Any]:
-    """Fit the probe of a column on the training images and test it; `drawn` are its scores in all resamples."""
+    """Fit the probe of a column on the training images and test it; `drawn` has its scores in all resamples."""
+    from sklearn.linear_model import RidgeCV
+
     known, tested = (np.flatnonzero(~np.isnan(part.values[name])) for part in (train, val))
-    x, y = train.features[known], train.values[name][known]
-    counts = {f"num_{split}": len(rows) for split, rows in (("train", known), ("val", tested))}
-    missing = {
-        f"num_missing_{s}": int(np.isnan(p.values[name]).sum()) for s, p in zip(SPLIT_NAMES, (train, val), strict=True)
-    }
     row: dict[str, Any] = {
         "column": name,
         "kind": "number" if is_number else "label",
-        **counts,
-        **missing,
+        "num_train": len(known),
+        "num_val": len(tested),
+        "num_missing_train": len(train.features) - len(known),
+        "num_missing_val": len(val.features) - len(tested),
         "scores": [],
     }
-    targets = val.values[name][tested]
+    x, y, targets = train.features[known], train.values[name][known], val.values[name][tested]
     if len(np.unique(y)) < 2 or len(np.unique(targets)) < 2:
         logger.warning("%s is left out: its values in the training or in the validation images are all equal", name)
         return row
-    model = fit_ridge(x, y) if is_number else fit_logistic(x, y, args)
-    row["strength"] = float(model.alpha_ if is_number else model.C)
-    predicted = model.predict(val.features[tested]) if is_number else model.predict_proba(val.features[tested])[:, 1]
-    row |= {"num_positive": int(targets.sum())} if not is_number else {}
-    scores_of = errors_of if is_number else ranks_of
     weights = resampled(len(val.features), args)[:, tested]
-    row["drawn"] = scores_of(targets, predicted, weights)
+    if is_number:
+        model = RidgeCV(alphas=ALPHAS).fit(x, y)
+        row["strength"] = float(model.alpha_)
+        row["drawn"] = errors_of(targets, model.predict(val.features[tested]), weights)
+    else:
+        model = fit_logistic(x, y, args)
+        row |= {"strength": float(model.C), "num_positive": int(targets.sum())}
+        row["drawn"] = ranks_of(targets, model.predict_proba(val.features[tested])[:, 1], weights)
     for measure, drawn in row["drawn"].items():
         row["scores"].append(score_of(f"{measure} {name}", "" if is_number else "%", drawn))
         row[measure] = row["scores"][-1]._asdict()
     return row
 
 
-def fit_ridge(x: Features, y: Values) -> Any:
-    """Ridge regression."""
-    from sklearn.linear_model import RidgeCV
-
-    return RidgeCV(alphas=ALPHAS).fit(x, y)
-
-
 def fit_logistic(x: Features, y: Values, args: argparse.Namespace) -> Any:
-    """Logistic regression with the best C; with the first, if a value has a single image."""
+    """Logistic regression with the best C, or with the first C if a value has a single image."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
 
@@ -230,14 +224,14 @@ def fit_logistic(x: Features, y: Values, args: argparse.Namespace) -> Any:
 
 
 def resampled(num_images: int, args: argparse.Namespace) -> Weights:
-    """How often each image is in each resample; the first row is the images themselves."""
+    """Number of times that each image is in each resample; the first row has each image once."""
     rng = np.random.default_rng(args.seed)
     drawn = rng.multinomial(num_images, np.full(num_images, 1 / num_images), size=args.resamples)
     return np.concatenate((np.ones((1, num_images)), drawn))
 
 
 def ranks_of(targets: Values, predicted: Values, weights: Weights) -> dict[str, Scores]:
-    """Average precision and area under the ROC curve of each row of weights, percent; NaN without both labels.
+    """Average precision and area under the ROC curve for each row of weights, percent; NaN without both labels.
 
     AP = sum over thresholds of (recall - previous recall) x precision;  AUROC = area by the trapezoidal rule
     """
@@ -255,24 +249,26 @@ def ranks_of(targets: Values, predicted: Values, weights: Weights) -> dict[str, 
 
 
 def errors_of(targets: Values, predicted: Values, weights: Weights) -> dict[str, Scores]:
-    """R2 and mean absolute error of each row of weights; NaN where the targets are equal."""
+    """R2 and mean absolute error for each row of weights; R2 is NaN for equal targets."""
     with np.errstate(invalid="ignore", divide="ignore"):
         total = weights.sum(axis=1)
-        mean = weights @ targets / total
-        variance = weights @ targets**2 / total - mean**2
+        centered = targets - targets.mean()
+        squares = weights @ centered**2 / total
+        variance = squares - (weights @ centered / total) ** 2
+        variance[variance <= ROUNDING * squares] = math.nan
         r2 = 1 - weights @ (targets - predicted) ** 2 / total / variance
         return {"R2": r2, "MAE": weights @ np.abs(targets - predicted) / total}
 
 
 def score_of(name: str, unit: str, drawn: Scores) -> Score:
-    """The score of the images themselves, which is the first, and its interval."""
+    """The score of the images themselves, the first of `drawn`, and its interval."""
     finite = drawn[1:][np.isfinite(drawn[1:])]
     low, high = np.percentile(finite, [2.5, 97.5]).tolist() if len(finite) else (None, None)
     return Score(name, float(drawn[0]), unit, low, high)
 
 
 def macro_scores(rows: Sequence[dict[str, Any]]) -> list[Score]:
-    """Mean over the labels, mAP and mean AUROC, if there are several; removes the resamples from the rows."""
+    """mAP and mean AUROC, if there are several labels; removes `drawn` from the rows."""
     found = [(row["kind"], row.pop("drawn")) for row in rows if "drawn" in row]
     labels = [drawn for kind, drawn in found if kind == "label"]
     if len(labels) < 2:
@@ -282,9 +278,3 @@ def macro_scores(rows: Sequence[dict[str, Any]]) -> list[Score]:
         score_of(name, "%", np.ma.masked_invalid([drawn[measure] for drawn in labels]).mean(axis=0).filled(math.nan))
         for measure, name in names.items()
     ]
-
-
-def shown(score: Score) -> str:
-    """A line of the table."""
-    low, high = (score._replace(value=end).number for end in (score.low, score.high))
-    return f"{score.name:<32}{score.number:>10} {score.unit:<2} [{low}, {high}]"

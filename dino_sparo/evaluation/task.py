@@ -1,4 +1,4 @@
-"""Options -> one evaluation: its processes, its subject, its images and the file of its result.
+"""Options -> one evaluation: its processes, its subject, its images and its result file.
 
 Every evaluation starts here and ends in `ResultFile.write`. The subject is an encoder of images (`EncoderTask`), or a
 model of images and captions (`image_text/evaluation/task.py`).
@@ -6,7 +6,7 @@ model of images and captions (`image_text/evaluation/task.py`).
     task = EncoderTask.start(args)
     file = task.open_result("knn")          # refuses to overwrite another result, before anything is computed
     train, val = map(task.features, task.splits)
-    file.write({"top1": ...}, "a table")    # and weights, view, versions and options
+    file.write({"top1": ...}, "a table", headline=[...])    # adds weights, versions and options
 """
 
 import argparse
@@ -31,7 +31,7 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.collectives import require_same_options
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.launch import init_distributed, is_only_a_peer, select_device
+from dino_sparo.runtime.launch import init_distributed, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.weights.results import subject_of
@@ -40,12 +40,7 @@ Task = TypeVar("Task", bound="EvaluationTask")
 
 
 class EvaluationTask(ABC):
-    """Options, device, images and result of one evaluation; the subject and the images are opened on first use.
-
-    Args:
-        args: parsed options. An option that a command lacks takes its default.
-        device: where to compute.
-    """
+    """Options, device, images and result of one evaluation; the subject and the images are opened on first use."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
@@ -54,10 +49,7 @@ class EvaluationTask(ABC):
 
     @classmethod
     def start(cls: type[Task], args: argparse.Namespace, *opener: Any) -> Task:
-        """Join the other processes and set up log and precision; every process takes part in the evaluation.
-
-        `opener` is the last argument of a class that needs one.
-        """
+        """Join the other processes, set up log and precision; `opener` is the last argument of some classes."""
         WARNINGS.clear()
         process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         require_same_options(vars(args))
@@ -66,10 +58,8 @@ class EvaluationTask(ABC):
         return cls(args, process.device, *opener)
 
     @classmethod
-    def start_on_first(cls: type[Task], args: argparse.Namespace, *opener: Any) -> Task | None:
-        """A task of the first process alone; None on all others, which have nothing to do."""
-        if is_only_a_peer():
-            return None
+    def start_alone(cls: type[Task], args: argparse.Namespace, *opener: Any) -> Task:
+        """Set up the log, without other processes; for commands `on_first_process`."""
         setup_logging()
         WARNINGS.clear()
         return cls(args, select_device(args.device), *opener)
@@ -77,7 +67,7 @@ class EvaluationTask(ABC):
     @property
     @abstractmethod
     def weights(self) -> Mapping[str, Any]:
-        """Description of the weights for a result: plain values, `sha256` among them."""
+        """Description of the weights for a result: plain values, such as `sha256`."""
 
     @property
     @abstractmethod
@@ -104,14 +94,14 @@ class EvaluationTask(ABC):
 
     @property
     def limits(self) -> ImageLimits:
-        """The images that are read: largest size, orientation, channels and, by default, the range of the training."""
+        """Largest size, range, channels and orientation of the images."""
         args = self.args
         max_value = self.max_value if args.max_value is None else args.max_value
         return ImageLimits(args.max_image_mb, args.max_image_mpix, max_value, self.in_chans, args.exif)
 
     @cached_property
     def splits(self) -> tuple[ImageSource, ImageSource]:
-        """The labelled training and validation images, their classes numbered alike."""
+        """The labelled training and validation images, with the same numbers of classes."""
         train, val = map(self.open_split, ("train", "val"))
         require_labels(train)
         return train, align_classes(val, train.classes or [])
@@ -122,22 +112,11 @@ class EvaluationTask(ABC):
         return len(self.splits[0].classes or [])
 
     def open_result(
-        self,
-        name: str,
-        features: Mapping[str, Any] | None = None,
-        unrecorded: Collection[str] = (),
-        **options: Any,
+        self, name: str, features: Mapping[str, Any] | None = None, unrecorded: Collection[str] = (), **options: Any
     ) -> ResultFile:
-        """The file NAME_WEIGHTS_DATA.json.
+        """The file NAME_WEIGHTS_DATA.json, with NAME of the evaluation; otherwise as `result.open_result`.
 
-        Args:
-            name: of the evaluation, such as "knn".
-            features: record of cached features, which then describes the subject.
-            unrecorded: options that change no number of the result.
-            options: further entries of the result's `options`.
-
-        Raises:
-            UserError: the file holds a result of other weights, data or options, and --overwrite is not given.
+        The record of features on disk, `features`, describes the subject in its place.
         """
         weights = self.weights if features is None else subject_of(features)
         protocol = self.protocol if features is None else lambda: features
@@ -145,7 +124,7 @@ class EvaluationTask(ABC):
         return open_result(self.args, stem, weights, protocol, unrecorded, **options)
 
     def open_figures(self, stem: str, unrecorded: Collection[str] = ()) -> ResultFile:
-        """The file STEM.json, whose stem figures share; otherwise as `open_result`."""
+        """The file STEM.json, of figures with this stem; otherwise as `result.open_result`."""
         return open_result(self.args, stem, self.weights, self.protocol, unrecorded)
 
 
@@ -154,7 +133,7 @@ class EncoderTask(EvaluationTask):
 
     @cached_property
     def subject(self) -> EvaluatedEncoder:
-        """The encoder that the options name, with the slots of --slots alone, and its record."""
+        """The encoder that the options name, reduced to the slots of --slots, and its record."""
         subject = encoder_of_options(self.args)
         if not (slots := getattr(self.args, "slots", None)):
             return subject
@@ -206,14 +185,7 @@ class EncoderTask(EvaluationTask):
         gather: bool = False,
         view: Callable[..., list[Tensor]] | None = None,
     ) -> Features:
-        """Features of un-augmented images: this process' share, or those of all processes with `gather`.
-
-        Args:
-            source: the images.
-            encode: images (B, C, H, W) -> features (B, F), by the encoder; None: the encoder itself.
-            gather: return the features of all processes.
-            view: (image, rng) -> [what the encoder sees]; None: `transform`.
-        """
+        """Features of un-augmented images by the encoder; arguments as `extract_split`'s, `view` is its transform."""
         return extract_split(
             self.encoder,
             source,
@@ -227,8 +199,8 @@ class EncoderTask(EvaluationTask):
             gather=gather,
         )
 
-    def images_record(self, counts: Mapping[str, int | None]) -> dict[str, Any]:
-        """Entries of a result about its labelled images: path, numbers used and skipped, resizing."""
+    def images_record(self, **counts: int | None) -> dict[str, Any]:
+        """Entries of a result about its labelled images: path, `counts`, resizing."""
         return {
             "images": {"data_path": self.args.data_path, "num_classes": self.num_classes, **counts},
             "view": view_record(self.transform, self.args.exif),
@@ -236,7 +208,7 @@ class EncoderTask(EvaluationTask):
 
 
 def view_record(transform: EvalTransform, exif: str) -> dict[str, Any]:
-    """Orientation, resizing, cropping and normalisation of a view, sizes in pixels, for a result file."""
+    """Orientation, resizing and cropping (pixels) and normalisation of a view, for a result."""
     return {
         "exif": exif,
         "resize": transform.resize_size,

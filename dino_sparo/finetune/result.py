@@ -24,6 +24,7 @@ from dino_sparo.weights.entries import normalization_of
 from dino_sparo.weights.results import Score
 
 SELECTION = "the epoch of `best` was chosen on the validation images themselves, so its accuracy is optimistic"
+PATHS = ("output_dir", "pretrained_weights")  # which may have moved
 UNRECORDED = {*RUN, "max_steps", "val_freq"} - {"seed"}
 
 
@@ -43,6 +44,9 @@ def write_result(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     checkpoint = load_checkpoint(folder / "checkpoint.pth", mmap=True)
     start, classes = checkpoint["finetune"]["start"], checkpoint["finetune"]["classes"]
+    # The options of the run: a finished run that is started again with others is not trained again.
+    of_run = {name: value for name, value in checkpoint["args"].items() if name not in PATHS}
+    args = argparse.Namespace(**{**vars(args), **of_run})
     chosen = {"last": rows[-1], "best": max(rows, key=lambda row: row["val_top1"])}
     results = {
         name: {"epoch": row["epoch"], "top1": row["val_top1"], "top5": row["val_top5"]} for name, row in chosen.items()

@@ -41,6 +41,7 @@ from dino_sparo.finetune import options
 from dino_sparo.models.backbone import has_stochastic_depth
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.files import differences
 from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_STD = 2e-5  # of the head's initial weights: the first gradients of the encoder are small. As in MAE.
 TOP = 5
+IDENTITY = ("sha256", "checkpoint_key", "untrained", "seed")  # entries of an encoder's record, whatever its path
 
 
 class FinetuneObjective(Objective[Batch]):
@@ -150,11 +152,17 @@ class FinetuneObjective(Objective[Batch]):
         return {"encoder": encoder, "finetune": {"classes": self.classes, "start": self.start}}
 
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
-        """Refuse to resume a checkpoint of another objective, other classes or another encoder."""
+        """Refuse to resume a checkpoint of another objective, other classes, another start or another encoder."""
         classes = checkpoint.get("finetune", {}).get("classes")
         if classes != self.classes:
             held = "no fine-tuned classifier" if classes is None else f"a classifier of {len(classes)} other classes"
             raise CheckpointError(f"{source} holds {held}, so it cannot be resumed; choose another --output_dir")
+        wanted = {name: self.start.get(name) for name in IDENTITY}
+        if other := differences(checkpoint["finetune"]["start"], wanted, "there", "now"):
+            raise CheckpointError(
+                f"{source} started from another encoder ({'; '.join(other)}), so it cannot be resumed; choose another "
+                "--output_dir"
+            )
         check_same_model(checkpoint, self.network.config, source)
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:

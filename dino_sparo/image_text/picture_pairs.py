@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model, run_names
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Figure, describe_model
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
@@ -62,9 +62,8 @@ class PicturesTask(ModelTask):
 
     def about(self, model_words: Sequence[str], num_shown: int, num_pairs: int) -> tuple[str, str]:
         """A line on the model and on the pairs that are shown, of `num_pairs`; and its second half."""
-        (run,) = run_names([self.args.pretrained_weights])
         pairs = f"{num_shown} of {num_pairs:,} pairs of {printable(self.pairs.name)}"
-        model = describe_model(self.loaded.record, self.loaded.model.config.image, run, *model_words)
+        model = describe_model(self.loaded.record, self.loaded.model.config.image, *model_words)
         return f"{model}  ·  {pairs}", pairs
 
     def write(self, file: ResultFile, figure: Figure, numbers: dict[str, Any]) -> dict[str, Any]:

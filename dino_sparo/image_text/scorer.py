@@ -185,6 +185,7 @@ class ExplainableScorer(Protocol):
         """
 
 
+@dataclass(frozen=True)
 class ImageRows(ABC):
     """A model, and the settings that determine its image features.
 
@@ -198,11 +199,11 @@ class ImageRows(ABC):
     """
 
     model: Any
-    transform: Callable[..., list[Tensor]]
+    transform: Any
     device: torch.device
-    batch_size: int
-    num_workers: int
-    dtype: torch.dtype
+    batch_size: int = 128
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
 
     @property
     def storage(self) -> torch.device:
@@ -246,19 +247,14 @@ class ImageRows(ABC):
             return torch.cat([self.encode_image(part.to(self.device)) for part in parts])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DotProductScorer(ImageRows):
     """A model with one encoder per side, and the settings that determine its features; payloads are feature matrices.
 
+    The model's `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features (B, M).
+
     Attributes:
-        model: a module whose `encode_image` (images (B, C, H, W)) and `encode_text` (token ids (B, N)) give features
-            (B, M) of length one; on `device`, in eval mode.
         tokenize: captions -> `Tokens`.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        batch_size: images, or captions, per process and step.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
         record: description of the model in a result file.
         trim: token ids without the columns that no caption uses. Models without an end token keep all columns.
     """
@@ -267,13 +263,7 @@ class DotProductScorer(ImageRows):
     default_templates: ClassVar[tuple[str, ...] | None] = None
     ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
 
-    model: Any
     tokenize: Callable[[list[str]], Tokens]
-    transform: Callable[..., list[Tensor]]
-    device: torch.device
-    batch_size: int = 128
-    num_workers: int = 0
-    dtype: torch.dtype = torch.float32
     record: dict[str, Any] = field(default_factory=dict)
     trim: Callable[[Tensor], Tensor] = without_padding
 

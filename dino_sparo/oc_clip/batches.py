@@ -10,15 +10,15 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
+from dino_sparo.data.dataset import EpochDataset
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairItem, stack_images
 from dino_sparo.image_text.pairs.tars import TarCaptions
@@ -170,7 +170,7 @@ class GraphPairBatch(PairBatch):
     graph_counts: LookupCounts
 
 
-class GraphPairDataset(Dataset):
+class GraphPairDataset(EpochDataset):
     """Pairs with the graphs of their captions, and the false graphs of `draw_negatives`.
 
     With `graph_key` the graph of a pair stands under this key in the `.json` member of its shard.
@@ -184,22 +184,17 @@ class GraphPairDataset(Dataset):
         relations: str = "all",
         symmetric: Container[str] = (),
     ) -> None:
-        self.captions: Any = pairs.source.captions
-        if graph_key is not None and not isinstance(self.captions, TarCaptions):
+        super().__init__(pairs.source, pairs.transform, pairs.seed)
+        if graph_key is not None and not isinstance(self.source.captions, TarCaptions):
             raise UserError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
         self.pairs, self.graphs, self.graph_key = pairs, graphs, graph_key
         self.relations, self.symmetric = relations, symmetric
 
-    def __len__(self) -> int:
-        """Number of pairs."""
-        return len(self.pairs)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> GraphItem:
-        """The pair of (epoch, index), or of an index in epoch 0."""
-        epoch, index = key if isinstance(key, tuple) else (0, key)
-        pair = self.pairs[key]
+    def item(self, epoch: int, start: int) -> GraphItem:
+        """The pair of an index in an epoch, its graph and false graphs."""
+        pair = self.pairs.item(epoch, start)
         graph, counts = self.graph_of(pair)
-        rng = image_rng(self.pairs.seed + NEGATIVES_STREAM, epoch, index)
+        rng = image_rng(self.seed + NEGATIVES_STREAM, epoch, start)
         return GraphItem(pair, graph, *draw_negatives(graph, rng, self.relations, self.symmetric), counts)
 
     def graph_of(self, pair: PairItem) -> tuple[SceneGraph, LookupCounts]:
@@ -207,10 +202,10 @@ class GraphPairDataset(Dataset):
         if self.graph_key is None:
             return self.graphs.lookup(pair.caption)
         try:
-            content = self.captions.json_of(pair.index)
+            content = self.source.captions.json_of(pair.index)
             graph = SceneGraph.from_json(content[self.graph_key]) if self.graph_key in content else None
         except ValueError as error:
-            raise UserError(f"{self.captions.location(pair.index)}: {error}") from error
+            raise UserError(f"{self.source.captions.location(pair.index)}: {error}") from error
         return self.graphs.normalized(graph, pair.caption)
 
 
@@ -267,7 +262,7 @@ def draw_negatives(
 def read_symmetric(path: Path) -> frozenset[str]:
     """The predicates of a text file, one per line, in the form of normalised graphs: lower case, single spaces."""
     try:
-        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
+        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8-sig").splitlines())))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--symmetric {path} cannot be read as text: {error}") from error
     if not predicates:

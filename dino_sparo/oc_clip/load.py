@@ -50,18 +50,12 @@ PHRASE_BATCH = 512  # phrases encoded at a time
 GraphRows = Int64[Tensor, "captions templates"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphScorer(ImageRows):
     """A model, and all settings that determine its scores.
 
     Attributes:
-        model: on `device`, in eval mode.
         graphs: caption -> graph.
-        transform: (image, rng) -> [view].
-        device: of the model.
-        batch_size: images per process and step.
-        num_workers: processes that load images, per process.
-        dtype: fp32, or bf16 or fp16 for autocast; scores are fp32 in any case.
         model_record: description of the model for result files.
         embeddings: phrase -> entity and relation.
         truncated: phrases that are longer than the context.
@@ -73,13 +67,7 @@ class GraphScorer(ImageRows):
     ensemble: ClassVar[str] = "scores of the templates averaged; a class is one entity"
     default_templates: ClassVar[tuple[str, ...]] = ("{}",)
 
-    model: OCCLIP
     graphs: CaptionGraphs
-    transform: Any
-    device: torch.device
-    batch_size: int = 64
-    num_workers: int = 0
-    dtype: torch.dtype = torch.float32
     model_record: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     truncated: set[str] = field(default_factory=set, repr=False)
@@ -322,4 +310,4 @@ def scorer_of(
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}
-    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, model_record=record, **settings)
+    return GraphScorer(loaded.model.to(device), view, device, graphs=caption_graphs, model_record=record, **settings)

@@ -26,6 +26,7 @@ from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.launch import on_first_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +39,10 @@ SCORES_EXPLANATION = (
 )
 
 
+@on_first_process
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Draw the pictures of the options; returns the content of oc_pictures.json."""
-    task = PicturesTask.start_on_first(args, load_oc_clip)
-    if task is None:
-        return {}
+    task = PicturesTask.start_alone(args, load_oc_clip)
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = task.loaded
     file = task.open_figures("oc_pictures", ("figure_format",))

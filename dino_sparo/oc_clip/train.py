@@ -169,7 +169,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     @property
     def scorer(self) -> GraphScorer:
         """The model as evaluations use it."""
-        return GraphScorer(self.network, self.val_graphs, *self.scorer_settings)
+        return GraphScorer(self.network, *self.scorer_settings, graphs=self.val_graphs)
 
     def initialize(self) -> None:
         """Start the image encoder, or both encoders, from other weights; scores differ from scores of the file."""

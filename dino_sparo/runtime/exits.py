@@ -55,11 +55,7 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 
 
 def _leave(
-    status: int,
-    logger: logging.Logger,
-    error: BaseException | None,
-    message: str = "",
-    level: int = logging.ERROR,
+    status: int, logger: logging.Logger, error: BaseException | None, message: str = "", level: int = logging.ERROR
 ) -> NoReturn:
     # Here, not above: they import torch.
     from dino_sparo.runtime.launch import world_size

@@ -21,10 +21,7 @@ T = TypeVar("T")
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 BUG_STATUS = 70  # EX_SOFTWARE
 # Errors of a file that say nothing about the file: no memory, no descriptors, a disk or a file server that is away.
-PASSING = {
-    *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
-    *(errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-}
+PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 RETRY_SECONDS = (1.0, 5.0)  # before the second and the third try
 # Errors of a file that the user can correct: a wrong path, missing permission, a full disk; 0 is of `open_regular`.
 CORRECTABLE = {

@@ -143,6 +143,14 @@ def git_hash() -> str | None:
     return answer.stdout.strip() or None if (folder / ".git").exists() else None
 
 
+def refuse_existing(paths: Iterable[Path], overwrite: bool, option: str = "--output_dir") -> list[Path]:
+    """The paths that exist; UserError, unless they may be overwritten, with another `option` as a remedy."""
+    existing = [path for path in paths if path.exists()]
+    if existing and not overwrite:
+        raise UserError(f"{existing[0]} exists already; give another {option}, or --overwrite")
+    return existing
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Within this context a file is written; the UserError of a full disk names the file and the remedy.

@@ -7,13 +7,15 @@ A single process needs no process group: collectives then return their input. Se
                        for all of them: it saves, downloads or draws
 """
 
+import functools
 import os
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,7 +91,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
 
 def _torchrun_ranks(given: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank; UserError unless they are numbers, and the ranks lie below the world size."""
+    """Rank, world size, local rank; UserError unless they are numbers, and both ranks lie below the world size."""
     try:
         rank, size, local_rank = (int(given[name]) for name in TORCHRUN_VARIABLES)
     except ValueError:
@@ -106,9 +108,14 @@ def _assignments(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in variables.items())
 
 
-def is_only_a_peer() -> bool:
-    """Whether a launcher started several processes and this is not the first: one process suffices to draw pictures."""
-    return detect_launcher(os.environ)[1] > 0
+def on_first_process(command: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
+    """A command for which one process suffices: if a launcher started several, the others return {} at once."""
+
+    @functools.wraps(command)
+    def run(args: Namespace) -> Any:
+        return {} if detect_launcher(os.environ)[1] > 0 else command(args)
+
+    return run
 
 
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:

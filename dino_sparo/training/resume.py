@@ -160,6 +160,10 @@ class Run:
     def load(self, checkpoint: Mapping[str, Any], source: str) -> None:
         """Continue from a checkpoint; `CheckpointError` if its weights do not fit the networks."""
         updater = self.objective.updater
+        if lacking := [name for name in self.objective.networks if name not in checkpoint]:
+            raise CheckpointError(
+                f"{source} is of another objective: it has no {', '.join(lacking)}; choose another --output_dir"
+            )
         for name, network in self.objective.networks.items():
             load_strictly(network, checkpoint[name], f"{source} ({name})")
         updater.optimizer.load_state_dict(checkpoint["optimizer"])

@@ -61,8 +61,8 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     if release := release_of(path):
         weights = read_torch_file(released_file(str(path)), verify, mmap)
         # A network of timm is not recognised by its weights, but by this entry.
-        entry = {"encoder": encoder_description(infer_config({}, release.arch))} if release.is_timm else {}
-        return {**weights, **entry}
+        is_timm = release.arch.startswith(TIMM)
+        return {**weights, "encoder": encoder_description(infer_config({}, release.arch))} if is_timm else weights
     path = weights_file(path)
     if not path.is_file():
         inside = path / "checkpoint.pth"

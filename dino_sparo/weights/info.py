@@ -22,6 +22,7 @@ from dino_sparo.weights.file import DOCUMENTS_KEY
 from dino_sparo.weights.origin import origin_of
 from dino_sparo.weights.results import evaluated_data, scores_of, subject_of
 
+BEST_SCORES = ("best_knn", "best_top1", "best_zero_shot")  # entries of checkpoints
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
 # Objective -> the command that trains it.
 COMMANDS = {
@@ -85,7 +86,7 @@ def _describe_weights(path: str, file: Path, defaults_of: DefaultsOf) -> dict[st
     if args and origin["objective"]:
         defaults = plain(dict(defaults_of(COMMANDS[origin["objective"]])))
         recipe = {name: args[name] for name in defaults if name in args and args[name] != defaults[name]}
-    best = {name: f"{content[name]:.2f} %" for name in ("best_knn", "best_zero_shot") if content.get(name, -1) >= 0}
+    best = {name: f"{content[name]:.2f} %" for name in BEST_SCORES if content.get(name, -1) >= 0}
     epochs = args.get("epochs") or recipe.get("epochs")
     origin |= {
         "epoch": origin["epoch"] if epochs is None else f"{origin['epoch']} of {epochs}",

@@ -47,11 +47,6 @@ class Release:
     stem: str
     has_classifier: bool = True
 
-    @property
-    def is_timm(self) -> bool:
-        """Whether timm builds the architecture."""
-        return self.arch.startswith(TIMM)
-
 
 RELEASES: dict[str, Release] = {
     "dino_vits16": Release("vit_small", 16, "deitsmall16"),
@@ -73,31 +68,6 @@ def release_of(path: str | Path) -> Release | None:
     return None if os.path.lexists(path) else RELEASES.get(str(path))
 
 
-def default_weights(arch: str | None, patch_size: int | None, preferred: str = "") -> str:
-    """Name of the weights that the reference's scripts take without --pretrained_weights.
-
-    Args:
-        arch: --arch; None: vit_small.
-        patch_size: --patch_size; None: 16 for a vision transformer of ours, else the only size of the architecture.
-        preferred: ending of the names that come first, `LANDMARKS` or `LONGER`.
-
-    Raises:
-        UserError: the reference released no weights for this architecture and patch size.
-    """
-    arch = arch or "vit_small"
-    patch_size = patch_size or (None if arch.startswith(TIMM) else 16)
-    fitting = [
-        name for name, release in RELEASES.items() if release.arch == arch and patch_size in (None, release.patch_size)
-    ]
-    if fitting:  # a sort keeps the order of equals, and weights for all purposes come first in the table
-        return min(fitting, key=lambda name: not (preferred and name.endswith(preferred)))
-    released = ", ".join(sorted({f"{release.arch}/{release.patch_size}" for release in RELEASES.values()}))
-    raise UserError(
-        f"--pretrained_weights is empty, and DINO's authors released no weights of {arch}/{patch_size}, only of "
-        f"{released}; give the path of a checkpoint, or --untrained"
-    )
-
-
 def take_released_weights(
     args: argparse.Namespace, preferred: str = "", arch: str = "vit_small", patch_size: int = 16
 ) -> None:
@@ -105,15 +75,28 @@ def take_released_weights(
 
     Args:
         args: parsed options.
-        preferred: as in `default_weights`.
+        preferred: ending of the names that come first, `LANDMARKS` or `LONGER`.
         arch: the script's default architecture.
-        patch_size: the script's default patch size for a vision transformer.
+        patch_size: the script's default for a vision transformer of ours; a model of timm has only one.
+
+    Raises:
+        UserError: the reference released no weights for this architecture and patch size.
     """
     if args.pretrained_weights or args.untrained or vars(args).get("load_features"):
         return
     arch = args.arch or arch
-    default = None if arch.startswith(TIMM) else patch_size
-    args.pretrained_weights = default_weights(arch, args.patch_size or default, preferred)
+    size = args.patch_size or (None if arch.startswith(TIMM) else patch_size)
+    fitting = [
+        name for name, release in RELEASES.items() if release.arch == arch and size in (None, release.patch_size)
+    ]
+    if not fitting:
+        released = ", ".join(sorted({f"{release.arch}/{release.patch_size}" for release in RELEASES.values()}))
+        raise UserError(
+            f"--pretrained_weights is empty, and DINO's authors released no weights of {arch}/{size}, only of "
+            f"{released}; give the path of a checkpoint, or --untrained"
+        )
+    # A sort keeps the order of equals, and weights for all purposes come first in the table.
+    args.pretrained_weights = min(fitting, key=lambda name: not (preferred and name.endswith(preferred)))
     logger.info("no --pretrained_weights: %s, released by DINO's authors", args.pretrained_weights)
 
 

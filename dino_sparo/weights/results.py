@@ -36,6 +36,13 @@ class Score(NamedTuple):
         return f"{self.name} {self.number}{' ' * bool(self.unit)}{self.unit}"
 
     @property
+    def number_and_interval(self) -> str:
+        """The value, with its interval if there is one."""
+        if self.low is None or self.high is None:
+            return self.number
+        return f"{self.number} [{self._replace(value=self.low).number}, {self._replace(value=self.high).number}]"
+
+    @property
     def number(self) -> str:
         """The value with as many digits as tables show."""
         if self.value is None:
@@ -97,17 +104,14 @@ def scores_of(result: Mapping[str, Any]) -> list[Score]:
 
 
 def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The main scores of a result of an earlier version, which has no entry `headline`, in percent."""
-    if "measures" in result:  # of slots score, from 0 to 1
-        return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
+    """The main scores of a result of version 0.1, which has no entry `headline`, in percent."""
     if "text_recall" in result:
         return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}
     rows = result.get("results")
     if isinstance(rows, list) and any("k" in row for row in rows):
         return {f"{row['k']}-NN": row["top1"] for row in rows}
-    names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected", "J&F-Mean")
     values = result.get("best", result)
-    return {name: values.get(name) for name in names}
+    return {name: values.get(name) for name in ("top1", "top5", "mean_per_class_recall")}
 
 
 def scores_in_percent(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Score]:

@@ -124,7 +124,7 @@ def test_clip_benchmarks_own_command_gives_our_zero_shot_accuracy(weights, tmp_p
     metrics = json.loads(result.read_text())["metrics"]
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)
-    encoder = DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), 5)
+    encoder = DotProductScorer(loaded.model, view, torch.device("cpu"), 5, tokenize=tokenize)
     sentences = tuple(template.replace("{c}", "{}") for template in templates)
     expected = evaluate_zero_shot(encoder, open_source(str(tmp_path / "fer2013" / "test")), names, sentences)
     assert metrics["acc1"] == pytest.approx(expected.top1 / 100)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from clip_fakes import clip_description
+from clip_fakes import SMALL_CLIP, clip_description, save_clip, small_clip
 from torch import nn
 from torch.nn import functional as F
 
 import dino_sparo
-from dino_sparo.clip import CLIP, CLIPConfig, create_clip, load_clip, normalize_slots, tokenize
+from dino_sparo.clip import CLIPConfig, create_clip, load_clip, normalize_slots, tokenize
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.clip.options import TOWERS
 from dino_sparo.image_text.towers import TextConfig, end_token_mask, simple_tokenizer
@@ -25,22 +25,7 @@ from dino_sparo.weights.folder import save_checkpoint
 
 open_clip = pytest.importorskip("open_clip")
 
-B, N, VOCAB, L, V, A, M = 3, 9, 53, 5, 7, 3, 11
-SIZES = {"arch": "vit_micro", "patch_size": 8, "num_slots": L, "slot_dim": V, "key_dim": A, "img_size": 32}
-TEXT_SIZES = {"text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": N, "vocab_size": VOCAB}
-
-
-def small_clip(readout: str = "sparo", seed: int = 0, **changed: object) -> CLIP:
-    """Every parameter away from what it starts with, in eval mode."""
-    if readout == "fdt":
-        pytest.importorskip("entmax")
-    torch.manual_seed(seed)
-    sizes = {**SIZES, **TEXT_SIZES, "embed_dim": M, "bottleneck_dim": 4, "num_codes": 17}
-    model = create_clip(readout=readout, **{**sizes, **changed})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model.eval()
+B, N, VOCAB, L, V, M = 3, 9, 53, 5, 7, 11
 
 
 def pairs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,20 +65,6 @@ def test_every_read_out_gives_slots_attention_and_encodings_of_length_one(readou
         assert plain.std(dim=0).min() > 0, "every pair has another encoding"
 
 
-@torch.no_grad()
-def test_the_cosine_of_two_encodings_is_the_mean_of_their_slots_cosines() -> None:
-    model, (images, ids) = small_clip().double(), pairs()
-    similarity = model.encode_image(images.double()) @ model.encode_text(ids).t()
-    image_slots, text_slots = model.image_output(images.double()).slots, model.text_output(ids).slots
-    for image in range(B):
-        for caption in range(B):
-            cosines = []
-            for slot in range(L):
-                one, other = image_slots[image, slot], text_slots[caption, slot]
-                cosines.append((one * other).sum() / (one * one).sum().sqrt() / (other * other).sum().sqrt())
-            torch.testing.assert_close(similarity[image, caption], sum(cosines) / L, rtol=1e-12, atol=1e-12)
-
-
 def test_slots_are_normalised_in_float32_at_least() -> None:
     slots = torch.randn(B, L, V)
     half = normalize_slots(slots.bfloat16())
@@ -108,7 +79,7 @@ def test_slots_are_normalised_in_float32_at_least() -> None:
 
 def test_forward_gives_both_sides_and_the_inverse_temperature() -> None:
     torch.manual_seed(0)
-    model, (images, ids) = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=M).eval(), pairs()
+    model, (images, ids) = create_clip(readout="cls", **SMALL_CLIP).eval(), pairs()
     output = model(images, ids)
     assert torch.equal(output.image_features, model.encode_image(images))
     assert torch.equal(output.text_features, model.encode_text(ids))
@@ -126,25 +97,6 @@ def test_every_parameter_is_used(readout: str) -> None:
 
 
 # The text tower.
-
-
-@torch.no_grad()
-def test_sparo_of_captions_equals_loops_over_equation_1() -> None:
-    model, (_images, ids) = small_clip().double(), pairs()
-    output, tokens, sparo = model.text_output(ids), model.text(ids), model.text.readout
-    weight, bias = sparo.key_proj.weight.reshape(L, A, -1), sparo.key_proj.bias.reshape(L, A)
-    for caption in range(B):
-        end = next(n for n in range(N) if ids[caption, n] == VOCAB - 1)
-        for slot in range(L):
-            keys = [weight[slot] @ tokens[caption, n] + bias[slot] for n in range(end + 1)]
-            scores = [((sparo.queries[slot] * key).sum() / math.sqrt(A)).exp() for key in keys]
-            share = [score / sum(scores) for score in scores]
-            pooled = sum(part * key for part, key in zip(share, keys, strict=True))
-            expected = sparo.value_proj.weight @ pooled + sparo.value_proj.bias
-            torch.testing.assert_close(output.slots[caption, slot], expected, rtol=1e-10, atol=1e-10)
-            attention = torch.stack([*share, *[torch.zeros_like(share[0])] * (N - 1 - end)])
-            torch.testing.assert_close(output.attention[caption, slot], attention, rtol=1e-10, atol=1e-10)
-            assert attention[end] > 0
 
 
 @torch.no_grad()
@@ -274,9 +226,8 @@ def test_grad_checkpointing_changes_neither_outputs_nor_gradients(readout: str) 
 
 def test_text_weights_are_drawn_as_clip_draws_them() -> None:
     torch.manual_seed(0)
-    text = create_clip(
-        **SIZES, text_width=96, text_heads=3, text_layers=6, context_length=77, vocab_size=499, embed_dim=M
-    ).text
+    changes = {"text_width": 96, "text_heads": 3, "text_layers": 6, "context_length": 77, "vocab_size": 499}
+    text = create_clip(**{**SMALL_CLIP, **changes}).text
     assert len(text.blocks) == 5
     residual = 96**-0.5 * (2 * 5) ** -0.5
     block = text.blocks[3]
@@ -292,7 +243,7 @@ def test_text_weights_are_drawn_as_clip_draws_them() -> None:
         assert weight.std().item() == pytest.approx(std, rel=0.05)
     assert not block.attn.qkv.bias.any()
     assert not block.attn.proj.bias.any()
-    projection = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=97).image_proj
+    projection = create_clip(readout="cls", **{**SMALL_CLIP, "embed_dim": 97}).image_proj
     assert projection.bias is None
     assert projection.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
 
@@ -302,7 +253,7 @@ def test_image_weights_are_drawn_as_open_clip_draws_them() -> None:
     from clip_fakes import open_clip_config, to_open_clip
 
     torch.manual_seed(0)
-    ours = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=97)
+    ours = create_clip(readout="cls", **{**SMALL_CLIP, "embed_dim": 97})
     theirs = open_clip.model.CLIP(**open_clip_config(ours.config)).state_dict()
     drawn = to_open_clip(ours.config, ours.state_dict())
     for name, weight in drawn.items():
@@ -316,7 +267,7 @@ def test_image_weights_are_drawn_as_open_clip_draws_them() -> None:
 
 def test_without_pre_norm_the_image_encoder_starts_as_dinos() -> None:
     torch.manual_seed(0)
-    backbone = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=M, pre_norm=False).image.backbone
+    backbone = create_clip(readout="cls", **SMALL_CLIP, pre_norm=False).image.backbone
     for weight in (backbone.cls_token, backbone.pos_embed, backbone.blocks[1].mlp.fc1.weight):
         assert weight.std().item() == pytest.approx(0.02, rel=0.2)
 
@@ -421,26 +372,21 @@ def test_a_saved_model_comes_back_as_it_was(readout: str, tmp_path: Path) -> Non
     assert len(loaded.record["sha256"]) == 64
 
 
-def saved(network: CLIP, path: Path, **changed: object) -> Path:
-    save_checkpoint({"model": network.state_dict(), "clip": clip_description(network.config), **changed}, path)
-    return path
-
-
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     model = small_clip()
     weights = model.state_dict()
     weights.pop("text.norm.bias")
     with pytest.raises(CheckpointError, match=r"1 missing: text\.norm\.bias"):
-        load_clip(saved(model, tmp_path / "a.pth", model=weights))
+        load_clip(save_clip(model, tmp_path / "a.pth", model=weights))
     other = clip_description(small_clip(num_slots=6).config)
     with pytest.raises(CheckpointError, match="of another shape"):
-        load_clip(saved(model, tmp_path / "b.pth", clip=other))
+        load_clip(save_clip(model, tmp_path / "b.pth", clip=other))
 
 
 def test_weights_of_a_wrapped_model_are_read(tmp_path: Path) -> None:
     model = small_clip()
     wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
-    loaded = load_clip(saved(model, tmp_path / "a.pth", model=wrapped)).model
+    loaded = load_clip(save_clip(model, tmp_path / "a.pth", model=wrapped)).model
     assert torch.equal(loaded.text.pos_embed, model.text.pos_embed)
 
 
@@ -448,14 +394,14 @@ def test_descriptions_that_are_not_understood_are_refused(tmp_path: Path) -> Non
     model = small_clip()
     clip = clip_description(model.config)
     with pytest.raises(ValueError, match="the model was saved with heads, rotary, which this version does not know"):
-        load_clip(saved(model, tmp_path / "a.pth", clip={**clip, "rotary": 1, "heads": 2}))
+        load_clip(save_clip(model, tmp_path / "a.pth", clip={**clip, "rotary": 1, "heads": 2}))
     with pytest.raises(ValueError, match="the text encoder was saved with gated, which this version does not know"):
-        load_clip(saved(model, tmp_path / "a.pth", clip={**clip, "text": {**clip["text"], "gated": 1}}))
+        load_clip(save_clip(model, tmp_path / "a.pth", clip={**clip, "text": {**clip["text"], "gated": 1}}))
     with pytest.raises(ValueError, match="saved with registers"):
-        load_clip(saved(model, tmp_path / "b.pth", clip={**clip, "image": {**clip["image"], "registers": 4}}))
+        load_clip(save_clip(model, tmp_path / "b.pth", clip={**clip, "image": {**clip["image"], "registers": 4}}))
     del clip["mean"], clip["text"]
     with pytest.raises(CheckpointError, match="does not say mean, text"):
-        load_clip(saved(model, tmp_path / "c.pth", clip=clip))
+        load_clip(save_clip(model, tmp_path / "c.pth", clip=clip))
 
 
 def test_a_file_without_clip_is_refused(tmp_path: Path) -> None:

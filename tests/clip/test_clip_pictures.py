@@ -229,7 +229,6 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
         (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5"),
         (["--slots", 1, 1], "slot 1 twice"),
         (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots, or numbers"),
-        (["--slots", "nowhere.json"], "does not exist"),
         (["--img_size", 5], "smaller than one patch"),
     ],
 )

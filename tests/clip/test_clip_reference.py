@@ -77,10 +77,7 @@ def test_gap_and_codes_give_the_features_and_gradients_of_the_authors_code(reado
     recorded = w.load("clip")
     model = with_their_weights(readout, recorded)
     images, ids = torch.from_numpy(w.images("clip", 3, 32, 32)), torch.from_numpy(w.clip_captions())
-    encoded = {
-        "image": model.encode_image(images, normalize=False),
-        "text": model.encode_text(ids, normalize=False),
-    }
+    encoded = {"image": model.encode_image(images, normalize=False), "text": model.encode_text(ids, normalize=False)}
     names = dict(model.named_parameters())
     for side, features in encoded.items():
         expected = torch.from_numpy(recorded[f"{readout}/{side}"])

@@ -1,15 +1,12 @@
 """Selecting slots: the score of each alone, the curve of the best together, and the command."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
@@ -43,7 +40,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
     loaded = load_clip(weights)
     model = loaded.model if choice is None else ReducedClip(loaded.model, choice)
-    return DotProductScorer(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
+    return DotProductScorer(
+        model, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16, tokenize=tokenize
+    )
 
 
 def run(*options: object) -> dict:
@@ -138,7 +137,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
         paint(tmp_path / colour / "1.png", colour)
     paint(tmp_path / "red" / "2.png", "broken")
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(TwoSlots(), view, torch.device("cpu"), 4, tokenize=tokenize)
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
     found = score_slots(encoder, source, source, source.classes or [], ("a {} thing",), 2)
@@ -153,7 +152,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     model = TwoSlots()
     monkeypatch.setattr(model, "encode_image", lambda images: torch.full((len(images), 6), torch.nan))
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(model, view, torch.device("cpu"), 4, tokenize=tokenize)
     source = open_source(str(tmp_path))
     with pytest.raises(ValueError, match="not finite"):
         score_slots(encoder, source, source, ["red"], ("{}",), 2)
@@ -208,15 +207,6 @@ def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_pa
 def test_options_that_do_not_fit_are_refused(weights, options, message):
     with pytest.raises(ValueError, match=message):
         run("--pretrained_weights", weights, "--data_path", "scenes:40:32", *options)
-
-
-def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
-    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
-    words = ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"]
-    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        run_command("slots select", words)
-    assert stopped.value.code == 1
-    assert "readout 'gap' has no slots to choose among" in caplog.text
 
 
 @pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])

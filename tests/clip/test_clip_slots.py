@@ -96,13 +96,6 @@ def test_masked_similarities_follow_the_equation(readout, per_dimension, images,
             assert float(found[i, c]) == pytest.approx(dot / lengths, abs=1e-5)
 
 
-@torch.no_grad()
-def test_a_mask_that_is_even_changes_nothing(model, images):
-    for value in (0.5, 1.0):
-        masked = ReducedClip(model, SlotMask((value,) * SLOTS))
-        torch.testing.assert_close(masked.encode_image(images), model.encode_image(images))
-
-
 # --- files
 
 

@@ -341,13 +341,6 @@ def test_two_global_and_the_asked_number_of_local_crops_come_in_their_sizes() ->
         assert all(crop.dtype == torch.float32 for crop in crops)
 
 
-def test_the_same_generator_state_gives_the_same_crops_and_another_seed_others() -> None:
-    image, augmentation = photograph(53, 71), small_augmentation()
-    first, again, other = (augmentation(image, np.random.default_rng(seed)) for seed in (11, 11, 12))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
 def test_first_crops_alone_are_the_first_of_all() -> None:
     image, augmentation = photograph(53, 71), small_augmentation()
     crops, first = (each(image, np.random.default_rng(3)) for each in (augmentation, augmentation.first(2)))

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from two_ranks import TwoRanks
 
 from dino_sparo.data import dataset as data_set
 from dino_sparo.data import loader, ranks
-from dino_sparo.data.batch import Batch
+from dino_sparo.data.batch import Batch, Item, collate_views
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.folders import WITHOUT_LABELS
-from dino_sparo.runtime import collectives
+from dino_sparo.runtime import launch
+from dino_sparo.runtime.faults import UserError
 
 
 @dataclass
@@ -34,6 +36,7 @@ class NumberedImages:
     classes: list[str] | None = None
     labels: np.ndarray | None = None
     name: str = "numbered images"
+    names: str = "of the images"
 
     def __len__(self) -> int:
         return self.num_images
@@ -45,6 +48,9 @@ class NumberedImages:
 
     def location(self, index: int) -> str:
         return f"image-{index}"
+
+    def fingerprint(self) -> str:
+        return self.names
 
 
 def draw_views(image: Image.Image, rng: np.random.Generator) -> list[torch.Tensor]:
@@ -252,37 +258,24 @@ def test_in_a_small_set_every_image_is_tried_before_giving_up() -> None:
     assert [index for index in range(64) if dataset[index].index != 9] == []
 
 
+def _open(sources: list[NumberedImages]) -> None:
+    ranks.require_same_source(sources[launch.rank()])
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ({"number": 5}, r"the number of images of numbered images: \[4, 5\], by rank"),
-        ({"fingerprint": "x"}, "the names of the images"),
+        ({"num_images": 5}, "the number of images of numbered images: [4, 5], by rank"),
+        ({"names": "other"}, "the names of the images"),
         ({"classes": ["b"]}, "the classes"),
         ({"labels": np.array([0, 0, 0, 1])}, "the labels"),
     ],
 )
-def test_ranks_that_have_opened_other_images_are_told(
-    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
-) -> None:
+def test_ranks_that_have_opened_other_images_are_told(two_ranks: TwoRanks, other: dict[str, Any], what: str) -> None:
     """The bug: an evaluation on two machines with different copies gave a wrong accuracy without a word."""
-
-    def source(number: int = 4, fingerprint: str = "y", **others: Any) -> NumberedImages:
-        images = NumberedImages(number)
-        images.classes, images.labels = ["a"], np.zeros(number, np.int64)
-        images.fingerprint = lambda: fingerprint
-        for name, value in others.items():
-            setattr(images, name, value)
-        return images
-
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
-    asked: list[list[Any]] = [[], []]
-    for values, images in zip(asked, (source(), source(**other)), strict=True):
-        monkeypatch.setattr(collectives, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
-        ranks.require_same_source(images)
-    pairs = iter(zip(*asked, strict=True))
-    monkeypatch.setattr(collectives, "all_gather_object", lambda value: list(next(pairs)))
-    with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
-        ranks.require_same_source(source())
+    own = {"num_images": 4, "classes": ["a"], "labels": np.zeros(4, np.int64)}
+    errors = two_ranks.errors(_open, [NumberedImages(**own), NumberedImages(**own | other)])
+    assert all(f"the processes disagree on {what}" in error for error in errors)
 
 
 def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
@@ -295,11 +288,14 @@ def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
 def test_workers_are_capped_at_the_processors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log says so once, although an evaluation makes many loaders."""
     monkeypatch.setattr(loader, "usable_cores", lambda environ: 2)
+    loader._say_fewer.cache_clear()
     with caplog.at_level(logging.INFO):
-        capped = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
-    assert capped.num_workers == 2
-    assert "num_workers: 2 instead of 10" in caplog.text
+        for _ in range(2):
+            capped = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
+            assert capped.num_workers == 2
+    assert caplog.text.count("num_workers: 2 instead of 10") == 1
 
 
 @pytest.mark.parametrize(
@@ -369,3 +365,9 @@ def test_an_unknown_class_without_images_does_no_harm() -> None:
     aligned = align_classes(val, ["cat", "dog"])
     assert aligned.labels.tolist() == [0, 0]
     assert aligned.classes == ["cat", "dog"]
+
+
+def test_images_of_other_sizes_in_a_batch_are_named() -> None:
+    items = [Item([torch.zeros(3, 5, width)], 0, 0) for width in (7, 9)]
+    with pytest.raises(UserError, match="images of 7 x 5 and 9 x 5 pixels are in one batch; give"):
+        collate_views(items)

@@ -27,7 +27,6 @@ from dino_sparo.evaluation.slots.choice import parse_slots
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import open_classes, read_words
 from dino_sparo.runtime.files import open_regular, parse_json
-from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint
 
 DEADLINE_S = 20
@@ -60,11 +59,6 @@ def test_postscript_named_jpg_starts_no_program(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CorruptImageError, match="is not one of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP"):
         decode_image(postscript, "photo.jpg")
     assert not started
-
-
-@pytest.mark.parametrize("kind", IMAGE_FORMATS)
-def test_every_format_of_the_list_is_read(kind: str) -> None:
-    assert decode_image(encoded(Image.new("RGB", (7, 5)), kind), "here").size == (7, 5)
 
 
 def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
@@ -261,33 +255,15 @@ def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives
             read()
 
 
-def test_the_log_file_takes_names_that_are_not_utf_8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "images"
-    root.mkdir()
-    (root / os.fsdecode(b"caf\xe9.png")).write_bytes(b"no image")
-    source = open_source(str(root))
-    try:
-        setup_logging(tmp_path)
-        with pytest.raises(CorruptImageError) as caught:
-            source.read(0)
-        logging.getLogger("dino_sparo").warning("skipped a corrupt image: %s", caught.value)
-    finally:
-        for handler in list(logging.getLogger().handlers):
-            if getattr(handler, "is_dino_sparo", False):
-                logging.getLogger().removeHandler(handler)
-                handler.close()
-    assert "caf\\udce9.png" in (tmp_path / "run.log").read_text()
-    assert "Logging error" not in capfd.readouterr().err
-
-
 def test_a_remote_path_is_said_to_be_one(tmp_path: Path) -> None:
     for path in ("https://host/a.csv", "s3://bucket/{0..9}.tar", "pipe:curl https://host/a.tar", "a.tar::gs://b/c.tar"):
         with pytest.raises(ValueError, match="is an address; download the files first"):
             open_source(path)
 
 
-def test_gray_images_of_all_formats_keep_their_pixels() -> None:
+@pytest.mark.parametrize("kind", IMAGE_FORMATS)
+def test_every_format_of_the_list_is_read_with_its_pixels(kind: str) -> None:
     values = np.arange(35, dtype=np.uint8).reshape(5, 7) * 7
-    for kind in ("BMP", "GIF", "PNG", "PPM", "TIFF"):
-        pixels = np.asarray(decode_image(encoded(Image.fromarray(values), kind), kind))
-        np.testing.assert_array_equal(pixels, np.repeat(values[..., None], 3, axis=2))
+    pixels = np.asarray(decode_image(encoded(Image.fromarray(values), kind), kind))
+    lost = 20 if kind in ("JPEG", "WEBP") else 0
+    np.testing.assert_allclose(pixels, np.repeat(values[..., None], 3, axis=2), rtol=0, atol=lost)

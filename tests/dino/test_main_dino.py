@@ -39,7 +39,7 @@ from dino_sparo.training.updater import Updater
 from dino_sparo.weights.export import export
 from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.folder import CheckpointFolder
-from main_dino import check_options, get_args_parser
+from main_dino import get_args_parser
 
 run = partial(train_small, "train")
 
@@ -341,13 +341,6 @@ def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
         run(tmp_path / "run", data_path=tmp_path / "{0..2}.tar", epochs=1, warmup_epochs=0, max_corrupt=0.4)
 
 
-@pytest.mark.slow
-def test_not_a_single_corrupt_image_is_allowed_if_the_share_is_0(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images", count=12, broken=1)
-    with pytest.raises(TooManyCorruptError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
-        run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0)
-
-
 def test_a_first_trial_of_few_epochs_shortens_the_warm_up_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -403,12 +396,9 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"readout": "max"}, r"unknown readout 'max'; choose one of .*'sparo'"),
         ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
         ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
-        ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),
         ({"warmup_epochs": 4}, "warmup_epochs 4 is longer than the run of 3 epochs"),
-        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3"),
         ({"teacher_temp": 0}, "teacher_temp=0.0 is not a temperature"),
         ({"global_crops_scale": "0.9,0.4"}, r"global_crops_scale=\(0.9, 0.4\) is not a range"),
         ({"use_fp16": "true"}, "means fp16, but --precision says fp32"),
@@ -426,15 +416,9 @@ def test_a_probe_needs_labels(tmp_path: Path) -> None:
         run(tmp_path / "run", data_path=images, knn_freq=1)
 
 
-def test_the_defaults_are_options_that_fit() -> None:
-    check_options(get_args_parser().parse_args([]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [{"grad_checkpointing": ""}, {"loss_chunk": 7}],
-    ids=lambda changes: next(iter(changes)),
+    "changes", [{"grad_checkpointing": ""}, {"loss_chunk": 7}], ids=lambda changes: next(iter(changes))
 )
 def test_options_that_save_time_or_memory_change_no_result(tmp_path: Path, changes: dict[str, object]) -> None:
     run(tmp_path / "plain", drop_path_rate=0.3, epochs=2)

@@ -59,32 +59,6 @@ def test_what_is_measured_carries_no_graph_even_of_probabilities_that_do() -> No
     assert not any(item.requires_grad for item in found)
 
 
-def test_the_divergence_is_the_mean_over_pairs_of_different_views() -> None:
-    torch.manual_seed(1)
-    batch, num_crops, out_dim = 3, 5, 11
-    loss = build(num_crops, out_dim)
-    student = torch.randn(num_crops * batch, out_dim, dtype=torch.float64)
-    teacher = torch.randn(2 * batch, out_dim, dtype=torch.float64) / 5
-    found = loss.diagnose(loss.teacher_probabilities(teacher, 0), loss(student, teacher, 0))
-    terms = []
-    for t in range(2):
-        for s in set(range(num_crops)) - {t}:
-            for b in range(batch):
-                target = (teacher[t * batch + b] / 0.05).softmax(0).tolist()
-                answer = (student[s * batch + b] / 0.1).softmax(0).tolist()
-                terms.append(sum(q * math.log(q / p) for q, p in zip(target, answer, strict=True)))
-    assert found.kl.item() == pytest.approx(sum(terms) / len(terms), rel=1e-9)
-
-
-def test_a_student_that_answers_like_its_teacher_has_no_divergence() -> None:
-    out_dim, rows = 7, torch.randn(3, 7, dtype=torch.float64)
-    loss = build(2, out_dim)
-    teacher = rows.repeat(2, 1)  # both views alike, so that every pair agrees
-    student = teacher * (0.1 / 0.05)
-    found = loss.diagnose(loss.teacher_probabilities(teacher, 0), loss(student, teacher, 0, update_center=False))
-    assert found.kl.item() == pytest.approx(0.0, abs=1e-12)
-
-
 def test_distributions_that_reach_zero_have_finite_entropies() -> None:
     loss = build(2, 5).float()
     teacher = 1e4 * torch.eye(5)[[0, 1, 0, 1]]
@@ -159,10 +133,7 @@ CASES: dict[str, tuple[dict[str, float], str | None]] = {
         {"loss": 0.003, "teacher_entropy": 0.001, "marginal_entropy": 0.002},
         "loss 0.0030, ln 1024 = 6.9315, information 0.0010 nats: collapse on one prototype",
     ),
-    "one answer, neither flat nor single": (
-        {"teacher_entropy": 3.0, "marginal_entropy": 3.001},
-        f"{SAME} 3.0000)",
-    ),
+    "one answer, neither flat nor single": ({"teacher_entropy": 3.0, "marginal_entropy": 3.001}, f"{SAME} 3.0000)"),
     "one direction": ({"feature_rank": 1.0}, f"{DIRECTIONS} 1.00 directions"),
     "hardly two directions": ({"feature_rank": 1.9}, f"{DIRECTIONS} 1.90 directions"),
     "two directions": ({"feature_rank": 2.1}, None),

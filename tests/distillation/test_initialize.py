@@ -346,30 +346,18 @@ def test_layer_decay_scales_the_learning_rate_by_layer(readout: str, depth: int)
     assert seen == {name for weight, name in names.items() if weight.requires_grad}
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [
-        (
-            "vit_tiny_patch16_224",
-            {"cls_token": 0, "blocks.0.norm1.bias": 1, "blocks.11.mlp.fc2.bias": 12, "norm.bias": 13},
-        ),
-        (
-            "vit_small_patch14_reg4_dinov2",
-            {"reg_token": 0, "pos_embed": 0, "blocks.11.ls2.gamma": 12, "norm.weight": 13},
-        ),
-        (
-            "vit_small_patch16_dinov3",
-            {"reg_token": 0, "blocks.0.gamma_1": 1, "blocks.11.norm2.bias": 12, "norm.bias": 13},
-        ),
-        ("vit_base_patch32_clip_224", {"norm_pre.weight": 0, "blocks.11.mlp.fc1.bias": 12, "norm.weight": 13}),
-        ("beit_base_patch16_224", {"cls_token": 0, "blocks.11.gamma_2": 12}),
-        (
-            "swin_tiny_patch4_window7_224",
-            {"patch_embed.norm.bias": 0, "layers.3.blocks.1.norm2.bias": 12, "norm.bias": 13},
-        ),
-        ("resnet18", {"conv1.weight": 0, "layer4.1.bn2.bias": 8}),
-    ],
-)
+LAYERS = {
+    "vit_tiny_patch16_224": {"cls_token": 0, "blocks.0.norm1.bias": 1, "blocks.11.mlp.fc2.bias": 12, "norm.bias": 13},
+    "vit_small_patch14_reg4_dinov2": {"reg_token": 0, "pos_embed": 0, "blocks.11.ls2.gamma": 12, "norm.weight": 13},
+    "vit_small_patch16_dinov3": {"reg_token": 0, "blocks.0.gamma_1": 1, "blocks.11.norm2.bias": 12, "norm.bias": 13},
+    "vit_base_patch32_clip_224": {"norm_pre.weight": 0, "blocks.11.mlp.fc1.bias": 12, "norm.weight": 13},
+    "beit_base_patch16_224": {"cls_token": 0, "blocks.11.gamma_2": 12},
+    "swin_tiny_patch4_window7_224": {"patch_embed.norm.bias": 0, "layers.3.blocks.1.norm2.bias": 12, "norm.bias": 13},
+    "resnet18": {"conv1.weight": 0, "layer4.1.bn2.bias": 8},
+}
+
+
+@pytest.mark.parametrize(("name", "layers"), LAYERS.items(), ids=LAYERS)
 def test_layer_decay_knows_the_layers_of_timms_models(name: str, layers: dict[str, int]) -> None:
     """Of all makes the last norm has the factor 1, as in BEiT's and DINOv2's code."""
     with torch.device("meta"):

@@ -16,7 +16,7 @@ from dino_sparo.draw.sheet import flow, save_sheet, shorten, wrap
 from dino_sparo.evaluation.attention.atlas import atlas_figure
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
 
-SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
+SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "panorama": (9, 90), "square": (40, 40)}
 RUN = "runs/a_run/checkpoint.pth"
 LONG = "a_photograph_of_a_bird_on_a_branch_in_the_evening_light_of_a_long_day_" * 3 + "$x$.jpg"
 
@@ -132,7 +132,9 @@ def test_files_are_named_after_their_photographs() -> None:
     assert file_names(locations) == ["cat", "Cat-2", "a_5_copy", "caf", "image", "f" * 80]
 
 
-def test_names_that_are_no_utf8_and_line_breaks_are_shown_escaped() -> None:
+def test_names_are_the_last_two_parts_of_a_path_and_escaped() -> None:
+    assert short_name("data/imagenet/val/n01/7.jpg") == "n01/7.jpg"
+    assert short_name("scenes[17]") == "scenes[17]"
     assert short_name("photos/caf\udce9\n.jpg") == r"photos/caf\udce9\n.jpg"
 
 

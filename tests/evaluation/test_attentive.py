@@ -143,7 +143,7 @@ def test_parameters_are_those_of_the_paper() -> None:
     """`ep` has D^2 / d_out + Q D, `attention` 2 D^2 + D; each classifier has C (width + 1)."""
     encoder = small_encoder()
     probes = ReadoutProbes(encoder, small_configs(encoder, "linear", "ep", "attention"), (17, 128), CLASSES)
-    counts = [probes.parameters_of(index) for index in range(3)]
+    counts = [probes.describe(index) for index in range(3)]
     assert [count["readout_parameters"] for count in counts] == [0, 128 * 128 + 4 * 128, 2 * 128 * 128 + 128]
     assert all(count["parameters"] == count["readout_parameters"] + CLASSES * 129 for count in counts)
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 
 from dino_sparo.__main__ import run
 from dino_sparo.evaluation.embed import cluster
@@ -145,11 +145,10 @@ def test_equal_features_are_clustered_and_named(labelled: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("name", ["cluster", "predict"])
-def test_features_that_are_not_finite_are_refused(name: str, labelled: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_features_that_are_not_finite_are_refused(name: str, labelled: Path) -> None:
     np.save(labelled / "encoding.npy", np.full((sum(SIZES), DIM), np.nan, np.float32))
-    with pytest.raises(SystemExit):
+    with refused("features are not finite"):
         run(name, [str(labelled), *(["--clusters", "2"] if name == "cluster" else [])])
-    assert "features are not finite" in caplog.text
 
 
 def test_a_map_of_two_images_is_left_out_and_an_old_one_is_removed(labelled: Path, tmp_path: Path) -> None:
@@ -222,20 +221,18 @@ def test_embeddings_of_another_encoder_are_refused_by_its_hash(
     labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     new = write_embeddings(tmp_path / "new", tmp_path / "others", sha256="4567" * 16)
-    with pytest.raises(SystemExit):
+    with refused("another encoder"):
         run("predict", [str(labelled), "--images", str(new)])
-    assert "another encoder" in caplog.text
     assert "sha256 '0123' in" in caplog.text
     assert f"45674567... in {new}; embed both with the same checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cluster", "predict"])
-def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path) -> None:
     words = {"cluster": [str(labelled), "--clusters", "2"], "predict": [str(labelled), "--images", str(labelled)]}[name]
     run(name, words)
-    with pytest.raises(SystemExit):
+    with refused({"cluster": "--output_dir, or --overwrite", "predict": "--output, or --overwrite"}[name]):
         run(name, words)
-    assert re.search("already; give another --output(_dir)?, or --overwrite", caplog.text)
     run(name, [*words, "--overwrite"])
 
 
@@ -249,18 +246,12 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path, caplog: 
     ],
 )
 def test_predict_overwrites_no_json_and_not_its_own_table(
-    words: list[str],
-    message: str,
-    labelled: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    words: list[str], message: str, labelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text("mine")
-    with pytest.raises(SystemExit):
+    with refused(message):
         run("predict", [str(labelled), *[str(labelled) if word == "EMBEDDINGS" else word for word in words]])
-    assert message in caplog.text
     assert Path("config.json").read_text() == "mine"
     assert not Path("p.json").exists()
 
@@ -268,25 +259,19 @@ def test_predict_overwrites_no_json_and_not_its_own_table(
 @pytest.mark.parametrize(
     ("name", "more", "message"),
     [
-        ("cluster", ["--clusters", "24"], "--clusters 24, but .* has 23 images"),
+        ("cluster", ["--clusters", "24"], " has 23 images"),
         ("cluster", ["--what", "mean"], "--what mean: the folder has encoding; embed with --what mean"),
-        ("cluster", ["--slot", "0"], "--slot 0: encoding has the shape .13,.; take --what slots"),
+        ("cluster", ["--slot", "0"], "--slot 0: encoding has the shape (13,); take --what slots"),
     ],
 )
-def test_what_does_not_fit_the_embeddings_is_refused(
-    name: str, more: list[str], message: str, labelled: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(SystemExit):
+def test_what_does_not_fit_the_embeddings_is_refused(name: str, more: list[str], message: str, labelled: Path) -> None:
+    with refused(message):
         run(name, [str(labelled), *more])
-    assert any(re.search(message, record.message) for record in caplog.records)
 
 
-def test_a_classifier_needs_labels_of_two_classes(
-    labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_classifier_needs_labels_of_two_classes(labelled: Path, tmp_path: Path) -> None:
     single = write_embeddings(tmp_path / "single", tmp_path / "others", sizes=(5, 1))
     none = write_embeddings(tmp_path / "none", tmp_path / "others", has_labels=False)
     for folder, message in ((single, "two classes with two images each"), (none, "have no labels")):
-        with pytest.raises(SystemExit):
+        with refused(message):
             run("predict", [str(folder)])
-        assert message in caplog.text

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from clip_fakes import small_checkpoint
+from kills import killed_at
 from PIL import Image
 from torch import nn
 from two_ranks import TwoRanks
@@ -206,25 +207,13 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
         save_features(tmp_path, features, features, {})
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 @pytest.mark.parametrize("written", range(4))
 def test_a_dump_killed_over_an_older_one_leaves_no_mix_of_two_encoders(tmp_path, monkeypatch, written):
     """The bug: training features of one encoder lay beside validation features of another, and were accepted."""
     old, new = (Features(torch.full((5, 3), value), torch.arange(5), torch.arange(5)) for value in (1.0, 2.0))
     save_features(tmp_path, old, old, {"encoder": {"epoch": 1}, "view": {"exif": "apply"}})
-    save, calls = torch.save, []
-
-    def killing_save(tensor: torch.Tensor, path: Path) -> None:
-        calls.append(path)
-        if len(calls) > written:
-            raise Killed
-        save(tensor, path)
-
-    monkeypatch.setattr(torch, "save", killing_save)
-    with pytest.raises(Killed):
+    monkeypatch.setattr(torch, "save", killed_at(written + 1, torch.save))
+    with pytest.raises(KeyboardInterrupt):
         save_features(tmp_path, new, new, {"encoder": {"epoch": 2}, "view": {"exif": "apply"}})
     monkeypatch.undo()
     with pytest.raises(ValueError, match="no cached features at"):

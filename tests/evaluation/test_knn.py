@@ -21,7 +21,7 @@ from dino_sparo.evaluation.knn import KNNResult
 from dino_sparo.runtime.collectives import rank
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import shutdown
-from dino_sparo.weights.export import export
+from dino_sparo.weights.results import scores_of
 
 CPU = torch.device("cpu")
 TRAIN, TEST, WIDTH = 61, 13, 7
@@ -79,46 +79,27 @@ def votes_by_loop(train, train_labels, image, k, temperature) -> list[int]:
     return sorted(votes, key=lambda label: -votes[label])
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 17, TRAIN])
-def test_votes_and_accuracies_equal_a_loop_over_the_equation(k):
+@pytest.mark.parametrize(
+    ("chunks", "ks"), [((3, 5), [2]), ((3, 5), [17, 1, 5]), ((1000, 1000), [17, 1, 2, 3, 5, TRAIN])]
+)
+def test_votes_and_accuracies_of_several_k_in_blocks_of_any_size_equal_a_loop_over_the_equation(
+    chunks, ks, monkeypatch
+):
+    """A block of training images is at least as long as the largest k."""
+    monkeypatch.setattr(knn, "TEST_CHUNK", chunks[0])
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", chunks[1])
     train, train_labels, test, test_labels = clusters()
-    rankings = [votes_by_loop(train, train_labels, image, k, 0.07) for image in test]
-    pairs = list(zip(rankings, test_labels.tolist(), strict=True))
-    top1 = 100 * sum(ranking[0] == label for ranking, label in pairs) / TEST
-    top5 = 100 * sum(label in ranking[:5] for ranking, label in pairs) / TEST
-
-    result = knn_classify(train, train_labels, test, test_labels, k, 0.07)
-
-    assert result == pytest.approx((top1, top5), abs=1e-9)
-    predicted = [[label for label in row if label >= 0] for row in knn_predict(train, train_labels, test, k).tolist()]
-    assert predicted == [ranking[:5] for ranking in rankings]
-
-
-def test_several_k_in_one_search_equal_one_search_each():
-    sets = clusters(1)
-    together = knn_classify(*sets, [17, 1, 5], 0.1)
-    assert list(together) == [17, 1, 5]
-    assert together == {k: knn_classify(*sets, k, 0.1) for k in (17, 1, 5)}
-
-
-def test_the_size_of_the_blocks_changes_nothing(monkeypatch):
-    sets = clusters(2)
-    whole = knn_classify(*sets, [1, 3, 20], 0.07)
-    monkeypatch.setattr(knn, "TEST_CHUNK", 3)
-    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
-    assert knn_classify(*sets, [1, 3, 20], 0.07) == whole
-
-
-@pytest.mark.parametrize("k", [1, 3, TRAIN])
-def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k):
-    """Similarities that fall, rise or repeat from block to block; a stable oracle for all but the last of equals."""
-    monkeypatch.setattr(knn, "TRAIN_CHUNK", 7)
-    for cosines in (torch.linspace(1, -1, TRAIN), torch.linspace(-1, 1, TRAIN), torch.full((TRAIN,), -0.5)):
-        train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
-        found, indices = nearest(train, torch.tensor([[1.0, 0.0]]), k)
-        torch.testing.assert_close(found[0], cosines.sort(descending=True).values[:k], rtol=0, atol=1e-6)
-        torch.testing.assert_close(cosines[indices[0]], found[0], rtol=0, atol=1e-6)
-        assert len(set(indices[0].tolist())) == k
+    results = knn_classify(train, train_labels, test, test_labels, ks, 0.07)
+    assert list(results) == ks
+    for k, result in results.items():
+        rankings = [votes_by_loop(train, train_labels, image, k, 0.07) for image in test]
+        pairs = list(zip(rankings, test_labels.tolist(), strict=True))
+        top1 = 100 * sum(ranking[0] == label for ranking, label in pairs) / TEST
+        top5 = 100 * sum(label in ranking[:5] for ranking, label in pairs) / TEST
+        assert result == pytest.approx((top1, top5), abs=1e-9)
+        predicted = knn_predict(train, train_labels, test[: chunks[0]], k).tolist()
+        expected = [ranking[:5] for ranking in rankings[: chunks[0]]]
+        assert [[label for label in row if label >= 0] for row in predicted] == expected
 
 
 def test_no_intermediate_is_larger_than_a_block(monkeypatch):
@@ -162,12 +143,9 @@ def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five(
     assert knn_predict(many, torch.arange(61).roll(17), many[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
 
 
-def test_a_vote_that_underflows_is_still_a_vote():
+def test_a_vote_that_underflows_is_still_a_vote_and_ranks_its_class():
     train = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
-
-
-def test_votes_far_below_the_nearests_still_rank_their_classes():
     cosines = torch.tensor([1.0, 0.6, 0.0])  # votes of 1, 4e-18 and 4e-44
     train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
     assert knn_predict(train, torch.tensor([6, 9, 2]), train[:1], 3, 0.01).tolist() == [[6, 9, 2, -1, -1]]
@@ -179,12 +157,6 @@ def test_a_feature_of_zeros_is_similar_to_none():
     similarities, indices = nearest(train, images, 3)
     torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
     assert indices.tolist() == [[2, 0, 1]]
-
-
-def test_the_scale_of_the_features_changes_nothing():
-    train, train_labels, test, test_labels = clusters()
-    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07)
-    assert scaled == knn_classify(train, train_labels, test, test_labels, [1, 5], 0.07)
 
 
 def test_neighbours_of_features_with_a_graph_have_none():
@@ -289,23 +261,6 @@ def test_uneven_shards_with_many_ties_find_what_one_process_finds(ranks, monkeyp
     assert ThreadRanks(ranks, monkeypatch).run(classify_share) == [expected] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_merged_neighbours_are_the_same_images_with_the_same_bits(ranks, monkeypatch):
-    train, _, test, _ = tied_sets()
-    images = torch.nn.functional.normalize(test, dim=1)
-    similarities, indices = nearest(train, images, 37)
-
-    def search(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        share = uneven_share(train, torch.arange(len(train)), rank, count)
-        own = share.features if len(share.labels) else torch.empty(0, train.shape[1])
-        found, rows = nearest(own, images, min(37, len(own)))
-        return knn.merge_ranks(found, share.labels[rows], 37, CPU)
-
-    for merged, labels in ThreadRanks(ranks, monkeypatch).run(search):
-        assert torch.equal(merged, similarities)
-        assert torch.equal(labels, indices)
-
-
 def test_of_equally_similar_images_the_first_are_the_nearest(monkeypatch):
     """torch's topk takes any of them."""
     monkeypatch.setattr(knn, "TRAIN_CHUNK", 64)
@@ -395,6 +350,7 @@ def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2, 100)
 
     assert json.loads((checkpoint.parent / "knn_checkpoint_data.json").read_text()) == result
+    assert [score.name for score in scores_of(result)] == ["2-NN", "100-NN"]
     assert [(row["k"], row["neighbours"]) for row in result["results"]] == [(2, 2), (100, 15)]
     assert result["results"][0]["top1"] == 100.0  # brightness survives any encoder
     assert result["temperature"] == 0.07
@@ -473,37 +429,18 @@ def test_classes_are_matched_by_name_and_not_by_number(folders, checkpoint):
         evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2)
 
 
-def test_results_of_other_weights_and_data_have_other_names(folders, checkpoint, tmp_path):
-    """The bug: each of these results overwrote another one without a word."""
-    shutil.copy(checkpoint, checkpoint.with_name("checkpoint_best.pth"))
-    shutil.copytree(folders, tmp_path / "other data é")
-    exports = [export(checkpoint, tmp_path / "ex" / name, format="huggingface") for name in "ab"]
-    runs = [(checkpoint, folders), (checkpoint.with_name("checkpoint_best.pth"), folders)]
-    runs += [(checkpoint, tmp_path / "other data é"), *((folder, folders) for folder in exports)]
-    for weights, data in runs:
-        evaluate("--pretrained_weights", weights, "--data_path", data, "--nb_knn", 1)
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("knn*.json")} == {
-        *(f"run/knn_{name}.json" for name in ("checkpoint_data", "checkpoint_best_data", "checkpoint_other-data-é")),
-        *(f"ex/{name}/knn_model.safetensors_data.json" for name in "ab"),
-    }
-
-
-def test_a_result_of_other_weights_or_options_is_not_overwritten_unasked(folders, checkpoint, monkeypatch):
+def test_a_result_of_other_weights_or_options_names_the_difference(folders, checkpoint, monkeypatch):
     monkeypatch.chdir(folders)
     options = ("--pretrained_weights", checkpoint, "--data_path", ".", "--nb_knn")
     path = checkpoint.with_name("knn_checkpoint_data.json")
     evaluate(*options, 1)
-    written = path.read_bytes()
     evaluate(*options, 1, "--batch_size_per_gpu", 3)
-    assert path.read_bytes() == written
     with pytest.raises(UserError, match=r"another result: nb_knn \[1\] in the file, \[2\] now.*, or --overwrite"):
         evaluate(*options, 2)
     saved = torch.load(checkpoint, weights_only=True)
     torch.save({**saved, "epoch": 8}, checkpoint)  # trained further
     with pytest.raises(UserError, match=r"another result: weights \w{8}\.\.\. in the file, \w{8}\.\.\. now"):
         evaluate(*options, 1)
-    assert path.read_bytes() == written
-    assert evaluate(*options, 1, "--overwrite")["encoder"]["epoch"] == 8
     path.write_text("[]")
     with pytest.raises(UserError, match="another result"):
         evaluate(*options, 1)

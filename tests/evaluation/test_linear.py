@@ -29,7 +29,6 @@ from dino_sparo.evaluation.linear.probe import (
     ProbeSampler,
     ProbeSGD,
     cached_batches,
-    cosine_factor,
     live_batches,
     probe_accuracy,
     reference_heads,
@@ -38,6 +37,7 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
+from dino_sparo.weights.results import scores_of
 
 CPU = torch.device("cpu")
 IMAGES, WIDTH, CLASSES = 23, 5, 7
@@ -96,13 +96,6 @@ def test_probes_start_alike_small_and_without_bias():
     assert not torch.equal(LinearProbe(1000, CLASSES, 1, seed=5).weight[0], probe.weight[0])
 
 
-def test_the_learning_rate_is_scaled_and_falls_to_zero():
-    assert scaled_learning_rates([0.1, 0.5], 1024) == pytest.approx([0.4, 2.0])
-    assert [cosine_factor(epoch, 4) for epoch in range(4)] == pytest.approx(
-        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
-    )
-
-
 def test_accuracies_equal_a_loop(monkeypatch):
     monkeypatch.setattr("dino_sparo.evaluation.linear.probe.TEST_ROWS", 5)
     features, probe = separable_features(), train(run_probes(RATES)).probe
@@ -138,7 +131,7 @@ def test_a_diverged_probe_is_never_right_and_leaves_the_others_alone():
 # --- a whole training
 
 
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):
     whole = train(run_probes(RATES, epochs=4))
     stopped = run_probes(RATES, epochs=4, path=tmp_path / "linear.pth")
     features = separable_features()
@@ -257,17 +250,6 @@ def test_the_seed_changes_the_crops_and_not_only_their_order():
     assert not set(draws(3)) & set(draws(4))
 
 
-def test_half_of_the_probes_views_are_mirrored(monkeypatch):
-    monkeypatch.setattr(linear_command, "sample_box", lambda rng, height, width, scale: (0, 0, height, width))
-    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    pixels[:, 8:] = 255
-    augmentation = linear_command.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
-    rng = np.random.default_rng(0)
-    lefts = [float(augmentation(Image.fromarray(pixels), rng)[0][0, 0, 0]) for _ in range(200)]
-    assert set(lefts) == {0.0, 1.0}
-    assert 0.4 < sum(lefts) / 200 < 0.6
-
-
 # --- the script
 
 
@@ -290,6 +272,7 @@ def probe(checkpoint: Path, *options: object) -> dict:
 def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     result = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1)
     assert json.loads((checkpoint.parent / "linear_checkpoint_scenes-24-24.json").read_text()) == result
+    assert [score.name for score in scores_of(result)] == ["top-1", "top-5"]
     assert [row["lr"] for row in result["results"]] == [0.1, 1.0]
     assert result["best"]["top1"] == max(row["top1"] for row in result["results"])
     assert "chosen on the validation images" in result["selection"]

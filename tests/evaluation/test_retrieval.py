@@ -19,9 +19,13 @@ from dino_sparo.evaluation.retrieval.command import SCALES, copy_features, encod
 from dino_sparo.evaluation.retrieval.datasets import open_copydays, open_revisited
 from dino_sparo.evaluation.retrieval.measures import Query, average_precision, mean_precision, rank_database
 from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.faults import UserError
+from dino_sparo.weights.results import scores_of
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "retrieval.json").read_text())
-TINY = {"arch": "vit_micro", "patch_size": 8, "untrained": True, "device": "cpu", "num_workers": 0, "imsize": 48}
+# `cls` has 256 features of copies; whitening the 4,224 of `sparo` takes 11 s.
+TINY = {"arch": "vit_micro", "patch_size": 8, "readout": "cls", "untrained": True, "imsize": 48}
+TINY |= {"device": "cpu", "num_workers": 0}
 
 
 def words(options: dict[str, Any]) -> list[str]:
@@ -45,6 +49,11 @@ def test_precision_of_shortened_rankings_is_that_of_copydays() -> None:
     recorded = RECORDED["shortened"]
     found = [average_precision(np.array(r), n) for r, n in zip(recorded["ranks"], recorded["totals"], strict=True)]
     assert found == pytest.approx(recorded["aps"])
+
+
+def test_queries_without_any_answer_end_in_one_line() -> None:
+    with pytest.raises(UserError, match="no query has an answer; give several images per building or class"):
+        mean_precision(torch.zeros(1, 1, dtype=torch.long), [Query(np.array([], int), np.array([0]))])
 
 
 def test_equal_images_are_ranked_by_their_row() -> None:
@@ -106,6 +115,8 @@ def test_images_of_a_class_are_searched_in_any_labelled_data(tmp_path: Path) -> 
     options = {**TINY, "data_path": "scenes:40:48", "dataset": "labelled", "output_dir": tmp_path}
     found = run("image-retrieval", words(options))
     assert 0 < found["results"]["same class"]["map"] < 100
+    (file,) = tmp_path.iterdir()
+    assert [score.name for score in scores_of(json.loads(file.read_text()))] == ["mAP same class"]
 
 
 @pytest.mark.parametrize("bad", ["missing", "code", "damaged", "image"])
@@ -144,6 +155,7 @@ def copydays(tmp_path: Path) -> Path:
 
 
 def test_copies_are_searched_among_originals_and_distractors(copydays: Path, tmp_path: Path) -> None:
+    (copydays / "original" / "._200000.jpg").write_bytes(b"of macOS")
     found = open_copydays(str(copydays), DEFAULT_LIMITS)
     assert [query.positives.tolist() for query in found.protocols["strong"]] == [[0], [1], [2], [3], [3]]
     others = str(copydays / "others")

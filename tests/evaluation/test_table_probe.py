@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from sklearn.linear_model import LogisticRegression, RidgeCV
 from sklearn.metrics import average_precision_score, mean_absolute_error, r2_score, roc_auc_score
 from small_models import command
@@ -101,6 +102,16 @@ def test_scores_of_resamples_are_those_of_scikit_learn_with_ties() -> None:
     assert np.isnan(ranks_of(np.ones(50), predicted, weights)["AP"]).all()
 
 
+def test_r2_of_equal_numbers_is_unknown_and_that_of_large_numbers_is_right() -> None:
+    """Rounding once made R2 of resamples with equal targets 1e15, which was the end of an interval."""
+    weights = np.array([[1.0, 1, 1], [3, 0, 0], [0, 3, 0], [0, 0, 3]])
+    r2 = errors_of(np.array([0.1, 0.7, 0.3]), np.array([0.2, 0.6, 0.3]), weights)["R2"]
+    assert np.isfinite(r2).tolist() == [True, False, False, False]
+    offsets = np.array([1.0, 2.0, 3.0])
+    near, far = (errors_of(shift + offsets, shift + offsets + 0.25, weights[:1])["R2"] for shift in (0, 1e9))
+    assert near == pytest.approx(far)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -112,11 +123,22 @@ def test_scores_of_resamples_are_those_of_scikit_learn_with_ties() -> None:
         (("--numbers", "red", "--pretrained_weights", "demo"), "give either"),
     ],
 )
-def test_mistakes_are_named(words: tuple[str, ...], message: str, table: Path, capfd: pytest.CaptureFixture) -> None:
+def test_mistakes_are_named(words: tuple[str, ...], message: str, table: Path) -> None:
     options = ("--data_path", table / "photos.csv", "--embeddings", table / "embeddings", *ON_CPU)
-    with pytest.raises(SystemExit):
+    with refused(message):
         command("table-probe", *options, *words)
-    assert message in capfd.readouterr().err
+
+
+def test_embeddings_of_other_images_are_refused(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos.csv").write_text((table / "photos.csv").read_text())  # with paths relative to its own folder
+    words = ("--data_path", "photos.csv", "--embeddings", table / "embeddings", "--numbers", "red", *ON_CPU)
+    with pytest.raises(SystemExit, match="1"):
+        command("table-probe", *words)
+    assert "none of the train images has features" in (error := capfd.readouterr().err)
+    assert "must hold them: embed the table with --split all" in error
 
 
 def test_a_column_of_equal_values_is_left_out(table: Path, tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_measures_equal_the_official_ones(name: str) -> None:
     assert not [key for key in RECORDED["objects"] if key.startswith(f"{name}_")]
 
 
+def test_a_number_that_the_first_annotation_leaves_out_is_no_object() -> None:
+    """It once had J = F = 1, which raised the means; DAVIS counts its objects without gaps."""
+    truths = np.full((4, 6, 6), 255, dtype=np.uint8)
+    truths[:, :2], truths[:, 2:4] = 4, 1
+    assert list(score_objects(truths % 255, truths)) == [1, 4]
+
+
 def test_empty_masks_have_a_score() -> None:
     empty, full = np.zeros((20, 30), dtype=bool), np.eye(20, 30, dtype=bool)
     assert (region_similarity(empty, empty), boundary_similarity(empty, empty)) == (1, 1)
@@ -229,6 +236,9 @@ def test_missing_and_damaged_files_name_layout_and_source(davis: Path, tmp_path:
     with pytest.raises(UserError, match=r"ImageSets/2017/train\.txt is missing.*davischallenge\.org"):
         open_davis(str(davis), "train")
     root = drawn.write_davis(tmp_path, ("tall",))
+    [before] = open_davis(str(root), "val")
+    before.frames[0].with_name("._00000.jpg").write_bytes(b"of macOS")
+    assert open_davis(str(root), "val") == [before]
     mask = root / "Annotations" / "480p" / "tall" / "00003.png"
     Image.new("RGB", (5, 5)).save(mask)
     with pytest.raises(UserError, match=r"00003\.png has RGB pixels"):

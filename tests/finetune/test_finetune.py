@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from runs import assert_same_run, checkpoint_of, epochs_of
+from small_models import save_small_encoder
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.loss import SoftTargetCrossEntropy
@@ -163,6 +164,25 @@ def test_a_folder_of_another_training_or_of_other_classes_is_not_resumed(whole: 
             finetune(folder)
 
 
+def test_a_folder_of_another_start_is_not_resumed(whole: Path, tmp_path: Path) -> None:
+    """A finished run of one encoder was once reported as that of another, and its checkpoint renamed its start."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    with pytest.raises(CheckpointError, match=r"started from another encoder \(seed 0 there, 1 now\)"):
+        finetune(folder, seed=1)
+    checkpoint = checkpoint_of(folder)
+    start = {**checkpoint["finetune"]["start"], "sha256": 64 * "a"}
+    torch.save({**checkpoint, "finetune": {**checkpoint["finetune"], "start": start}}, folder / "checkpoint.pth")
+    with pytest.raises(CheckpointError, match=r"\(sha256 aaaaaaaa... there, None now\), so it cannot be resumed"):
+        finetune(folder)
+
+
+def test_the_result_of_a_finished_run_keeps_the_options_of_the_run(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = next(folder.glob("finetune_*.json")).read_text()
+    finetune(folder, lr=0.5)
+    assert [path.read_text() for path in folder.glob("finetune_*.json")] == [before]
+
+
 # Validation.
 
 
@@ -202,15 +222,12 @@ def test_the_result_has_the_last_and_the_best_epoch_and_the_start(whole: Path) -
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Weights of each kind that need no network."""
     folder = tmp_path_factory.mktemp("starts")
-    sizes = {"out_dim": 32, "head_hidden_dim": 16, "global_crops_size": 16, "local_crops_number": 0}
-    options = {**COMMON, "arch": "vit_micro", "patch_size": 8, "batch_size_per_gpu": 13, "epochs": 1, **sizes}
-    slots = {"sparo_slots": 3, "sparo_slot_dim": 5}
-    dino_sparo.train(output_dir=folder / "dino", **options, **slots)
+    checkpoint = save_small_encoder(folder / "checkpoint.pth", img_size=32)
     run_command("export", ["demo", str(folder / "demo")])
-    return {"demo": "demo", "dino": str(folder / "dino" / "checkpoint.pth"), "export": f"{folder / 'demo'}.safetensors"}
+    return {"demo": "demo", "checkpoint": str(checkpoint), "export": f"{folder / 'demo'}.safetensors"}
 
 
-@pytest.mark.parametrize("name", ["demo", "dino", "export"])
+@pytest.mark.parametrize("name", ["demo", "checkpoint", "export"])
 def test_a_run_starts_from_the_encoder_that_load_encoder_reads(name: str, starts: dict[str, str]) -> None:
     network = objective(**TRAINED, pretrained_weights=starts[name]).network.eval()
     encoder = dino_sparo.load_encoder(starts[name])
@@ -231,7 +248,7 @@ def test_a_model_of_timm_is_fine_tuned(name: str, tmp_path: Path, monkeypatch: p
         lambda name, pretrained=False, **settings: published if pretrained else create(name, **settings),
     )
     weights = {**TRAINED, "pretrained_weights": f"timm/{name}", "img_size": 32}
-    run = finetune(tmp_path, **weights, max_steps=3)
+    run = finetune(tmp_path, **weights, max_steps=2)  # the first has a learning rate of 0
     encoder = dino_sparo.load_encoder(run / "checkpoint.pth")
     assert encoder.config.arch == f"timm/{name}"
     after, before = encoder.backbone.model.state_dict(), published.state_dict()
@@ -266,6 +283,7 @@ def test_the_next_commands_read_the_fine_tuned_encoder(whole: Path, tmp_path: Pa
     assert torch.equal(exported(images), dino_sparo.load_encoder(checkpoint)(images))
     facts = run_command("info", [checkpoint])
     assert facts["objective"] == "fine-tuning"
+    assert facts["scores"]["best_top1"].endswith(" %")
     options = {**COMMON, "arch": "vit_micro", "patch_size": 8, "readout": "cls", "batch_size_per_gpu": 4, "epochs": 1}
     sizes = {"global_crops_size": 16, "local_crops_number": 0, "out_dim": 32, "head_hidden_dim": 16, "max_steps": 1}
     dino_sparo.train(output_dir=tmp_path / "dino", init_from=checkpoint, init_head="new", **options, **sizes)

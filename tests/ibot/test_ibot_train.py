@@ -20,6 +20,7 @@ from dino_sparo.ibot.mask import pack
 from dino_sparo.models.backbone import AnyBackbone, create_backbone
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.weights.checkpoint import load_checkpoint
+from dino_sparo.weights.file import CheckpointError
 
 VITS = [family for family in FAMILIES.values() if family.has_blocks]
 TIMM = {"patch_size": 8, "global_crops_size": 32, "local_crops_size": 16, "readout": "cls"}
@@ -61,7 +62,12 @@ def test_a_backbone_without_patches_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in VITS if family.has_class_token], ids=lambda family: family.name
+    "family",
+    [
+        pytest.param(family, marks=() if family.name == "tiny_dinov3" else pytest.mark.slow, id=family.name)
+        for family in VITS
+        if family.has_class_token
+    ],
 )
 def test_released_weights_start_a_training_whose_first_epoch_is_of_the_heads_alone(
     family: Family, tmp_path: Path
@@ -82,8 +88,7 @@ def test_released_weights_start_a_training_whose_first_epoch_is_of_the_heads_alo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("vit_small_patch16_dinov3", []), ("vit_small_patch14_dinov2", ["--local_crops_size", "98"])],
+    ("name", "sizes"), [("vit_small_patch16_dinov3", []), ("vit_small_patch14_dinov2", ["--local_crops_size", "98"])]
 )
 def test_the_commands_for_dinov3_and_dinov2_reach_their_first_step(
     name: str, sizes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +120,14 @@ def test_a_checkpoint_of_dino_gives_encoder_head_and_prototypes(
     assert "heads and center: taken mlp, last_layer; new patches, images, patches (patches." in caplog.text
 
 
-@pytest.mark.parametrize("scale", [1, 2])
+def test_a_run_of_dino_with_the_same_networks_is_not_resumed(tmp_path: Path) -> None:
+    same = {"readout": "cls", "patch_size": 4, "layer_decay": 1, "norm_last_layer": "false", "max_steps": 1}
+    train_small("train", tmp_path, **same)
+    with pytest.raises(CheckpointError, match="is of another objective: it has no ibot_loss; choose another"):
+        train_small("train-ibot", tmp_path, **same)
+
+
+@pytest.mark.parametrize("scale", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gram_anchoring_keeps_patches_near_a_fixed_teacher_that_resuming_needs_no_more(
     tmp_path: Path, scale: int
 ) -> None:

@@ -154,17 +154,22 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
         ("sugarcrepe", {"7": {**CREPE["0"], "caption": 3}}, r"entry '7': expected filename, caption .*; 3 is not text"),
         ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is not text"),
         ("sugarcrepe", 3, "expected a list of filename, caption and negative_caption; found int"),
+        ("sugarcrepe", '{"0": {}, "1": {}, "1": {}}', "the key '1' twice in an object"),
         ("winoground", {**WINOGROUND, "image_1": None}, "line 1: expected an object with image_0.*None is not text"),
+        ("aro-relation", "{", "is not valid JSON"),
         ("aro-attribution", [{**relation_entries(RNG, ATTRIBUTES, 1)[0], "attributes": "ab"}], "'ab' is not a list"),
         ("aro-relation", [{**relation_entries(RNG, RELATIONS, 1)[0], "bbox_x": 10**400}], "int too large"),
         ("coco-order", [{"image": "a", "caption_options": "abcde"}], "entry 0: .*'abcde' is not a list of 5"),
         ("vl-checklist", [["a.jpg", {"POS": "brown knob", "NEG": ["b"]}]], "'brown knob' is not a list"),
+        ("vl-checklist", [["a.jpg", {"POS": [], "NEG": ["a"]}]], "entry 0: expected"),
         ("coco-spatial", ["abc"], "entry 0: .*'abc' is not a list of 3"),
+        ("whatsup-a", [{"image_path": "mug.jpeg", "caption_options": list("abcd")}], "names no preposition"),
     ],
 )
 def test_the_message_names_file_entry_and_what_is_valid(name, content, message, tmp_path):
     file = tmp_path / ("swap_obj.json" if name == "sugarcrepe" else BENCHMARKS[name].files[0])
-    write_json(file, content)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         list(BENCHMARKS[name].read(tmp_path))
 

@@ -88,21 +88,6 @@ def test_a_key_of_the_json_gives_one_caption_or_several(tmp_path: Path) -> None:
         open_pairs(path, caption_key="title")
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_names_with_dots_are_pairs_by_their_whole_stem(tmp_path: Path, order: int) -> None:
-    members = [m for i in range(3) for m in ((f"IMG.1.{i}.png", picture(i)), (f"IMG.1.{i}.txt", b"text %d" % i))]
-    members += [("a.png", picture(9)), ("a.mask.png", picture(8)), ("a.txt", b"text 9"), ("a.alt.txt", b"another")]
-    source = open_pairs(str(write_tar(tmp_path / "a.tar", members[::order])), max_left_out=0.0)
-    assert sorted(captions for _, captions in contents(source)) == [["text 0"], ["text 1"], ["text 2"], ["text 9"]]
-    assert {value for value, captions in contents(source) if captions != ["text 9"]} == {0, 1, 2}
-
-
-def test_samples_of_the_same_name_are_apart_unless_they_are_neighbours(tmp_path: Path) -> None:
-    members = [("a.png", picture(1)), ("a.txt", b"first"), ("a.png", picture(2)), ("a.txt", b"second")]
-    path = write_tar(tmp_path / "a.tar", members)
-    assert contents(open_pairs(str(path))) == [(1, ["first"]), (2, ["second"])]
-
-
 def test_samples_that_are_no_pairs_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     members = [*pair_members(0, 4), ("lone.png", picture(9)), ("mute.txt", b"words"), ("still.jpg", picture(8, "JPEG"))]
     path = str(write_tar(tmp_path / "a.tar", members))
@@ -441,18 +426,7 @@ def test_an_empty_or_unreadable_caption_in_a_shard_is_replaced(tmp_path: Path) -
         source.captions_of(1)
 
 
-def test_the_view_is_a_large_crop_of_whole_numbers() -> None:
-    ramp = Image.fromarray(np.tile(np.arange(0, 200, dtype=np.uint8), (160, 1))).convert("RGB")
-    transform = PairTransform(16)
-    (view,) = transform(ramp, np.random.default_rng(0))
-    assert view.shape == (3, 16, 16)
-    assert view.dtype == torch.uint8
-    spans = []
-    for seed in range(20):
-        (view,) = transform(ramp, np.random.default_rng(seed))
-        spans.append(int(view[0, 8, -1]) - int(view[0, 8, 0]))  # of 200 columns, less half a pixel at either side
-    assert min(spans) > 0.8 * 187
-    assert len(set(spans)) > 3
+def test_a_crop_larger_than_the_image_is_refused() -> None:
     with pytest.raises(ValueError, match=r"crop_scale=\(0.9, 1.1\) is not a range of areas"):
         PairTransform(16, (0.9, 1.1))
 
@@ -468,7 +442,7 @@ def test_crops_by_torch_are_a_level_from_open_clips_in_one_pixel_of_fifty_at_mos
         theirs = TF.pil_to_tensor(TF.resized_crop(image, *box, [224, 224], TF.InterpolationMode.BICUBIC))
         (exact,) = PairTransform(224, exact=True)(image, np.random.default_rng(seed))
         (fast,) = PairTransform(224)(image, np.random.default_rng(seed))
-        assert torch.equal(exact, theirs)
+        assert torch.equal(exact, theirs)  # (3, 224, 224), uint8
         differences.append((fast.int() - theirs.int()).abs())
     levels = torch.stack(differences)
     assert levels.max() == 1
@@ -503,15 +477,6 @@ def test_each_caption_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dataset = PairDataset(source, PairTransform(4))
     assert [dataset[0, i].caption.strip() for i in range(3)] == ["text 0", "text 1", "text 2"]
     assert asked == [0, 1, 2]
-
-
-def test_a_caption_of_deeply_nested_json_is_one_bad_pair_not_the_end_of_the_run(tmp_path: Path) -> None:
-    members = pair_members(0, 3)
-    members[5] = ("001.json", b"[" * 200_000)
-    dataset = PairDataset(open_pairs(str(write_tar(tmp_path / "a.tar", members)), caption_key="alt"), PairTransform(4))
-    item = dataset[0, 1]
-    assert (item.index, item.caption) == (2, "alt 2")
-    assert "nested too deeply" in item.corrupt[0][1]
 
 
 @pytest.mark.parametrize("index", [-1, 4])

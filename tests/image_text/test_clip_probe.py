@@ -80,7 +80,7 @@ def test_the_probe_starts_as_clip_benchmarks_and_takes_its_batches():
 
 
 def test_a_probe_that_diverges_leaves_the_others_alone():
-    train, settings = clusters(61), ProbeSettings(CLASSES, lr=1.0, epochs=40, batch_size=11)
+    train, settings = clusters(61), ProbeSettings(CLASSES, lr=1.0, epochs=4, batch_size=11)
     rows = torch.arange(61)
     with_it = train_probes(train, rows, [1e-3, 1e4], settings)
     assert not with_it.weight[1].isfinite().all()
@@ -163,12 +163,7 @@ def test_the_result_file_tells_the_whole_protocol_and_cached_features_give_the_s
     options = ("--data_path", "scenes:50:32", "--epochs", 2, "--probe_batch_size", 8)
     result = run("--pretrained_weights", weights, *options, "--dump_features", tmp_path / "cache")
     path = tmp_path / "run" / "probe_checkpoint_scenes-50-32.json"
-    assert json.loads(path.read_text()) == result
-    assert result["sweep"]["num_val"] == 10
-    assert result["weight_decay"] in [row["weight_decay"] for row in result["sweep"]["tried"]]
-    assert (result["training"]["lr"], result["training"]["epochs"], result["training"]["batch_size"]) == (0.1, 2, 8)
-    assert (result["images"]["num_train"], result["images"]["num_test"]) == (50, 50)
-    assert result["images"]["num_classes"] == 10
+    assert json.loads(path.read_text()) == result  # its content is compared in test_evaluation_records.py
     assert len(result["model"]["sha256"]) == 64
     assert "weight decay" in capsys.readouterr().out
 

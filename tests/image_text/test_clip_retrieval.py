@@ -257,7 +257,7 @@ def test_captions_that_are_not_understood_are_refused(tmp_path, images, name, co
         open_caption_set(str(images), str(tmp_path / name))
 
 
-def test_captions_that_cannot_be_read_are_counted(monkeypatch):
+def test_captions_that_cannot_be_read_are_counted():
     """More than a few of them are an error, as for images."""
 
     def unreadable(index):

@@ -1,15 +1,15 @@
 """Validation while training: what is held out, the numbers, and that nothing about it is random."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import colour_encoder, small_checkpoint
+from clip_fakes import small_checkpoint
 from runs import assert_same_state, checkpoint_of, epochs_of
 from test_clip_train import run
 
@@ -17,7 +17,7 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text import objective
-from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, validate, validation_loss, validation_pairs
+from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, validate, validation_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.weights.file import CheckpointError
@@ -74,40 +74,21 @@ def test_no_more_pairs_are_compared_than_every_epoch_can_bear() -> None:
     assert pairs.location(MAX_PAIRS - 1) == source.location(3 * MAX_PAIRS - 1)
 
 
-def test_the_loss_is_the_definitions_over_whole_groups() -> None:
-    torch.manual_seed(0)
-    images, texts = torch.nn.functional.normalize(torch.randn(2, 11, 5), dim=-1)
-    groups = []
-    for start in (0, 4):  # the last three pairs are no whole group
-        logits = (7 * images[start : start + 4] @ texts[start : start + 4].t()).tolist()
-        columns = list(zip(*logits, strict=True))
-        rows = [math.log(sum(map(math.exp, line))) - line[i] for i, line in enumerate(logits)]
-        rows += [math.log(sum(map(math.exp, line))) - line[i] for i, line in enumerate(columns)]
-        groups.append(sum(rows) / 8)
-    scorer = colour_encoder()
-    assert validation_loss(scorer, images, texts, torch.tensor(7.0), 4) == pytest.approx(sum(groups) / 2, rel=1e-5)
-    assert validation_loss(scorer, images, texts, torch.tensor(0.0), 100) == pytest.approx(math.log(11), rel=1e-5)
-
-
-def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> None:
+def test_the_loss_is_that_of_the_model_in_evaluation_mode_which_goes_on_training(tmp_path: Path) -> None:
+    """That loss and recalls equal a loop is tested in test_clip_scorer.py."""
     loaded = load_clip(small_checkpoint(tmp_path / "clip.pth"))
     source = open_pairs("scenes:9:32")
     view = ClipView(32, loaded.mean, loaded.std)
-    encoder = DotProductScorer(loaded.model.train(), tokenize, view, CPU, 4)
-    found = validate(encoder, source, loaded.model.logit_scale.exp(), 100)
+    encoder = DotProductScorer(loaded.model.train(), view, CPU, 4, tokenize=tokenize)
+    found = validate(encoder, source, loaded.model.logit_scale.exp().detach(), 100)
     assert loaded.model.training
     with torch.no_grad():
         model = loaded.model.eval()
         images = model.encode_image(torch.stack([view(source.read(i))[0] for i in range(9)]))
         texts = model.encode_text(tokenize([source.captions_of(i)[0] for i in range(9)]).ids)
-    scores = images @ texts.t()
-    own = scores.diagonal()
-    for name, rows in (("val_text_r1", scores), ("val_image_r1", scores.t())):
-        best = rows.masked_fill(torch.eye(9, dtype=torch.bool), -math.inf).max(dim=1).values
-        assert found[name] == pytest.approx(100 * (own > best).float().mean().item())
-    assert found["val_loss"] == pytest.approx(
-        validation_loss(encoder, images, texts, model.logit_scale.exp().detach(), 9), rel=1e-4
-    )
+    logits, labels = loaded.model.logit_scale.exp().detach() * images @ texts.t(), torch.arange(9)
+    expected = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+    assert found["val_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs  # noqa: E402
-from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
 from dino_sparo.image_text.prompts import (  # noqa: E402
     TEMPLATES,
@@ -51,7 +51,7 @@ def weights(tmp_path: Path) -> Path:
 def small_encoder(weights: Path, batch_size: int = 6) -> DotProductScorer:
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)
-    return DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(loaded.model, view, torch.device("cpu"), batch_size, tokenize=tokenize)
 
 
 def run(*options: object) -> dict:
@@ -65,33 +65,13 @@ def run(*options: object) -> dict:
 def test_class_features_are_open_clips(weights, num_templates):
     templates = TEMPLATES["simple"][:num_templates]
     names = ["heart", "ring", "star", "cross"]
-    encoder = small_encoder(weights)
+    encoder = small_encoder(weights, batch_size=1)  # of three templates two classes at a time
     expected = open_clip.build_zero_shot_classifier(
         encoder.model, lambda texts: tokenize(texts).ids, names, templates, num_classes_per_batch=3
     )
     found = encoder.encode_classes(names, templates)
     torch.testing.assert_close(found.payload, expected.t(), rtol=1e-5, atol=1e-6)
     assert found.num_truncated == 0
-
-
-def test_averaging_templates_weakens_the_slots_they_disagree_on(weights):
-    encoder = small_encoder(weights)
-    one, many = (encoder.encode_classes(["ring"], TEMPLATES["simple"][:n]).payload for n in (1, 7))
-    lengths = [features.unflatten(1, (SLOTS, WIDTH)).norm(dim=2) for features in (one, many)]
-    torch.testing.assert_close(lengths[0], torch.full((1, SLOTS), SLOTS**-0.5))  # equation 2
-    torch.testing.assert_close(many.norm(dim=1), torch.ones(1))
-    rows = encoder.encode_text(tokenize(prompts(TEMPLATES["simple"], "ring")).ids).unflatten(1, (SLOTS, WIDTH))
-    agreement = rows.mean(dim=0).norm(dim=1)  # of the templates, slot by slot
-    torch.testing.assert_close(lengths[1][0], agreement / agreement.norm())
-    assert agreement.max() > 1.0001 * agreement.min()
-
-
-def test_the_size_of_batches_changes_nothing_but_rounding(weights):
-    names = [f"{colour} thing" for colour in COLOURS]
-    small, large = (
-        small_encoder(weights, size).encode_classes(names, scene_templates()[:11]).payload for size in (3, 64)
-    )
-    torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_is_cut_off_after_the_longest_caption():
@@ -103,18 +83,6 @@ def test_padding_is_cut_off_after_the_longest_caption():
 
 
 # --- hits
-
-
-def test_hits_equal_a_loop_and_of_equal_classes_the_first_comes_first():
-    scores = torch.randint(0, 4, (61, 7), generator=torch.Generator().manual_seed(0)).float()
-    labels = torch.randint(0, 7, (61,), generator=torch.Generator().manual_seed(1))
-    for row, label, (top1, top5, tie) in zip(
-        scores.tolist(), labels.tolist(), count_hits(scores, labels).tolist(), strict=True
-    ):
-        ranking = sorted(range(7), key=lambda c: (-row[c], c))
-        assert top1 == (ranking[0] == label)
-        assert top5 == (label in ranking[:5])
-        assert tie == (row.count(max(row)) > 1)
 
 
 def test_accuracies_by_hand(tmp_path, caplog):
@@ -280,7 +248,6 @@ def test_numbers_of_classes_may_begin_with_one_but_where_the_list_begins_is_not_
     [
         ("nowhere.txt", None, "neither a file nor one of auto, imagenet"),
         ("names.txt", "one\ntwo\nthree\n", "has 3 names, and none for 2 of the 2 classes, the first is 'a'"),
-        ("names.txt", "one\ntwo\n", "has 2 names, and none for 2 of the 2 classes"),
         ("names.txt", "\n", "is empty; give a list"),
         ("names.json", "{", "is not valid JSON"),
         ("names.json", '{"a": "x"}', "names no class 'b'"),

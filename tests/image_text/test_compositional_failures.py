@@ -36,12 +36,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     failure_section,
     write_failures,
 )
-from dino_sparo.image_text.evaluation.compositional.questions import (
-    Answer,
-    Question,
-    answer_questions,
-    judge,
-)
+from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question, answer_questions, judge
 from dino_sparo.image_text.evaluation.protocol import Crop
 from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from clip_fakes import evaluate, paint, small_checkpoint
 from compositional_files import write_json
-from oc_clip_fakes import oc_clip_description
+from oc_clip_fakes import small_checkpoint as oc_checkpoint
 
 from dino_sparo.commands import UNUSED_OPTIONS
 from dino_sparo.image_text.evaluation.compositional.questions import Question, answer_questions
@@ -16,24 +16,9 @@ from dino_sparo.weights.entries import IMAGE_TEXT_KEYS
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
-from dino_sparo.oc_clip.model import create_oc_clip
+from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
-
-
-def oc_checkpoint(path: Path) -> Path:
-    """An untrained model in a checkpoint of OC-CLIP training."""
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 7}
-    model = create_oc_clip(
-        arch="vit_micro", binding=BindingConfig(dim=12, num_heads=2, num_layers=1, rel_dim=5), **sizes
-    )
-    description = oc_clip_description(model.config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 1}, path)
-    return path
 
 
 @pytest.fixture
@@ -114,16 +99,6 @@ def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_pa
     assert by_file["benchmarks"] == by_parser["benchmarks"]
     assert by_file["graphs"]["counts"]["missing"] == 0
     assert json.loads(next(weights.parent.glob("compositional_*.json")).read_text()) == by_parser
-
-
-def test_missing_graphs_are_named_before_the_first_image_is_encoded(data, tmp_path, monkeypatch):
-    graphs = tmp_path / "graphs.jsonl"
-    graphs.write_text('{"caption": "a cat", "entities": ["cat"], "relationships": []}\n')
-    weights = oc_checkpoint(tmp_path / "checkpoint.pth")
-    monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
-    options = ("--pretrained_weights", weights, "--data_root", data, "--max_missing_graphs", 0)
-    with pytest.raises(ValueError, match="7 of 7 captions have no graph"):
-        run(*options, "--graphs", graphs)
 
 
 def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clip_fakes import call, parser_of
+from clip_fakes import call
 from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
@@ -142,8 +142,3 @@ def test_what_cannot_be_shuffled_is_refused_with_what_to_install_or_give(caption
 
 def test_salesforces_copies_of_karpathys_splits_are_read_as_captions_of_images(captions):
     assert list(map(len, read_captions(captions)[0].values())) == [3, 2]
-
-
-def test_the_options_of_order_captions_are_frozen():
-    parsed = vars(parser_of("order-captions").parse_args(["--captions", "a", "--output", "b"]))
-    assert parsed == {"captions": "a", "output": "b", "split": None, "seed": 0}

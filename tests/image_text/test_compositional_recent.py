@@ -15,6 +15,7 @@ import torch
 from clip_fakes import evaluate, small_checkpoint
 from PIL import Image
 
+from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.compositional import command as command_module
 from dino_sparo.image_text.evaluation.compositional import questions as questions_module
 from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
@@ -47,7 +48,7 @@ def official(name: str, questions: list[Question], tables: np.ndarray) -> dict[s
         return torch.from_numpy(tables)[image // 100, image % 100, text % 100]
 
     benchmark = BENCHMARKS[name]
-    return summarize(benchmark, benchmark.outcomes(questions, answers_to(encoded, score)), 0)
+    return summarize(benchmark, benchmark.outcomes(questions, answers_to(encoded, score)))
 
 
 def splits_of(summary: dict[str, Any], kind: str = "official") -> dict[str, float]:
@@ -203,7 +204,9 @@ def test_short_tables_say_the_same_in_every_format_and_the_next_command_reads_th
         assert float(row["blind"]) == entry["blind"]
         assert (row["p"] == "") == (row["model"] == "sparo")
     markdown, latex = stem.with_suffix(".md").read_text(), stem.with_suffix(".tex").read_text()
-    assert markdown in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert markdown in shown
+    assert "* incomplete: the result files list what is missing" in shown
     assert len(markdown.splitlines()) == len(rows) + 2
     assert latex.count(r"\\") == len(rows) + 1
     assert "accuracy, \\%" in latex
@@ -244,6 +247,51 @@ def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights
     assert evaluate("compositional", *options, tmp_path / "out") == expected
     assert sorted(first.asked + second.asked) == sorted(whole.asked)
     assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_damaged_line_is_asked_again_with_all_later_ones(drawn, weights, tmp_path, monkeypatch, caplog):
+    """A full disk had left half a line between whole ones; the command ended with a JSONDecodeError."""
+    options = ("--model", weights[0], "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(command_module, "report", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            evaluate("compositional", *options)
+    (journal,) = tmp_path.glob("*.jsonl")
+    expected = json.loads(next(tmp_path.glob("*.json")).read_text())
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join([*lines[:2], lines[2][:40], *lines[3:], ""]))
+    monkeypatch.setattr(questions_module, "encode_questions", counting := Counting())
+    (result,) = evaluate("compositional", *options)
+    assert result == expected
+    assert len(counting.asked) == sum(len(json.loads(line)[0]) for line in lines[2:])
+    assert "line 3 is unreadable; its questions and later ones are asked again" in caplog.text
+
+
+def test_warnings_stay_with_their_model_and_outlive_a_kill(drawn, weights, tmp_path, monkeypatch):
+    """The second model's result had the warnings of the first; after a kill a result lacked its own."""
+    options = ("--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+
+    def warn(scorer: Any, questions: Any, *more: Any) -> Any:
+        WARNINGS.append(scorer.model.config.readout)
+        return encode_questions(scorer, questions, *more)
+
+    monkeypatch.setattr(questions_module, "encode_questions", warn)
+    with monkeypatch.context() as patch:
+        patch.setattr(command_module, "report", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            evaluate("compositional", *options)
+    results = evaluate("compositional", *options)
+    assert [result["warnings"] for result in results] == [["sparo"], ["cls"]]
+
+
+def test_the_log_says_which_model_and_how_long(drawn, weights, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        evaluate(
+            "compositional", "--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path
+        )
+    assert "model 1 of 2, sparo: " in caplog.text
+    assert "model 2 of 2, cls: " in caplog.text
+    assert re.search(r"part 2 of \d+: \d+ questions, ETA \d+:\d\d:\d\d\n", caplog.text)
 
 
 def test_answers_of_other_options_are_dropped(drawn, weights, tmp_path, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""`--max_value` of every command that reads images with captions or classes: images of 12 bits in files of 16."""
+"""Limits of every command that reads images with captions or classes: images of 12 bits in files of 16."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ DATA: dict[str, tuple[str, ...]] = {
     "pictures": ("--data_path", "pairs"),
     "oc-pictures": ("--data_path", "pairs"),
 }
-QUICK = ("zero-shot", "retrieval", "oc-pictures")  # classes; pairs; graphs
+QUICK = ("zero-shot", "retrieval", "compositional", "oc-pictures")  # classes; pairs; questions; graphs
 
 
 def write_deep(path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_largest_value_of_16_bit_images_becomes_white(
     """The bug: without --max_value these images were nearly black."""
     checkpoint = oc_clip_fakes.small_checkpoint if name == "oc-pictures" else small_checkpoint
     weights = checkpoint(data / "checkpoint.pth")
-    words = (*DATA[name], "--max_value", "4095", "--exif", "ignore")
+    words = (*DATA[name], "--max_value", "4095", "--exif", "ignore", "--max_image_mb", "1", "--max_image_mpix", "2")
     assert levels(name, monkeypatch, "--pretrained_weights", weights, *words) == {255}
 
 
@@ -74,7 +74,9 @@ def levels(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any) -> set[int]:
 
     def read(*args: Any, **options: Any) -> Image.Image:
         image = read_image(*args, **options)
-        assert options["limits"].exif == ("ignore" if "ignore" in words else "apply")
+        limits = options["limits"]
+        assert limits.exif == ("ignore" if "ignore" in words else "apply")
+        assert (limits.max_mb, limits.max_mpix) == (1, 2) or "--max_image_mb" not in words
         seen.add(int(np.asarray(image).max()))
         return image
 

@@ -9,7 +9,9 @@ import oc_clip_fakes
 import pytest
 import torch
 from clip_fakes import small_checkpoint
+from kills import killed_at
 from PIL import Image
+from refusals import refused
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run
@@ -65,18 +67,14 @@ def test_captions_and_images_of_a_clip_meet_in_its_score(
     torch.testing.assert_close(scores, loaded.similarity(pictures, CAPTIONS), rtol=1e-3, atol=1e-4)
 
 
-def test_captions_are_neither_clustered_nor_compared_with_images(
-    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_captions_are_neither_clustered_nor_compared_with_images(pairs: Path, tmp_path: Path) -> None:
     weights = small_checkpoint(tmp_path / "clip.pth")
     folders = [str(tmp_path / name) for name in ("captions", "encoding")]
     for folder in folders:
         embed(weights, pairs, Path(folder), "--what", Path(folder).name)
     for words in (["cluster", folders[0]], ["predict", folders[1], "--images", folders[0]], ["predict", *folders[:1]]):
-        caplog.clear()
-        with pytest.raises(SystemExit):
+        with refused(f"{folders[0]} holds captions; give a folder with embeddings of images"):
             run(words[0], words[1:])
-        assert f"{folders[0]} holds captions; give a folder with embeddings of images" in caplog.text
 
 
 def test_captions_of_an_oc_clip_are_its_text_encoders_output(pairs: Path, tmp_path: Path) -> None:
@@ -93,18 +91,8 @@ def test_a_killed_run_resumes_to_the_same_bytes(pairs: Path, tmp_path: Path, mon
     weights = small_checkpoint(tmp_path / "clip.pth")
     monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
     embed(weights, pairs, tmp_path / "undisturbed", "--what", "captions")
-    calls = 0
-
-    def killed(self: EmbeddingWriter, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        finish_chunk(self, *arguments)
-
-    finish_chunk = EmbeddingWriter.finish_chunk
     with monkeypatch.context() as patch:
-        patch.setattr(EmbeddingWriter, "finish_chunk", killed)
+        patch.setattr(EmbeddingWriter, "finish_chunk", killed_at(3, EmbeddingWriter.finish_chunk))
         with pytest.raises(SystemExit):
             embed(weights, pairs, tmp_path / "out", "--what", "captions")
     embed(weights, pairs, tmp_path / "out", "--what", "captions")
@@ -121,15 +109,12 @@ def embed_on_a_rank(weights: Path, pairs: Path, out: Path) -> None:
     COMMANDS["embed"].function(parser().parse_args([*map(str, words), *options]))
 
 
-def test_other_captions_of_the_same_number_are_other_embeddings(
-    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_captions_of_the_same_number_are_other_embeddings(pairs: Path, tmp_path: Path) -> None:
     weights = small_checkpoint(tmp_path / "clip.pth")
     embed(weights, pairs, tmp_path / "captions", "--what", "captions")
     pairs.write_text(pairs.read_text().replace("a green disc", "a green ring"))
-    with pytest.raises(SystemExit):
+    with refused("holds other embeddings (captions"):
         embed(weights, pairs, tmp_path / "captions", "--what", "captions")
-    assert "holds other embeddings (captions" in caplog.text
 
 
 @pytest.mark.slow
@@ -144,15 +129,12 @@ def test_two_processes_write_one_result(
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
-def test_an_encoder_of_images_alone_embeds_no_captions(
-    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_encoder_of_images_alone_embeds_no_captions(pairs: Path, tmp_path: Path) -> None:
     encoder = create_encoder("vit_micro", 8, "cls", img_size=16)
     description = encoder_description(encoder.config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     torch.save({"teacher": encoder.state_dict(), "encoder": description}, tmp_path / "dino.pth")
-    with pytest.raises(SystemExit):
+    with refused("dino.pth holds no text encoder; give a checkpoint of train-clip or train-oc-clip"):
         embed(tmp_path / "dino.pth", pairs, tmp_path / "out", "--what", "captions")
-    assert "dino.pth holds no text encoder; give a checkpoint of train-clip or train-oc-clip" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -162,9 +144,6 @@ def test_an_encoder_of_images_alone_embeds_no_captions(
         (("--captions", "captions.json"), "--captions captions.json without --what captions"),
     ],
 )
-def test_captions_stand_alone(
-    words: tuple[str, ...], message: str, pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(SystemExit):
+def test_captions_stand_alone(words: tuple[str, ...], message: str, pairs: Path, tmp_path: Path) -> None:
+    with refused(message):
         embed(small_checkpoint(tmp_path / "clip.pth"), pairs, tmp_path / "out", *words)
-    assert message in caplog.text

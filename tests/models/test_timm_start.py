@@ -1,7 +1,6 @@
 """Weights that a backbone of timm starts from, and options that do not fit it."""
 
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,7 +181,6 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
 @pytest.mark.parametrize(
     ("arch", "settings", "message"),
     [
-        ("timm/test_vitt", {}, r"unknown arch 'timm/test_vitt'; the nearest are .*timm/test_vit"),
         (
             "timm/dinov3_small",
             {},
@@ -190,9 +188,6 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
         ),
         ("resnet18", {}, r"unknown arch 'resnet18'; choose one of .*, or timm/NAME; did you mean timm/resnet18\?"),
         ("timm/crossvit_9_240", {}, "gives list for an image of 240x240 px, neither tokens nor a map"),
-        ("timm/test_resnet", {"patch_size": 16}, "--patch_size 16 .* 32 px apart"),
-        ("timm/test_vit", {"img_size": 100}, "img_size=100 px .* patch_size=16 px; .* multiple is 96"),
-        ("timm/test_resnet", {"readout": "cls"}, "'cls': timm/test_resnet has no class token"),
         ("timm/vgg11", {"drop_path_rate": 0.1}, "--drop_path_rate 0.1: timm/vgg11 has no stochastic depth"),
     ],
 )
@@ -228,13 +223,3 @@ def test_codes_are_refused_without_a_clip(method: Any) -> None:
         ValueError, match=r"readout 'fdt' needs codes, which only CLIP has \(train-clip\); choose anoth"
     ):
         kind.check_options(args)
-
-
-def test_attention_of_the_last_block_has_the_rows_of_a_softmax_and_stages_have_none() -> None:
-    images = torch.randn(2, 3, 32, 48)
-    encoder = create_encoder("timm/test_vit", readout="cls", img_size=64).eval()
-    attention = encoder.backbone.last_self_attention(images, num_queries=1)
-    assert attention.shape == (2, 2, 1, 1 + math.prod(encoder.backbone.grid(images)))
-    torch.testing.assert_close(attention.sum(dim=-1), torch.ones(2, 2, 1))
-    with pytest.raises(ValueError, match="timm/test_resnet computes no self-attention"):
-        create_encoder("timm/test_resnet").backbone.last_self_attention(torch.randn(1, 3, 64, 64))

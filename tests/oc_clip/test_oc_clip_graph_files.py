@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from oc_clip_fakes import write_graphs
 
-from dino_sparo.data.scenes.images import Scenes
-from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.oc_clip.graphs.files import (
     CaptionGraphs,
     append_lines,
@@ -97,11 +95,6 @@ def test_what_a_result_file_says_names_file_hash_and_caps(tmp_path: Path) -> Non
     caps = {"max_nodes": 3, "max_relations": 5}
     assert opened(path, **caps).record == {"file": str(path), "sha256": digest, "captions": 1, **caps}
     assert open_graphs("templates", **caps).record == {"parser": "templates", **caps}
-
-
-def test_a_parser_needs_no_file() -> None:
-    graphs = open_graphs("templates")
-    assert graphs.lookup("A dog on a mat") == (DOG, LookupCounts(captions=1))
 
 
 def lookup_in_child(graphs: CaptionGraphs) -> tuple[SceneGraph, LookupCounts]:
@@ -209,21 +202,6 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
 def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").write_text('\n{"a": 1}\n\n{"b": 2}')
     assert [(number, offset) for number, offset, _ in read_lines(tmp_path / "g.jsonl")] == [(2, 1), (4, 11)]
-
-
-def test_a_file_of_graphs_with_images_is_a_table_of_pairs(tmp_path: Path) -> None:
-    scenes = Scenes(3, 24)
-    rows = []
-    for index in range(3):
-        scenes.read(index).save(tmp_path / f"{index}.png")
-        rows.append((scenes.caption(index), SceneGraph((f"thing {index}",)), f"{index}.png"))
-    write_graphs(tmp_path / "g.jsonl", rows)
-    pairs = open_pairs(str(tmp_path / "g.jsonl"))
-    graphs = opened(tmp_path / "g.jsonl")
-    for index, (caption, graph, image) in enumerate(rows):
-        assert pairs.captions_of(index) == [caption]
-        assert pairs.location(index) == str(tmp_path / image)
-        assert graphs(pairs.captions_of(index)[0]) == graph
 
 
 def test_a_caption_of_broken_characters_finds_its_graph(tmp_path: Path) -> None:

@@ -294,9 +294,7 @@ class Handler(BaseHTTPRequestHandler):
         other = self.server.other.url + "/chat/completions"
         self.wfile.write(f"HTTP/1.1 307 Other\r\nLocation: {other}\r\nContent-Length: 0\r\n\r\n".encode())
 
-    odd: ClassVar = {
-        **{"drip": drip, "drip_body": drip_body, "flood": flood, "packed": packed, "redirect": redirect},
-    }
+    odd: ClassVar = {**{"drip": drip, "drip_body": drip_body, "flood": flood, "packed": packed, "redirect": redirect}}
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -346,9 +344,7 @@ def test_a_server_that_fails_now_and_then_gives_every_graph(server: FakeServer, 
         "a thing 1": [429],
         "a thing 3": [500, 503, 429, 500, 502],
         "a thing 5": ["garbage"],
-        "a thing 7": [
-            "cut",
-        ],
+        "a thing 7": ["cut"],
     }
     summary = run(server, tmp_path)
     assert summary["complete"]

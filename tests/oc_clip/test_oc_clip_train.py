@@ -178,14 +178,6 @@ def test_a_pair_without_relations_has_no_gradient_of_the_local_loss() -> None:
             assert all(p.grad is None or not p.grad.any() for p in part.parameters())
 
 
-@pytest.mark.parametrize("megabytes", [1e-6, 0.01])
-def test_small_chunks_change_no_gradient(megabytes: float) -> None:
-    model = small_model().double()
-    plain = gradients(model, [12])
-    model.binding.chunk_mb = megabytes
-    assert_same_gradients(gradients(model, [12]), plain)
-
-
 def test_temperature_and_coefficients_stay_in_their_ranges() -> None:
     model = small_model()
     training = training_of(model)
@@ -517,7 +509,6 @@ SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shards": "streamed"}, "--shards streamed: false graphs are drawn by a pair's number"),
         ({"shards": "streamed", "epoch_pairs": 20}, "--shards streamed: false graphs are drawn by a pair's number"),
         ({**SHARD_KEYS}, "--graph_key is for tar shards; .* has none. Give --graphs FILE"),
         ({**SHARD_KEYS, "val_share": 0.2}, "--graph_key with --val_share: give --val_path and --val_graphs"),

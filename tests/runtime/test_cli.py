@@ -46,37 +46,14 @@ from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
 REFERENCE: dict[str, Any] = {
-    "arch": "vit_small",
-    "patch_size": 16,
-    "out_dim": 65536,
-    "norm_last_layer": True,
-    "momentum_teacher": 0.996,
-    "use_bn_in_head": False,
-    "warmup_teacher_temp": 0.04,
-    "teacher_temp": 0.04,
-    "warmup_teacher_temp_epochs": 0,
-    "use_fp16": True,
-    "weight_decay": 0.04,
-    "weight_decay_end": 0.4,
-    "clip_grad": 3.0,
-    "batch_size_per_gpu": 64,
-    "epochs": 100,
-    "freeze_last_layer": 1,
-    "lr": 0.0005,
-    "warmup_epochs": 10,
-    "min_lr": 1e-6,
-    "optimizer": "adamw",
-    "drop_path_rate": 0.1,
-    "global_crops_scale": (0.4, 1.0),
-    "local_crops_number": 8,
-    "local_crops_scale": (0.05, 0.4),
-    "data_path": "/path/to/imagenet/train/",
-    "output_dir": ".",
-    "saveckp_freq": 20,
-    "seed": 0,
-    "num_workers": 32,
-    "dist_url": "env://",
-    "local_rank": 0,
+    **{"arch": "vit_small", "patch_size": 16, "drop_path_rate": 0.1},
+    **{"out_dim": 65536, "norm_last_layer": True, "use_bn_in_head": False, "freeze_last_layer": 1},
+    **{"momentum_teacher": 0.996, "warmup_teacher_temp": 0.04, "teacher_temp": 0.04, "warmup_teacher_temp_epochs": 0},
+    **{"optimizer": "adamw", "lr": 0.0005, "min_lr": 1e-6, "warmup_epochs": 10, "clip_grad": 3.0},
+    **{"weight_decay": 0.04, "weight_decay_end": 0.4, "use_fp16": True, "batch_size_per_gpu": 64, "epochs": 100},
+    **{"global_crops_scale": (0.4, 1.0), "local_crops_number": 8, "local_crops_scale": (0.05, 0.4)},
+    **{"data_path": "/path/to/imagenet/train/", "output_dir": ".", "saveckp_freq": 20, "seed": 0, "num_workers": 32},
+    **{"dist_url": "env://", "local_rank": 0},
 }
 
 # Defaults that differ from the reference's on purpose.
@@ -94,31 +71,10 @@ CHANGED: dict[str, Any] = {
 IGNORED = {"local_rank", "preset", "image_encoder"}
 # Texts that are no paths. Any other text may be one, and its `~` becomes the home folder.
 NO_PATHS = {
-    *(
-        "account",
-        "benchmarks",
-        "caption",
-        "caption_key",
-        "centering",
-        "checkpoint_key",
-        "comment",
-        "constraint",
-        "device",
-    ),
-    *("dist_url", "graph_key", "gres", "image_key", "label_column", "models", "name", "negative_key", "partition"),
-    *(
-        "parts",
-        "path_column",
-        "qos",
-        "readout",
-        "repository",
-        "run_name",
-        "server",
-        "short",
-        "slurm_additional",
-        "split",
-    ),
-    *("split_column", "val_split", "tags", "binary", "numbers"),
+    *("account", "benchmarks", "binary", "caption", "caption_key", "centering", "checkpoint_key", "comment"),
+    *("constraint", "device", "dist_url", "graph_key", "gres", "image_key", "label_column", "models", "name"),
+    *("negative_key", "numbers", "partition", "parts", "path_column", "qos", "readout", "repository", "run_name"),
+    *("server", "short", "slurm_additional", "split", "split_column", "tags", "val_split"),
 }
 # Of commands whose first process does all: launchers start them like others.
 OF_PEERS = {"dist_url", "dist_timeout_min"}
@@ -175,12 +131,6 @@ def test_a_command_line_of_the_reference_is_understood() -> None:
     assert (args.arch, args.patch_size, args.norm_last_layer, args.use_fp16) == ("vit_small", 8, False, False)
     assert (list(args.global_crops_scale), args.local_crops_number) == ([0.14, 1.0], 0)
     assert (args.use_bn_in_head, args.optimizer, args.clip_grad) == (True, "lars", 0.0)
-
-
-@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
-@pytest.mark.parametrize("glue", [" ", "="])
-def test_both_spellings_of_local_rank_are_taken(spelling: str, glue: str) -> None:
-    assert parse(f"{spelling}{glue}3").local_rank == 3
 
 
 # Values.
@@ -245,20 +195,7 @@ def test_a_word_that_is_no_number_or_out_of_range_is_refused(
     assert f"argument {words.split()[0]}: {message}" in capsys.readouterr().err
 
 
-def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
-    assert json.loads(json.dumps(vars(parse())))["global_crops_scale"] == [0.4, 1.0]
-
-
 # Help.
-
-
-@pytest.mark.parametrize("name", sorted(PARSERS))
-def test_every_option_has_help_that_can_be_printed(name: str) -> None:
-    parser = PARSERS[name]()
-    text = parser.format_help(everything=True)
-    for action in options(parser):
-        assert action.help, action.dest
-        assert (action.option_strings or [action.metavar or action.dest])[0] in text
 
 
 def test_the_options_of_training_stand_in_groups() -> None:
@@ -357,14 +294,8 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
 REFUSED = (
     ("train", "give --data_path and --output_dir. Without data"),
     ("train --data_path no/folder --output_dir r", "--data_path no/folder does not exist (in "),
-    (
-        "train --data_path scenes --output_dir r --arch vit_smal",
-        "--arch vit_smal is unknown; choose one of vit_base",
-    ),
-    (
-        "train --data_path scenes --output_dir r --readout spar",
-        "--readout spar is unknown; choose one of attention",
-    ),
+    ("train --data_path scenes --output_dir r --arch vit_smal", "--arch vit_smal is unknown; choose one of vit_base"),
+    ("train --data_path scenes --output_dir r --readout spar", "--readout spar is unknown; choose one of attention"),
     ("train-simdino --data_path scenes --output_dir r --epochs 1 --warmup_epochs 2", "--warmup_epochs 2 is longer"),
     ("train-clip --data_path scenes --output_dir r --epoch_pairs 3", "--shards indexed with --epoch_pairs 3"),
     ("train-oc-clip --data_path scenes --output_dir r --val_share 0.5 --val_path scenes", "--val_share 0.5 with"),
@@ -390,15 +321,8 @@ def test_names_that_are_no_paths_are_no_missing_inputs(tmp_path: Path) -> None:
     names = ["demo", "timm/vit_tiny_patch16_224", "USER/name.v1", "", str(tmp_path)]
     for name in names:
         require_inputs({"pretrained_weights": name})
-    for name in (
-        "scenes:8",
-        "cifar10:no/folder",
-        "no/{0..3}.tar",
-        "no/*.tar",
-        "https://no/a.tar",
-        "pipe:cat no/a",
-        "x",
-    ):
+    others = ("scenes:8", "cifar10:no/folder", "no/{0..3}.tar", "no/*.tar", "https://no/a.tar", "pipe:cat no/a", "x")
+    for name in others:
         require_inputs({"data_path": name, "val_path": None})
     require_inputs({"load_features": str(tmp_path), "data_path": "no/folder", "pretrained_weights": ["no.pth"]})
     with pytest.raises(ValueError, match=r"--pretrained_weights runs/b.pth does not exist"):
@@ -448,10 +372,20 @@ def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.Cap
         assert "->" in command.summary
 
 
-def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("zeroshot --data_path x", "there is no command 'zeroshot'; did you mean zero-shot?"),
+        ("slots", "did you mean slots study or slots score or slots select or slots mask?"),
+        ("pictures", "there is no command 'pictures'"),  # its name in the table alone
+    ],
+)
+def test_a_command_that_does_not_exist_is_named_with_the_nearest(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["zeroshot", "--data_path", "x"])
-    assert "there is no command 'zeroshot'; did you mean zero-shot?" in capsys.readouterr().err
+        main(words.split())
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -476,11 +410,6 @@ def test_what_a_package_offers_is_imported_when_it_is_used(package: ModuleType) 
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = package.no_such_name
-
-
-def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, dino_sparo, dino_sparo.clip; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
 
 
 @pytest.mark.parametrize(
@@ -580,8 +509,6 @@ def test_keywords_are_parsed_as_the_command_line_is() -> None:
     ("keywords", "message"),
     [
         ({"batch_size": 16}, "unrecognized arguments: --batch_size=16; did you mean --batch_size_per_gpu?"),
-        ({"readuot": "sparo"}, "unrecognized arguments: --readuot=sparo; did you mean --readout?"),
-        ({"epochs": "many"}, "argument --epochs: 'many' is not a whole number; give a positive number"),
         ({"epochs": [1, 2]}, "argument --epochs: expected one value, not [1, 2]"),
         ({"epochs": {"a": 1}}, "argument --epochs: expected one value, not {'a': 1}"),
         ({"global_crops_scale": [0.4]}, "argument --global_crops_scale: expected 2 arguments"),
@@ -832,7 +759,9 @@ def test_a_training_writes_the_configuration_that_repeats_it(command: str, words
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
-def test_help_shows_at_most_fifteen_options_and_two_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_at_most_fifteen_options_and_two_examples_and_help_all_every_option(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
         run_command(name, ["--help"])
     text = capsys.readouterr().out
@@ -845,7 +774,9 @@ def test_help_shows_at_most_fifteen_options_and_two_examples(name: str, capsys: 
     with pytest.raises(SystemExit, match="0"):
         run_command(name, ["--help-all"])
     text = capsys.readouterr().out
-    assert all(re.search(rf"^  (--)?{action.dest}\b", text, re.M) for action in options(PARSERS[name]()))
+    for action in options(PARSERS[name]()):
+        assert action.help, action.dest
+        assert re.search(rf"^  (--)?{action.dest}\b", text, re.M), action.dest
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
@@ -866,12 +797,6 @@ def test_train_takes_the_objective_as_a_word(name: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="0"):
         main([*name.split("-", 1), "--help"])
     assert capsys.readouterr().out.startswith(f"usage: dino-sparo {name} [options]")
-
-
-def test_a_command_of_two_words_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["slots"])
-    assert "did you mean slots study or slots score or slots select or slots mask?" in capsys.readouterr().err
 
 
 def test_hyphens_and_underscores_are_equal() -> None:
@@ -906,12 +831,6 @@ def test_attention_and_linear_take_the_options_of_the_checkpoints_objective(
     with pytest.raises(SystemExit, match="0"):
         main([name, "--pretrained_weights", str(tmp_path / "a-b.pth"), "--image_encoder", "--help"])
     assert capsys.readouterr().out.split("\n\n")[1] == COMMANDS[name].summary
-
-
-def test_the_name_in_the_table_of_such_a_command_is_not_for_users(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["pictures"])
-    assert "there is no command 'pictures'" in capsys.readouterr().err
 
 
 def test_the_references_names_of_attention_stay() -> None:

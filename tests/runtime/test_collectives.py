@@ -4,12 +4,7 @@ import torch
 from torch import Tensor
 from two_ranks import TwoRanks
 
-from dino_sparo.runtime.collectives import (
-    all_gather_ragged,
-    all_reduce_flat,
-    all_reduce_sum,
-    gather_with_gradient,
-)
+from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_flat, all_reduce_sum, gather_with_gradient
 from dino_sparo.runtime.launch import rank
 
 
@@ -56,12 +51,3 @@ def test_the_gradient_through_a_gather_is_the_sum_over_ranks(two_ranks: TwoRanks
     for number, (gathered, gradient) in enumerate(results):
         assert torch.equal(gathered, tensors)
         assert torch.allclose(gradient, whole.grad[number])
-
-
-def _fail_on_rank_1() -> None:
-    if rank():
-        raise ValueError("bad")
-
-
-def test_errors_are_named_by_rank(two_ranks: TwoRanks) -> None:
-    assert two_ranks.errors(_fail_on_rank_1) == ["", "ValueError: bad"]

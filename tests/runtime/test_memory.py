@@ -39,8 +39,7 @@ def test_full_memory_is_answered_by_what_helps_trainings_or_evaluations(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), MemoryError()],
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."), MemoryError()]
 )
 def test_the_hosts_memory_may_be_full_too(error: Exception) -> None:
     with pytest.raises(MemoryFullError, match="smaller batches"), explain_full_memory({}):

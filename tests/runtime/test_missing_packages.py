@@ -44,11 +44,7 @@ def ends_in_one_line(package: str, *command: str) -> str:
     ("package", "command", "remedy"),
     [
         ("open_clip", "dino_sparo train-clip --data_path scenes --output_dir {}", r"dino_sparo[clip]"),
-        (
-            "open_clip",
-            "dino_sparo zero-shot --pretrained_weights {}/w --data_path scenes",
-            "dino_sparo[clip]",
-        ),
+        ("open_clip", "dino_sparo zero-shot --pretrained_weights {}/w --data_path scenes", "dino_sparo[clip]"),
         (
             "webdataset",
             "dino_sparo train-clip --data_path {}/a.tar --shards streamed --epoch_pairs 256 --output_dir {}",

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,6 @@ def test_before_training_only_the_signal_of_a_job_that_runs_again_is_noted() -> 
         os.kill(os.getpid(), signal.SIGUSR2)
         assert signals.received == {signal.SIGUSR2}
         assert signal.getsignal(signal.SIGTERM) == before
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
-    with StopSignals() as signals:
-        signals.begin_training()
-        os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -176,20 +169,39 @@ def test_a_run_that_nobody_starts_again_says_so(monkeypatch: pytest.MonkeyPatch)
         assert ended.value.status == 128 + signum
 
 
-def test_what_was_there_before_hands_the_run_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
+@contextmanager
+def submitits_handler(*answers: BaseException) -> Iterator[list[int]]:
+    """The handler of SIGUSR2 that was there before: it raises these errors in turn, and notes its calls."""
+    called, left = list[int](), iter(answers)
 
     def requeue(number: int, frame: object) -> None:
         called.append(number)
-        raise SystemExit(255)
+        raise next(left)
 
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
-        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
-            hand_over(signals, signal.SIGUSR2, 7)
+        yield called
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert called == [signal.SIGUSR2]
+
+
+BUSY = subprocess.CalledProcessError(1, "scontrol")
+
+
+@pytest.mark.parametrize("errors", [[], [RuntimeError("can't start new thread")], [BUSY, BUSY]], ids=len)
+def test_what_was_there_before_hands_the_run_over_and_is_asked_again_after_an_error(
+    errors: list[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: an error of `scontrol` ended the run for good, with a traceback."""
+    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
+    with (
+        submitits_handler(*errors, SystemExit(255)) as called,
+        StopSignals() as signals,
+        pytest.raises(SystemExit, match="255"),
+    ):
+        hand_over(signals, signal.SIGUSR2, 7)
+    assert called == [signal.SIGUSR2] * (len(errors) + 1)
+    assert caplog.text.count("could not be requeued") == len(errors)
 
 
 def fake_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, preempt_time: str, status: int = 0) -> Path:
@@ -236,63 +248,18 @@ def test_a_job_that_cannot_be_requeued_says_why(
     assert calls.read_text().count("requeue 12") == 4
 
 
-def test_a_requeue_that_fails_for_another_reason_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([RuntimeError("can't start new thread"), None])
-
-    def requeue(number: int, frame: object) -> None:
-        if error := next(answers):
-            raise error
-        raise SystemExit(255)
-
-    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
-    before = signal.signal(signal.SIGUSR2, requeue)
-    try:
-        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
-            hand_over(signals, signal.SIGUSR2, 7)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-
-
-def test_a_busy_controller_is_asked_again_to_requeue_a_job_of_submitits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The bug: an error of `scontrol` ended the run for good, with a traceback."""
-    answers = iter([subprocess.CalledProcessError(1, "scontrol"), subprocess.CalledProcessError(1, "scontrol"), None])
-
-    def requeue(number: int, frame: object) -> None:
-        if error := next(answers):
-            raise error
-        raise SystemExit(255)
-
-    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
-    before = signal.signal(signal.SIGUSR2, requeue)
-    try:
-        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
-            hand_over(signals, signal.SIGUSR2, 7)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert caplog.text.count("could not be requeued") == 2
-
-
 def test_a_job_that_submitit_requeues_no_more_ends_for_good_with_its_steps_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The bug: a traceback, and the batch script took it for a fault and requeued the job all the same."""
-
-    def refuse(number: int, frame: object) -> None:
-        raise UncompletedJobError("Job not requeued because: timed-out too many times.")
-
-    before = signal.signal(signal.SIGUSR2, refuse)
     note = tmp_path / "do_not_requeue"
-    try:
-        with (
-            pytest.raises(SystemExit) as ended,
-            errors_in_one_line(logging.getLogger("run"), note_final=note.touch),
-            StopSignals() as signals,
-        ):
-            hand_over(signals, signal.SIGUSR2, 7)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with (
+        submitits_handler(UncompletedJobError("Job not requeued because: timed-out too many times.")),
+        pytest.raises(SystemExit) as ended,
+        errors_in_one_line(logging.getLogger("run"), note_final=note.touch),
+        StopSignals() as signals,
+    ):
+        hand_over(signals, signal.SIGUSR2, 7)
     assert ended.value.code == 128 + signal.SIGUSR2
     assert note.exists()
     assert "Job not requeued because: timed-out too many times." in caplog.text

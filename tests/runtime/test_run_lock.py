@@ -54,9 +54,7 @@ def assert_taken_over(folder: Path) -> None:
     assert not list(folder.iterdir()), "the lock is given back"
 
 
-def test_a_second_run_in_an_output_dir_is_refused_with_one_line_and_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_second_run_in_an_output_dir_is_refused_with_one_line_and_changes_nothing(tmp_path: Path) -> None:
     args = main_dino.get_args_parser().parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")])
     with RunLock(tmp_path / "run") as lock:
         lock.acquire()

@@ -52,6 +52,7 @@ def test_the_choices_are_the_trackers() -> None:
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The bug: a file server that was away for a moment ended a run for good, before it had saved."""
     broken = type("Broken", (Recorder,), {"fails_in": method})
     monkeypatch.setitem(trackers.TRACKERS, "broken", broken)
     monkeypatch.setitem(trackers.TRACKERS, "working", Recorder)

@@ -19,52 +19,46 @@ from dino_sparo.training.run import train
 from dino_sparo.weights.checkpoint import load_checkpoint
 
 
-def test_a_run_in_which_nothing_moves_ends_itself(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended, statuses = threading.Event(), []
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a watchdog ends the process, which lives on."""
+    over = threading.Event()
 
     def leave(status: int) -> None:
-        statuses.append(status)
-        watchdog.over.set()  # what the process' end does, too
-        ended.set()
+        assert status == FAULT_STATUS
+        for watchdog in watchdog_file._watching:
+            watchdog.over.set()  # what the process' end does, too
+        over.set()
 
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.2)
+    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.1)
     monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
+    return over
+
+
+def test_a_run_in_which_nothing_moves_ends_itself(
+    ended: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.2)
     with Watchdog(timeout_min=0.0) as watchdog:
         for _ in range(4):
             time.sleep(0.1)
             watchdog.beat()
-        assert not statuses
+        assert not ended.is_set()
         assert ended.wait(10)
-    assert statuses == [FAULT_STATUS]
     assert "no progress for 0 s" in caplog.text
 
 
-def test_a_watchdog_waits_longer_while_one_rank_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.1)
+def test_a_watchdog_waits_longer_while_one_rank_saves_for_all(ended: threading.Event) -> None:
     with Watchdog(timeout_min=0.0) as watchdog:
         with watchdog.patient():
             time.sleep(0.25)
         assert watchdog.seconds == 0.1
-    assert not statuses
-
-
-def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.05)
-    with Watchdog(timeout_min=0.0):
-        pass
-    time.sleep(0.2)
-    assert not statuses
+    time.sleep(0.25)  # a watchdog that is dismissed bites nobody
+    assert not ended.is_set()
 
 
 def test_every_item_of_a_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "_exit", lambda status: None)
     for is_terminal in (False, True):
         monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
         with Watchdog(timeout_min=1.0) as outer, Watchdog(timeout_min=1.0) as watchdog:
@@ -74,56 +68,35 @@ def test_every_item_of_a_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPa
                 outer.last_beat = watchdog.last_beat = 0.0
 
 
-def test_a_watchdog_ends_a_process_whose_log_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_ends_a_process_whose_log_hangs(ended: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: it waited for the log itself, whose disk did not answer."""
-    ended, answers, statuses = threading.Event(), threading.Event(), []
-
-    def leave(status: int) -> None:
-        statuses.append(status)
-        watchdog.over.set()
-        ended.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.1)
+    answers = threading.Event()
     monkeypatch.setattr(watchdog_file, "LAST_WORDS_S", 0.1)
     monkeypatch.setattr(watchdog_file.logger, "error", lambda *_: answers.wait(60))
-    monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
-    with Watchdog(timeout_min=0.0) as watchdog:
+    with Watchdog(timeout_min=0.0):
         assert ended.wait(30)
     answers.set()
-    assert statuses == [FAULT_STATUS]
 
 
 @pytest.mark.slow
 def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ended: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The bug: nobody watched what comes after an epoch's last step."""
 
     class EndedError(BaseException):
         pass
 
-    over = threading.Event()
-
     def hang(*_: object) -> None:
-        assert over.wait(120)
+        assert ended.wait(120)
         raise EndedError
 
-    def leave(status: int) -> None:
-        statuses.append(status)
-        next(iter(watchdog_file._watching)).over.set()
-        over.set()
-
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.2)
-    monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
     monkeypatch.setattr(DINOObjective, "after_epoch", hang)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
     words = options(tmp_path, knn_freq=1, epochs=2, dist_timeout_min=0.02)
     with pytest.raises(EndedError):
         train(get_args_parser().parse_args(words), DINOObjective)
-    assert statuses == [FAULT_STATUS]
     assert "no progress for" in caplog.text
     checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
     assert (checkpoint["step"], checkpoint["epoch"]) == (36, 1)

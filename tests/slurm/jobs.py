@@ -41,13 +41,6 @@ class Job:
     def restarts(self) -> int:
         return int(self.fields()["Restarts"])
 
-    def wait_for(self, *states: str, seconds: float = PATIENCE) -> str:
-        """Wait until the job is in one of the states; fails if it ends in another one."""
-        wait_until(lambda: self.state in (*states, *ENDED), seconds, f"job {self.number} to be {states}", pause=0.2)
-        state = self.state
-        assert state in states, f"{self.fields()}\n{self.log()}"
-        return state
-
     def wait_for_end(self, seconds: float = 2 * PATIENCE) -> str:
         """Wait until the job is over for good; returns its state."""
         wait_until(lambda: self.state in ENDED, seconds, f"job {self.number} to end", pause=0.2)

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip import create_clip, tokenize
+from dino_sparo.clip import CLIP, create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
 from dino_sparo.commands import COMMANDS
 from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -54,7 +55,7 @@ class ColourClip(nn.Module):
 def colour_encoder(batch_size: int = 3) -> DotProductScorer:
     """`ColourClip` with pixels from 0 to 1."""
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    return DotProductScorer(ColourClip(), tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(ColourClip(), view, torch.device("cpu"), batch_size, tokenize=tokenize)
 
 
 def paint(path: Path, colour: str) -> None:
@@ -66,15 +67,39 @@ def paint(path: Path, colour: str) -> None:
         path.write_bytes(b"no image")
 
 
+SMALL_CLIP: dict[str, Any] = {
+    **{"arch": "vit_micro", "patch_size": 8, "img_size": 32, "num_slots": 5, "slot_dim": 7, "key_dim": 3},
+    **{"text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53},
+    **{"embed_dim": 11, "bottleneck_dim": 4, "num_codes": 17},
+}
+
+
+def small_clip(readout: str = "sparo", seed: int = 0, **changes: Any) -> CLIP:
+    """A model in eval mode; every parameter is away from what it starts with."""
+    if readout == "fdt":
+        pytest.importorskip("entmax")
+    torch.manual_seed(seed)
+    model = create_clip(readout=readout, **{**SMALL_CLIP, **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def save_clip(network: CLIP, path: Path, **changes: Any) -> Path:
+    """Write a model as CLIP's training does, with other entries if they are given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clip = clip_description(network.config)
+    torch.save({"model": network.state_dict(), "clip": clip, "epoch": 3, **changes}, path)
+    return path
+
+
 def small_checkpoint(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
     """An untrained model in a checkpoint of CLIP training."""
     torch.manual_seed(seed)
     sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11}
     text = {"text_width": 24, "text_heads": 2, "text_layers": 3}
-    model = create_clip(arch="vit_micro", patch_size=8, readout=readout, **sizes, **text)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.state_dict(), "clip": clip_description(model.config), "epoch": 3}, path)
-    return path
+    return save_clip(create_clip(arch="vit_micro", patch_size=8, readout=readout, **sizes, **text), path)
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

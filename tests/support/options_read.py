@@ -36,12 +36,20 @@ def options_read(*definitions: Definition, texts: bool = True) -> set[str]:
         parts = [(module, part) for part in parts_of(node)]
         while parts:
             for place, part in parts:
-                read |= set(attributes_of_args(part, texts))
-                used |= {inner.attr for inner in ast.walk(part) if isinstance(inner, ast.Attribute)}
-                waiting += references(place, part)
+                own_read, own_used, named = found_in(place, part, texts)
+                read |= own_read
+                used |= own_used
+                waiting += named
             parts = [(place, method) for place, method in methods if method.name in used]
             methods = [(place, method) for place, method in methods if method.name not in used]
     return read
+
+
+@cache
+def found_in(module: str, node: ast.AST, texts: bool) -> tuple[set[str], set[str], list[Definition]]:
+    """Options that a piece of syntax reads itself, the attributes in it, and the definitions that it names."""
+    attributes = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+    return set(attributes_of_args(node, texts)), attributes, list(references(module, node))
 
 
 def parts_of(node: ast.AST) -> list[ast.AST]:

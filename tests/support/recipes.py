@@ -6,46 +6,23 @@ from typing import NamedTuple
 Options = Mapping[str, object]
 
 COMMON: Options = {
-    "data_path": "scenes:36:32",
-    "arch": "vit_micro",
-    "patch_size": 8,
-    "epochs": 4,
-    "num_workers": 0,
-    "device": "cpu",
-    "precision": "fp32",
-    "saveckp_freq": 0,
+    **{"data_path": "scenes:36:32", "arch": "vit_micro", "patch_size": 8, "epochs": 4, "saveckp_freq": 0},
+    **{"num_workers": 0, "device": "cpu", "precision": "fp32"},
     "saveckp_minutes": 1e-6,  # whenever the ranks agree
 }
 SMALL: Options = {"data_path": "scenes:26:32", "epochs": 3, "saveckp_minutes": 30.0}
 SPARO: Options = {"sparo_slots": 3, "sparo_slot_dim": 5, "sparo_key_dim": 7}
 DISTILLATION: Options = {
-    **COMMON,
-    **SPARO,
-    "global_crops_size": 32,
-    "local_crops_size": 16,
-    "local_crops_number": 1,
-    "head_hidden_dim": 32,
-    "drop_path_rate": 0.1,
-    "batch_size_per_gpu": 1,
-    "warmup_epochs": 1,
+    **{**COMMON, **SPARO, "global_crops_size": 32, "local_crops_size": 16, "local_crops_number": 1},
+    **{"head_hidden_dim": 32, "drop_path_rate": 0.1, "batch_size_per_gpu": 1, "warmup_epochs": 1},
 }
 SMALL_DISTILLATION: Options = {
-    **SMALL,
-    "global_crops_size": 16,
-    "local_crops_size": 8,
-    "local_crops_number": 2,
-    "head_hidden_dim": 37,
-    "batch_size_per_gpu": 6,
+    **{**SMALL, "global_crops_size": 16, "local_crops_size": 8, "local_crops_number": 2},
+    **{"head_hidden_dim": 37, "batch_size_per_gpu": 6},
 }
 CAPTIONS: Options = {
-    **COMMON,
-    "img_size": 32,
-    "text_width": 24,
-    "text_heads": 2,
-    "text_layers": 2,
-    "context_length": 20,
-    "batch_size": 2,
-    "warmup_steps": 18,
+    **{**COMMON, "img_size": 32, "batch_size": 2, "warmup_steps": 18},
+    **{"text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20},
 }
 # Batches of any size, and images in folders without a split to validate on.
 UNMIXED: Options = {"mixup": 0, "cutmix": 0, "val_freq": 0, "warmup_epochs": 1}

@@ -305,8 +305,7 @@ class Torchrun:
         program = [str(ROOT / "main_dino.py")] if command == "train" else ["-m", "dino_sparo", command]
         with log.open("a") as file:
             self.agent = subprocess.Popen(
-                [*start, *program, *arguments],
-                **{"cwd": ROOT, "env": environment(), "stdout": file, "stderr": file},
+                [*start, *program, *arguments], **{"cwd": ROOT, "env": environment(), "stdout": file, "stderr": file}
             )
 
     def __enter__(self) -> "Torchrun":

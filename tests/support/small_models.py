@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dino_sparo.__main__ import run
-from dino_sparo.models.encoder import create_encoder
+from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.entries import encoder_description
 from studies import __main__ as studies
 
@@ -24,58 +24,37 @@ REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 SMALL_ARCH, SMALL_SIZE = "vit_recorded", {"embed_dim": 12, "depth": 3, "num_heads": 2}
 
 SHARED: dict[str, object] = {
-    "arch": SMALL_ARCH,
-    "patch_size": 8,
-    "sparo_slots": 5,
-    "sparo_slot_dim": 7,
-    "sparo_key_dim": 3,
-    "num_workers": 0,
-    "device": "cpu",
-    "precision": "fp32",
+    **{"arch": SMALL_ARCH, "patch_size": 8, "sparo_slots": 5, "sparo_slot_dim": 7, "sparo_key_dim": 3},
+    **{"num_workers": 0, "device": "cpu", "precision": "fp32"},
 }
 TEXT = {"text_width": 10, "text_heads": 2, "text_layers": 2, "context_length": 40, "embed_dim": 35, "img_size": 32}
 DINO_RUN = {
-    **SHARED,
-    "data_path": "scenes:64:32",
-    "global_crops_size": 32,
-    "local_crops_size": 16,
-    "local_crops_number": 2,
-    "out_dim": 9,
-    "head_hidden_dim": 6,
-    "batch_size_per_gpu": 8,
-    "epochs": 4,
-    "warmup_epochs": 1,
-    "freeze_last_layer": 1,
-    "lr": 0.01,
+    **{**SHARED, "data_path": "scenes:64:32", "out_dim": 9, "head_hidden_dim": 6},
+    **{"global_crops_size": 32, "local_crops_size": 16, "local_crops_number": 2},
+    **{"batch_size_per_gpu": 8, "epochs": 4, "warmup_epochs": 1, "freeze_last_layer": 1, "lr": 0.01},
 }
 # DINO for tests of calls: a training of seconds.
 TINY: dict[str, Any] = {
-    "data_path": "scenes:48:32",
-    "arch": "vit_micro",
-    "patch_size": 8,
-    "global_crops_size": 32,
-    "local_crops_number": 1,
-    "local_crops_size": 16,
-    "sparo_slots": 5,
-    "sparo_slot_dim": 3,
-    "sparo_key_dim": 2,
-    "out_dim": 32,
-    "head_hidden_dim": 16,
-    "batch_size_per_gpu": 16,
-    "warmup_epochs": 0,
-    "num_workers": 0,
-    "device": "cpu",
-    "knn_freq": 0,
+    **{"data_path": "scenes:48:32", "global_crops_size": 32, "local_crops_number": 1, "local_crops_size": 16},
+    **{"arch": "vit_micro", "patch_size": 8, "sparo_slots": 5, "sparo_slot_dim": 3, "sparo_key_dim": 2},
+    **{"out_dim": 32, "head_hidden_dim": 16, "batch_size_per_gpu": 16, "warmup_epochs": 0, "knn_freq": 0},
+    **{"num_workers": 0, "device": "cpu"},
 }
 CLIP_RUN = {
-    **SHARED,
-    **TEXT,
-    "data_path": "scenes:64:32",
-    "batch_size": 8,
-    "epochs": 4,
-    "warmup_steps": 4,
-    "lr": 0.01,
+    **{**SHARED, **TEXT, "data_path": "scenes:64:32"},
+    **{"batch_size": 8, "epochs": 4, "warmup_steps": 4, "lr": 0.01},
 }
+
+
+# An encoder of seconds, and its SPARO read-out.
+SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
+SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+
+
+def build(seed: int = 0, **settings: Any) -> Encoder:
+    """An untrained encoder of `SMALL` with other settings."""
+    torch.manual_seed(seed)
+    return create_encoder(**{**SMALL, **settings}).eval()
 
 
 def command(name: str, *words: object) -> Any:

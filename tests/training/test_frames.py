@@ -55,10 +55,7 @@ def test_contributing_lists_the_few_calls_from_main_dino_to_the_optimizer(
 
 @pytest.mark.parametrize(
     ("option", "target"),
-    [
-        ("data_path", "dino_sparo.data.sources.open_folder"),
-        ("sparo_slots", "dino_sparo.models.readouts.Sparo"),
-    ],
+    [("data_path", "dino_sparo.data.sources.open_folder"), ("sparo_slots", "dino_sparo.models.readouts.Sparo")],
 )
 def test_an_option_reaches_its_reader_in_seven_calls(
     option: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

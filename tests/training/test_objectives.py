@@ -42,6 +42,15 @@ def command(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+# What the trainer does in the same way for all objectives is quickly tested with two of them.
+of_the_trainer = pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=() if name in ("train", "train-clip") else pytest.mark.slow) for name in RECIPES],
+    indirect=True,
+    scope="module",
+)
+
+
 @pytest.fixture
 def recipe(command: str) -> Recipe:
     return RECIPES[command]
@@ -130,6 +139,7 @@ def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     assert_same_run(whole, tmp_path, command)
 
 
+@of_the_trainer
 def test_resuming_a_finished_run_changes_nothing(command: str, whole: Path, tmp_path: Path) -> None:
     finished = Path(shutil.copytree(whole, tmp_path / "finished"))
     train_small(command, finished, saveckp_freq=2)
@@ -140,6 +150,7 @@ def test_resuming_a_finished_run_changes_nothing(command: str, whole: Path, tmp_
 # Other batches, processes and options.
 
 
+@of_the_trainer
 @pytest.mark.parametrize(("batch", "step"), [(12, 2 + 1), pytest.param(4, 6 + 3, marks=pytest.mark.slow)])
 def test_another_batch_goes_on_from_the_items_seen_if_that_is_allowed(
     command: str, recipe: Recipe, stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
@@ -217,6 +228,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(command: str, tmp_path: 
     assert losses_of(tmp_path / "plain") == pytest.approx(losses_of(tmp_path / "compiled"), abs=1e-4)
 
 
+@of_the_trainer
 def test_changed_options_are_named_when_resuming(command: str, stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         train_small(command, stopped, max_steps=7, clip_grad=0.5)
@@ -270,19 +282,19 @@ def image_folders(folder: Path, broken: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("broken", "share"), [(1, 0.1), (2, 0.01)])
-def test_an_item_that_cannot_be_read_is_skipped_counted_and_named(
-    command: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: int, share: float
+@of_the_trainer
+def test_items_that_cannot_be_read_are_skipped_counted_and_named(
+    command: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handful never ends a run on few images, whatever share they are."""
-    images = image_folders(tmp_path / "images", broken)
-    changes = {"data_path": images, "max_corrupt": share, "epochs": 1}
+    images = image_folders(tmp_path / "images", broken=2)
     with caplog.at_level(logging.WARNING):
-        train_small(command, tmp_path / "run", **changes)
+        train_small(command, tmp_path / "run", data_path=images, max_corrupt=0.01, epochs=1)
     assert re.search(rf"skipped an unreadable {recipe.noun}: .*00\.png", caplog.text)
-    assert epochs_of(tmp_path / "run")[0][f"train_corrupt_{recipe.noun}s"] == broken
+    assert epochs_of(tmp_path / "run")[0][f"train_corrupt_{recipe.noun}s"] == 2
 
 
+@of_the_trainer
 def test_too_many_unreadable_items_stop_the_run(command: str, recipe: Recipe, tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=6)
     with pytest.raises(TooManyCorruptError, match=rf"6 of 12 {recipe.noun}s .* more than the 5 that --max_corrupt 0.1"):
@@ -310,28 +322,23 @@ def test_options_that_fit_no_training_are_refused_in_one_line(
     assert re.search(message, caplog.records[-1].getMessage())
     assert caplog.records[-1].exc_info is None
     assert not (tmp_path / "checkpoint.pth").exists()
+    if name == "batch":  # others are refused before there is a log
+        assert re.search(r"Traceback .*UserError", (tmp_path / "run.log").read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("words", "missing"),
-    [
-        ([], "give --data_path and --output_dir."),
-        (["--data_path", "scenes"], "give --output_dir."),
-        (["--output_dir", "runs"], "give --data_path."),
-    ],
-)
+@of_the_trainer
 def test_a_training_without_data_or_folder_is_refused_and_told_how_to_try(
-    command: str,
-    words: list[str],
-    missing: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The bug: it trained on the built-in scenes, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^1$"):
-        run_command(command, words)
-    for part in (missing, "`--data_path scenes`", "`dino-sparo demo`"):
-        assert part in caplog.text
+    for words, missing in (
+        ("", "give --data_path and --output_dir."),
+        ("--data_path scenes", "give --output_dir."),
+        ("--output_dir runs", "give --data_path."),
+    ):
+        with pytest.raises(SystemExit, match=r"^1$"):
+            run_command(command, words.split())
+        for part in (missing, "`--data_path scenes`", "`dino-sparo demo`"):
+            assert part in caplog.messages[-1]
     assert list(tmp_path.iterdir()) == []

@@ -18,16 +18,8 @@ def schedule(base: float, final: float, total_steps: int, warmup_steps: int | fl
     return optim.cosine_schedule(base, final, total_steps, warmup_steps=warmup_steps, start=start)
 
 
-def grouped(model: nn.Module) -> list[dict]:
-    return optim.param_groups(model)
-
-
 def clip(parameters: list[nn.Parameter], limit: float) -> object:
     return optim.clip_gradients_(parameters, limit, optim.gradient_norms(parameters))
-
-
-def create(name: str, groups: list[dict]) -> torch.optim.Optimizer:
-    return optim.OPTIMIZERS[name](groups)
 
 
 def build_network(norm_last_layer: bool) -> nn.Module:
@@ -69,7 +61,7 @@ def test_a_warm_up_that_does_not_fit_is_refused(warmup_steps: int, message: str)
 def test_weight_decay_falls_on_the_references_parameters(norm_last_layer: bool) -> None:
     model = build_network(norm_last_layer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = grouped(model)
+    groups = optim.param_groups(model)
     reference = recorded.load_keys()["param_groups"][f"norm{int(norm_last_layer)}"]
     expected = [{name.removeprefix("module.") for name in group} for group in reference]
     assert [{names[id(parameter)] for parameter in group["params"]} for group in groups] == expected
@@ -79,7 +71,7 @@ def test_weight_decay_falls_on_the_references_parameters(norm_last_layer: bool) 
 def test_sparos_biases_go_without_weight_decay_and_its_queries_do_not() -> None:
     sparo = dino_sparo.Sparo(13, 6, 11, 5)
     names = {id(parameter): name for name, parameter in sparo.named_parameters()}
-    decayed, spared = [{names[id(parameter)] for parameter in group["params"]} for group in grouped(sparo)]
+    decayed, spared = [{names[id(parameter)] for parameter in group["params"]} for group in optim.param_groups(sparo)]
     assert decayed == {"queries", "key_proj.weight", "value_proj.weight"}
     assert spared == {"key_proj.bias", "value_proj.bias"}
 
@@ -106,7 +98,7 @@ def test_each_parameters_own_norm_is_clipped_as_in_the_reference(limit: float) -
 def test_five_steps_of_each_optimiser_equal_the_references(kind: str) -> None:
     numbers = recorded.load("optimizers")
     model = nn.ParameterDict({name: nn.Parameter(torch.from_numpy(v)) for name, v in recorded.optim_start().items()})
-    optimizer = create(kind, grouped(model))
+    optimizer = optim.OPTIMIZERS[kind](optim.param_groups(model))
     for step in range(recorded.OPTIM_STEPS):
         lr, weight_decay = recorded.optim_settings(step)
         for group in optimizer.param_groups:
@@ -123,7 +115,7 @@ def test_five_steps_of_each_optimiser_equal_the_references(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
 def test_a_parameter_without_gradient_stays_where_it_is(kind: str) -> None:
     model = nn.ParameterDict({"moved": nn.Parameter(torch.ones(2, 3)), "kept": nn.Parameter(torch.ones(2, 3))})
-    optimizer = create(kind, grouped(model))
+    optimizer = optim.OPTIMIZERS[kind](optim.param_groups(model))
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -137,7 +129,7 @@ def after_steps(kind: str, steps: int, last_flag: float | None = None) -> list[t
     """Parameters and the optimizer's tensors after some steps, the last of them with a flag."""
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
-    optimizer = create(kind, [{"params": [matrix, vector], "lr": 0.1, "weight_decay": 0.5}])
+    optimizer = optim.OPTIMIZERS[kind]([{"params": [matrix, vector], "lr": 0.1, "weight_decay": 0.5}])
     for step in range(steps):
         matrix.grad, vector.grad = torch.randn(3, 5), torch.randn(7)
         if step == steps - 1 and last_flag is not None:
@@ -188,7 +180,7 @@ def test_the_norms_are_those_of_the_gradients_there_are() -> None:
 def test_nothing_moves_before_the_schedule_has_given_a_learning_rate(kind: str) -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     parameter.grad = torch.ones(2, 3)
-    create(kind, [{"params": [parameter]}]).step()
+    optim.OPTIMIZERS[kind]([{"params": [parameter]}]).step()
     assert torch.equal(parameter.detach(), torch.ones(2, 3))
 
 

@@ -18,14 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_models
 import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from small_models import SPARO
 from timm.models.vision_transformer import VisionTransformer
 
 import hubconf
-from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
+from dino_sparo import CheckpointError, Encoder, EvalTransform, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.encoders import trained_encoder
 from dino_sparo.models.architectures import CROSS_ATTENTION
@@ -37,15 +39,12 @@ from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.huggingface import modeling_code
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
-SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
 READOUTS: list[dict[str, Any]] = [SPARO, {"readout": "cls"}, {"readout": "gap"}]
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
 
 def build(seed: int = 0, **settings: Any) -> Encoder:
-    torch.manual_seed(seed)
-    encoder = create_encoder(**{**SMALL, **settings}).eval()
+    encoder = small_models.build(seed, **settings)
     with torch.no_grad():  # as after training: no bias is zero and no LayerNorm the identity
         for parameter in encoder.parameters():
             if parameter.ndim == 1:

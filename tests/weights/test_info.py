@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from small_models import TINY
 
 import dino_sparo
@@ -127,42 +128,33 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("embeddings/cls.npy", damage, r"cls\.npy is missing, damaged"),
-        ("embeddings/embedding.json", damage, r"embedding\.json is damaged"),
-        ("features/features.json", damage, r"features\.json is damaged"),
-        ("run/checkpoint.pth", damage, r"checkpoint\.pth is damaged"),
-        ("out.safetensors", damage, r"out\.safetensors is damaged"),
-        ("features/trainfeat.pth", truncate, r"trainfeat\.pth is missing, damaged or of another run"),
-        ("embeddings/cls.npy", truncate, r"cls\.npy is missing, damaged"),
-        ("embeddings/embedding.json", truncate, r"embedding\.json is damaged"),
-        (f"run/{KNN}.json", truncate, r"32\.json is not valid JSON"),
+        ("embeddings/cls.npy", damage, "cls.npy is missing, damaged"),
+        ("embeddings/embedding.json", damage, "embedding.json is damaged"),
+        ("features/features.json", damage, "features.json is damaged"),
+        ("run/checkpoint.pth", damage, "checkpoint.pth is damaged"),
+        ("out.safetensors", damage, "out.safetensors is damaged"),
+        ("features/trainfeat.pth", truncate, "trainfeat.pth is missing, damaged or of another run"),
+        ("embeddings/cls.npy", truncate, "cls.npy is missing, damaged"),
+        ("embeddings/embedding.json", truncate, "embedding.json is damaged"),
+        (f"run/{KNN}.json", truncate, "32.json is not valid JSON"),
         ("out.json", None, "is not a result of an evaluation"),
-        ("nothing.pth", None, r"no checkpoint at .*nothing\.pth"),
+        ("nothing.pth", None, "no checkpoint at "),
         ("empty", Path.mkdir, "holds no checkpoint, export, embeddings or cached features"),
         ("text.txt", lambda path: path.write_text("hello"), r"text\.txt is truncated or not a checkpoint"),
         ("list.json", lambda path: path.write_text("[1]"), r"list\.json is not a JSON object"),
-        ("odd.json", lambda path: path.write_text('{"encoder": {}, "measures": 1}'), "is not a result of this version"),
+        ("odd.json", lambda path: path.write_text('{"encoder": {}, "best": 1}'), "is not a result of this version"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_damaged_and_other_files_are_one_line(
-    folder: Path, name: str, change: Any, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_and_other_files_are_one_line(folder: Path, name: str, change: Any, message: str) -> None:
     path = folder / name
     before = path.read_bytes() if path.is_file() else None
     if change is not None:
         change(path)
-    whole = path.parent if path.parent.name in ("features", "embeddings") else path
-    with pytest.raises(SystemExit) as ended:
-        info(whole)
+    with refused(message):
+        info(path.parent if path.parent.name in ("features", "embeddings") else path)
     if before is not None:
         path.write_bytes(before)
-    assert ended.value.code == 1
-    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "\n" not in record.getMessage()
-    caplog.clear()
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(record.getMessage())
 
 
 def test_an_embedding_that_is_not_complete_says_so(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from small_models import SPARO, build
 
 import main_dino
 from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
@@ -17,19 +17,12 @@ from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.initialize import initialize_encoder
 
-SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
-SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
 TRAINING = (
     "--data_path scenes:14:32 --arch vit_micro --patch_size 8 --global_crops_size 24 --local_crops_size 8 "
     "--local_crops_number 1 --out_dim 33 --head_hidden_dim 37 --batch_size_per_gpu 7 --epochs 2 --warmup_epochs 0 "
     "--sparo_slots 3 --sparo_slot_dim 5 --sparo_key_dim 7 --num_workers 0 --device cpu --precision fp32 "
     "--saveckp_freq 0"
 )
-
-
-def build(seed: int = 0, **settings: Any) -> Encoder:
-    torch.manual_seed(seed)
-    return create_encoder(**{**SMALL, **settings}).eval()
 
 
 def raw(folder: Path, encoder: Encoder, **extra: torch.Tensor) -> Path:
@@ -75,16 +68,6 @@ def test_a_vanilla_vit_starts_sparo_without_its_last_block_and_its_head(tmp_path
         f"weights of {tmp_path / 'vit.pth'}: taken cls_token, pos_embed, patch_embed.*, blocks 0-2, norm.*; "
         "dropped block 3, head.*; new readout.*"
     )
-
-
-def test_timms_vit_small_starts_eleven_blocks_and_sparo(tmp_path: Path) -> None:
-    model = timm.create_model("vit_small_patch16_224")
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    encoder = create_encoder("vit_small", 16, img_size=224)
-    report = initialize_encoder(encoder, tmp_path / "model.safetensors")
-    assert "taken cls_token, pos_embed, patch_embed.*, blocks 0-10, norm.*; dropped block 11, head.*; " in str(report)
-    weights = {f"backbone.{name}": value for name, value in model.state_dict().items()}
-    assert all(torch.equal(encoder.state_dict()[name], weights[name]) for name in report.taken)
 
 
 def test_a_vanilla_vit_starts_a_vanilla_encoder_whole(tmp_path: Path) -> None:
@@ -184,21 +167,16 @@ def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_p
 # In a run.
 
 
-def train(folder: Path, *words: str) -> Path:
-    main_dino.train_dino(
-        main_dino.get_args_parser().parse_args([*TRAINING.split(), "--output_dir", str(folder), *words])
-    )
-    return folder / "checkpoint.pth"
-
-
 def test_a_run_starts_student_and_teacher_from_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vanilla = build(readout="cls")
     source = str(raw(tmp_path, vanilla))
+    # No step is small enough to see the start; a learning rate of nothing is, and a teacher that stays.
+    words = [*TRAINING.split(), "--output_dir", str(tmp_path / "run"), "--init_from", source]
     with caplog.at_level(logging.INFO):
-        # No step is small enough to see the start; a learning rate of nothing is, and a teacher that stays.
-        checkpoint = load_checkpoint(
-            train(tmp_path / "run", "--init_from", source, "--lr", "0", "--min_lr", "0", "--max_steps", "1")
+        main_dino.train_dino(
+            main_dino.get_args_parser().parse_args([*words, "--lr", "0", "--min_lr", "0", "--max_steps", "1"])
         )
+    checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint.pth")
     said = re.search(r"start from weights of .*", caplog.text)
     assert said
     assert "dropped block 3; new readout.*; the head is new" in said[0]
@@ -207,19 +185,6 @@ def test_a_run_starts_student_and_teacher_from_the_file(tmp_path: Path, caplog: 
             if not name.startswith("blocks.3."):
                 torch.testing.assert_close(checkpoint[network][f"backbone.{name}"], value, rtol=0, atol=1e-7)
     assert checkpoint["args"]["init_from"] == source
-
-
-@pytest.mark.slow
-def test_a_resumed_run_takes_its_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = str(raw(tmp_path, build(readout="cls")))
-    train(tmp_path / "whole", "--init_from", source)
-    train(tmp_path / "parts", "--init_from", source, "--max_steps", "1")
-    with caplog.at_level(logging.INFO):
-        train(tmp_path / "parts", "--init_from", str(tmp_path / "gone.pth"))
-    assert re.search(r"--init_from .*gone\.pth is ignored: .*checkpoint\.pth is resumed", caplog.text)
-    assert "the rest of the run differs from its beginning" not in caplog.text
-    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth")["student"] for name in ("whole", "parts"))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_dinov2_weights_are_read_with_layer_scale_multiplied_in(tmp_path: Path) -> None:

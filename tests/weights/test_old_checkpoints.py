@@ -10,12 +10,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from small_models import CLIP_RUN, DINO_RUN, SMALL_ARCH, SMALL_SIZE, command, record_of, unpack, words_of
 
 from dino_sparo.models.architectures import ARCHITECTURES, ViTSize
 from dino_sparo.weights.checkpoint import load_checkpoint
-from dino_sparo.weights.encoder import load_encoder
 
 # Another processor and another torch lead to losses that differ by 2e-5; a learning rate of 1 % more, by 2e-4.
 TOLERANCE = 5e-5
@@ -32,23 +30,6 @@ def name(request: pytest.FixtureRequest) -> str:
     if request.param == "clip":
         pytest.importorskip("open_clip")
     return request.param
-
-
-def test_an_old_dino_checkpoint_loads_as_an_encoder(tmp_path: Path) -> None:
-    encoder = load_encoder(unpack("dino", tmp_path))
-    assert encoder.config.arch == SMALL_ARCH
-    assert (encoder.config.num_slots, encoder.config.slot_dim, encoder.config.key_dim) == (5, 7, 3)
-    assert encoder(torch.zeros(2, 3, 32, 32)).shape == (2, 5 * 7)
-
-
-def test_an_old_clip_checkpoint_loads_as_a_clip(tmp_path: Path) -> None:
-    pytest.importorskip("open_clip")
-    from dino_sparo.clip import load_clip, tokenize
-
-    model = load_clip(unpack("clip", tmp_path)).model
-    assert model.config.image.arch == SMALL_ARCH
-    assert model.encode_image(torch.zeros(2, 3, 32, 32)).shape == (2, 5 * 7)
-    assert model.encode_text(tokenize(["a red ring"], context_length=40).ids).shape == (1, 5 * 7)
 
 
 def test_an_old_checkpoint_has_the_accuracy_that_it_had(

@@ -1,5 +1,6 @@
 """Weights that DINO's authors released: files of the same form, served on 127.0.0.1."""
 
+import argparse
 import http.server
 import json
 import threading
@@ -164,12 +165,15 @@ def test_xcit_gives_the_class_token_of_the_official_code(
 def test_without_weights_the_references_are_taken(
     arch: str | None, patch_size: int | None, preferred: str, name: str
 ) -> None:
-    assert released.default_weights(arch, patch_size, preferred) == name
+    args = argparse.Namespace(pretrained_weights="", untrained=False, arch=arch, patch_size=patch_size)
+    released.take_released_weights(args, preferred)
+    assert args.pretrained_weights == name
 
 
 def test_where_nothing_was_released_the_message_says_for_what_there_are_weights() -> None:
+    args = argparse.Namespace(pretrained_weights="", untrained=False, arch="vit_large", patch_size=None)
     with pytest.raises(ValueError, match=r"no weights of vit_large/16, only of .*vit_small/8.*give the path"):
-        released.default_weights("vit_large", None)
+        released.take_released_weights(args)
 
 
 def test_torch_hub_lists_the_references_names() -> None:

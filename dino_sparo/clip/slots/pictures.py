@@ -30,6 +30,7 @@ from dino_sparo.evaluation.slots.choice import open_selection
 from dino_sparo.image_text.picture_pairs import PicturesTask, view_pictures
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.launch import on_first_process
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,10 @@ EXPLANATION = (
 )
 
 
+@on_first_process
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Draw the pictures of the options; returns the content of pictures.json."""
-    task = PicturesTask.start_on_first(args, load_clip)
-    if task is None:
-        return {}
+    task = PicturesTask.start_alone(args, load_clip)
     criteria = Criteria(args.min_cosine, args.min_sharpness)
     loaded = task.loaded
     file = task.open_figures("pictures", ("figure_format",))

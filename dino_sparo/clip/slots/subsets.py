@@ -40,15 +40,15 @@ class ReducedClip(nn.Module):
 
     def __init__(self, model: CLIP, choice: SlotSelection | SlotMask) -> None:
         super().__init__()
-        check_fits(choice, model.config)
-        self.model, self.config = model, model.config
-        self.is_selection, self.encoding_dim = isinstance(choice, SlotSelection), self.config.embed_dim
+        self.model, self.config, self.is_selection = model, model.config, isinstance(choice, SlotSelection)
         if isinstance(choice, SlotSelection):
-            self.encoding_dim = len(choice.indices) * self.config.image.slot_dim
-            selection = torch.tensor(choice.indices)
+            check_normalized_per_slot(self.config)
+            choice.check_fits(self.config.image.num_slots)
+            self.encoding_dim, kept = len(choice.indices) * self.config.image.slot_dim, torch.tensor(choice.indices)
         else:
-            selection = torch.tensor(choice.values)
-        self.register_buffer("kept", selection, persistent=False)
+            choice.check_fits(self.config.embed_dim)
+            self.encoding_dim, kept = self.config.embed_dim, torch.tensor(choice.values)
+        self.register_buffer("kept", kept, persistent=False)
 
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Images -> features of the kept slots, or masked encodings; of length one."""
@@ -66,15 +66,6 @@ class ReducedClip(nn.Module):
 def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " P"]) -> Float[Tensor, "B M"]:
     """Normalised encodings of images -> encodings whose P equal parts are weighed, of length one."""
     return F.normalize(features * weights.repeat_interleave(features.shape[1] // len(weights)), dim=1)
-
-
-def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig) -> None:
-    """Refuse a choice that the model does not allow."""
-    if isinstance(choice, SlotSelection):
-        check_normalized_per_slot(config)
-        choice.check_fits(config.image.num_slots)
-    else:
-        choice.check_fits(config.embed_dim)
 
 
 def check_normalized_per_slot(config: CLIPConfig) -> None:

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from dino_sparo.data.channels import (
-    NUMPY_MAGIC,
-    ChannelImage,
-    levels_of,
-    planes_of_array,
-    planes_of_image,
-)
+from dino_sparo.data.channels import NUMPY_MAGIC, ChannelImage, levels_of, planes_of_array, planes_of_image
 from dino_sparo.data.defaults import EXIF, MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular

@@ -77,7 +77,6 @@ class PackedStrings:
         return cls(np.frombuffer(b"".join(strings), np.uint8), lengths.cumsum())
 
     def __len__(self) -> int:
-        """Number of strings."""
         return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
@@ -99,17 +98,17 @@ class FileSource:
     def __init__(
         self,
         name: str,
-        root: str,
-        paths: PackedStrings,
+        root: str | os.PathLike[str],
+        paths: "PackedStrings | Sequence[str]",
         classes: list[str] | None = None,
         labels: np.ndarray | None = None,
         limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.name, self.root, self.paths, self.classes, self.labels = name, root, paths, classes, labels
+        packed = paths if isinstance(paths, PackedStrings) else PackedStrings.pack(list(map(os.fsencode, paths)))
+        self.name, self.root, self.paths, self.classes, self.labels = name, os.fspath(root), packed, classes, labels
         self.limits = limits
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.paths)
 
     def location(self, index: int) -> str:
@@ -146,7 +145,6 @@ class Subset:
         self.labels = labels if labels is not None or source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.indices)
 
     def read(self, index: int) -> Image.Image:

@@ -234,7 +234,6 @@ class ShardIndex:
         self.ends = self.counts.cumsum()
 
     def __len__(self) -> int:
-        """Number of records."""
         return len(self.records)
 
     def shard_of(self, index: int) -> str:

@@ -390,10 +390,7 @@ def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: 
 
 
 def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:
-    """ValueError unless the first files that a listing names, from the folder `root` on, exist.
-
-    `remedy` ends the message.
-    """
+    """UserError, which ends with `remedy`, unless the first files that a listing names, from `root` on, exist."""
     for index in range(min(FILES_CHECKED, len(paths))):
         path, whole = paths[index], os.path.join(root, paths[index])
         if not os.path.isfile(whole):

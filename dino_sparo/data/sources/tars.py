@@ -17,13 +17,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.sources.decode import (
-    DEFAULT_LIMITS,
-    CorruptImageError,
-    ImageLimits,
-    left_out,
-    read_image,
-)
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, left_out, read_image
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.indexes import (
     BLOCK_BYTES,
@@ -76,7 +70,6 @@ class TarSource:
         self.num_left_out, self.limits = num_left_out, limits
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.index)
 
     def location(self, index: int) -> str:

@@ -55,7 +55,6 @@ class TorchvisionSource:
         self.classes: list[str] | None = [", ".join(c) if isinstance(c, tuple) else str(c) for c in classes]
 
     def __len__(self) -> int:
-        """Number of images."""
         return self._length
 
     def location(self, index: int) -> str:

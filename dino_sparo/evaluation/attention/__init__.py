@@ -1,1 +1,1 @@
-"""Attention maps of one image, and the atlas: the images that light up each slot most."""
+"""Attention maps of images, and the atlas: the images that activate each slot most."""

@@ -1,7 +1,7 @@
-"""A collection of images -> the slot atlas: for each slot the images that light it up most, with its maps on them.
+"""Images -> the slot atlas: for each slot the images that activate it most, with its maps on them.
 
-The maps are those of `maps.py`. The images are seen once to score them, the chosen ones once more to draw them, so
-that memory does not grow with the maps of the whole collection. `atlas_figure` describes the sheet and the page.
+All images are read once to score them, and the chosen images again to draw them, so that memory does not grow with the
+number of maps.
 """
 
 import logging
@@ -36,27 +36,23 @@ logger = logging.getLogger(__name__)
 PICTURE_HEIGHT = 168  # pixels, of a picture on the page
 THUMB_HEIGHT = 76  # pixels, on the sheet
 SIDE = 150  # pixels, of a slot's name on the sheet
-GROUPING_IMAGES = 64  # whose maps decide which slots are near-duplicates
+GROUPING_IMAGES = 64  # the maps of these images decide which slots are near-duplicates
 BATCH_SIZE = 16
 # `score_images` in words.
 SCORE_WORDS = (
-    "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
-    "to class token and registers, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
+    "distance of the slot's value from its mean over all images, times the share of its attention to patches rather "
+    "than class token and registers, times the peakedness of this attention (0 for a uniform map, 1 for one patch)"
 )
-
-
-Atlas = dict[str, Any]  # plain values, as atlas.json holds them
+Atlas = dict[str, Any]  # content of atlas.json
 
 
 def patches_in_words(atlas: Atlas) -> str:
     """The meaning of "21 patches" beside a slot, with the numbers of the first slot."""
-    rows, columns = atlas["grid"]
-    first = atlas["slots"][0]
-    number = f"{first['patches']:.0f}"
+    (rows, columns), first = atlas["grid"], atlas["slots"][0]
+    number, named = f"{first['patches']:.0f} patches", f"{atlas['kind']} {first['number']}"
     return (
-        f"\u201c{number} patches\u201d: the attention of {atlas['kind']} {first['number']} is as wide as if it lay "
-        f"evenly on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
-        "It is exp(entropy), the geometric mean over all images."
+        f"\u201c{number}\u201d: the attention of {named} has an effective number of {number}, of {rows} x {columns} = "
+        f"{rows * columns} patches of an image. This number is exp(entropy), the geometric mean over all images."
     )
 
 
@@ -66,14 +62,13 @@ def score_images(
     num_patches: int,
     slots: Float[np.ndarray, "images maps V"] | None = None,
 ) -> Float[np.ndarray, "images maps"]:
-    """Score of each image for each slot: how much the image lights up the slot.
+    """Score of each image for each slot: how much the image activates the slot.
 
         score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
 
-    with c the attention left to class token and registers, e the effective patches, s the slot's value, and means over
-    the images. The first two factors are large if the slot attends to few patches, the third if its value differs from
-    the value for other images. `slots` None leaves the third factor out (a head of `cls` has no value of its own). This
-    score is ours, not the paper's.
+    with c the attention to class token and registers, e the effective patches, s the slot's value, and means over the
+    images. The first two factors are large if the slot attends to few patches, the third if its value is unusual.
+    `slots` None omits the third factor, since a head of `cls` has no value. This score is ours, not the paper's.
     """
     definite = (1 - prefix) * np.clip(1 - np.log(patches) / max(math.log(num_patches), 1e-12), 0, 1)
     if slots is None:
@@ -92,18 +87,12 @@ def build_atlas(
     channels: Sequence[int] = (),
     num_workers: int = 0,
 ) -> tuple[Atlas, list[list[Tile]]]:
-    """Look at every image of a source and choose those that light up each slot most; unreadable images are left out.
+    """For each slot choose the images of a source that activate it most; unreadable images are skipped.
 
-    Args:
-        encoder: in eval mode, on its device; any but one that averages all tokens.
-        source: the images.
-        view: the part of an image that the encoder sees.
-        images_per_slot: number of images to choose.
-        channels: that pictures show, as in `view_pixels`.
-        num_workers: processes that load images.
+    The encoder is in eval mode and on its device. Pictures show `channels`, as in `view_pixels`.
 
     Returns:
-        The numbers of each slot, by peakedness, and each slot's images with its maps on them, best first.
+        Numbers of each slot, by peakedness, and each slot's images with its maps on them, best first.
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
     if kind == "average":
@@ -126,7 +115,7 @@ def build_atlas(
     mean_patches = np.exp(np.log(patches).mean(axis=0))
     ranking = np.argsort(mean_patches, kind="stable").tolist()
     groups = group_near_duplicates(sample)
-    # The same groups, numbered by their first member in the ranking over all images.
+    # Groups are numbered by their first member in the ranking over all images.
     first_ranks = np.unique(groups[ranking], return_index=True)[1]
     groups = np.argsort(np.argsort(first_ranks))[groups]
     letters = letters_of_groups(groups)
@@ -142,17 +131,16 @@ def build_atlas(
         }
         for rank, number in enumerate(ranking)
     ]
-    grid = [rows, columns]
-    atlas = {"kind": kind, "num_images": len(indices), "grid": grid, "slots": slots, "score": SCORE_WORDS}
-    return atlas, [[tiles[number, place] for place in best[:, number].tolist()] for number in ranking]
+    record = {"kind": kind, "num_images": len(indices), "grid": [rows, columns], "slots": slots, "score": SCORE_WORDS}
+    return record, [[tiles[number, place] for place in best[:, number].tolist()] for number in ranking]
 
 
 def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers: int) -> tuple[np.ndarray, ...]:
-    """See every image once.
+    """Read every image once.
 
     Returns:
-        Places in the source (images,), effective patches (images, maps), class-token shares (images, maps), slots
-        (images, L, V), and the maps of at most GROUPING_IMAGES images.
+        Indices of the readable images (images,), effective patches (images, maps), class-token shares (images, maps),
+        slots (images, L, V), and the maps of at most GROUPING_IMAGES images.
     """
     loader = share_loader(source, view, torch.device("cpu"), BATCH_SIZE, num_workers)
     parts: list[tuple[np.ndarray, ...]] = []
@@ -166,27 +154,27 @@ def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers:
         for location, reason in batch.corrupt:
             logger.warning("atlas: left out %s (%s)", location, reason)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    # An unreadable image was replaced by its neighbour, which is to count once.
+    # An unreadable image was replaced by its neighbour, which counts once.
     first = np.unique(columns[0], return_index=True)[1]
     return *(column[first] for column in columns), np.stack(sample[:GROUPING_IMAGES])
 
 
 def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:
-    """A section per slot, by peakedness, with the slot's images, those first that light it up most.
+    """A section per slot, by peakedness, with the slot's images, best first.
 
-    The atlas also has `model`, a line about the encoder, and `source`, the name of all images.
+    The atlas also has `model`, a line about the encoder, and `source`, the name of the images.
     """
     kind, slots = atlas["kind"], atlas["slots"]
     summary = (
         f"{kind.capitalize()}s run down the columns, from most to least peaked; the images of a {kind} run from left "
-        f"to right, from the one that lights it up most. {patches_in_words(atlas)}"
+        f"to right, beginning with the image that activates it most. {patches_in_words(atlas)}"
     )
-    summary += f" A letter marks {kind}s that look alike." * any(slot["letter"] for slot in slots)
+    summary += f" {kind.capitalize()}s with similar maps share a letter." * any(slot["letter"] for slot in slots)
     explanation = (
-        f"Each row is one {kind} with the images that light it up most, best first. Glowing: where it looks; grey: "
-        f"where it gives no more than an even share of its attention. The score of an image: {SCORE_WORDS}. “Class "
-        f"token” is the share of a {kind}’s attention that goes to class token and registers instead of to patches. "
-        f"{kind.capitalize()}s whose maps look alike on all images share a letter. {patches_in_words(atlas)}"
+        f"Each row is one {kind} with the images that activate it most, best first. Colours: its attention; grey: no "
+        f"more than an even share of its attention. The score of an image: {SCORE_WORDS}. “Class token” is the share "
+        f"of a {kind}’s attention that goes to class token and registers instead of patches. {kind.capitalize()}s with "
+        f"similar maps on all images share a letter. {patches_in_words(atlas)}"
     )
     about = f"{atlas['model']}  ·  {atlas['num_images']:,} images of {printable(atlas['source'])}"
     layout = Layout((THUMB_HEIGHT, 4 * THUMB_HEIGHT), len(tiles[0]), SIDE, gap=3, is_flowing=True)
@@ -200,4 +188,4 @@ def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:
         )
         for slot, images in zip(slots, tiles, strict=True)
     ]
-    return Figure(f"What lights up each {kind}", about, sections, layout, [summary], explanation)
+    return Figure(f"What activates each {kind}", about, sections, layout, [summary], explanation)

@@ -5,9 +5,8 @@
     python visualize_attention.py --pretrained_weights sparo.pth --compare cls.pth --image_path photos
     python visualize_attention.py --pretrained_weights output/checkpoint.pth --atlas data/imagenet/val
 
-Always writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json (which map is how peaked,
-and which look alike); further files as the options say. With --pca, `pca.py` draws principal components instead.
-Options as in facebookresearch/dino.
+Writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json (peakedness, near-duplicates);
+options add further files. With --pca, `pca.py` draws principal components instead. Options as in facebookresearch/dino.
 """
 
 import argparse
@@ -40,22 +39,22 @@ from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import write_json
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.weights.released import LONGER, take_released_weights
 
 logger = logging.getLogger(__name__)
 
-# The scene that is shown where no image is given: two objects on a quiet background; drawn at this size, pixels.
+# The default image: a scene of two objects on a quiet background, and its size in pixels.
 SCENE_INDEX, SCENE_SIZE = 23, 384
-Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
+Images = list[tuple[str, Image.Image]]  # location and image
 
 
+@on_first_process
 def visualize(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw the figures that the options ask for; returns the content of attention.json."""
+    """Draw the figures that the options name; returns the content of attention.json."""
     take_released_weights(args, LONGER, patch_size=8)
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return {}
+    task = EncoderTask.start_alone(args)
     require_matplotlib()
     refuse_options_of_maps(args)
     subject = task.subject
@@ -90,7 +89,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
 def read_images(image_path: str | None, max_images: int, limits: ImageLimits) -> Images:
     """One image, or at most `max_images` of anything that `open_source` takes; None: a built-in, held-out scene.
 
-    Unreadable images of several are left out, unless none can be read.
+    Unreadable images of a source are skipped, unless all are unreadable.
     """
     if image_path is None:
         if limits.in_chans != 3:
@@ -116,9 +115,9 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
 def map_images(
     subject: EvaluatedEncoder, run: str, images: Images, image_size: list[int] | None, channels: Sequence[int] = ()
 ) -> MapSet:
-    """Run an encoder over images, one by one: maps of large images take much memory.
+    """The maps of images, computed one by one, since maps of large images take much memory.
 
-    `run` is the encoder's name in figures, `image_size` and `channels` are the options.
+    `run` is the encoder's name in figures; `image_size` and `channels` are the options.
     """
     config = subject.encoder.config
     view = reference_view(subject, image_size, square=len(images) > 1)
@@ -129,21 +128,20 @@ def map_images(
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     run = "untrained" if subject.record["untrained"] else run
-    model = describe_model(subject.record, config, None, config.readout)
-    names = [name for name, _ in images]
-    return MapSet(run, model, config.kind.shows, config.patch_size, maps, names, pictures)
+    model = describe_model(subject.record, config, config.readout, has_run=False)
+    return MapSet(run, model, config.kind.shows, config.patch_size, maps, [name for name, _ in images], pictures)
 
 
 def reference_view(subject: EvaluatedEncoder, image_size: list[int] | None, square: bool) -> PatchView:
-    """The pixels that the reference's script shows an encoder."""
+    """The view of the reference's script."""
     return subject.patch_view(image_size, square=square, resampling=Image.Resampling.BILINEAR)
 
 
 def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
-    """Draw the grids, the masks, and each map alone.
+    """Draw grids, masks and single maps.
 
-    One image gives one grid, attention.png; of several, attention.png shows the same maps for all, and each gets a
-    grid of its own, attention-NAME.png.
+    One image has one grid, attention.png. For several images, attention.png shows the same maps of all images, and
+    attention-NAME.png all maps of an image.
     """
     several = len(maps.names) > 1
     grids: dict[str, tuple[list[int], float | None]] = {}
@@ -164,7 +162,7 @@ def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
 
 
 def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -> Path:
-    """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
+    """Write an image's view and each of its maps, under the reference's names; returns their folder."""
     create_output_dir(folder, option="")
     picture, kind = maps.pictures[index], maps.kind
     save_picture(picture, folder / "img.png")
@@ -179,7 +177,7 @@ def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -
 
 
 def draw_atlas(task: EncoderTask, model: str, folder: Path) -> list[Path]:
-    """Search images for those that light up each slot, and draw the atlas."""
+    """Search for the images that activate each slot most, and draw the atlas."""
     args, subject = task.args, task.subject
     source = open_source(args.atlas, ALL, limits=task.limits)
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])

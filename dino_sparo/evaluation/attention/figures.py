@@ -1,4 +1,4 @@
-"""Attention maps -> the description of a figure: the maps of each image, by one encoder or by two."""
+"""Attention maps of one or two encoders -> a figure with the maps of each image."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,24 +24,15 @@ from dino_sparo.evaluation.attention.maps import (
 SHEET_WIDTH, GAP = 1528, 12  # pixels: of a sheet, about, and between tiles
 TILE_HEIGHTS = (96, 320)  # pixels, smallest and largest
 ASPECT = 1.7  # of a block of tiles, width to height, as a slide's
-SEVERAL_IMAGES_MAPS, TWO_ENCODERS_MAPS = 12, 24  # shown per image, if nobody asks for another number
-NUMBERS_IN_WORDS = (
-    "Beside each: patches it looks at, and the share of its attention that class token and registers get."
-)
+SEVERAL_IMAGES_MAPS, TWO_ENCODERS_MAPS = 12, 24  # default numbers of maps per image
+NUMBERS_IN_WORDS = "Beside each: its effective patches, and the share of its attention to class token and registers."
 
 
 @dataclass(frozen=True)
 class MapSet:
-    """The maps of some images by one encoder, with what a figure says about them.
+    """The raw maps of some images by one encoder, with the locations (`names`) and views (`pictures`) of the images.
 
-    Attributes:
-        run: what the encoder is called.
-        model: how it is built and how long it was trained, one line.
-        kind: "slot", "head" or "average": what one map is.
-        patch_size: of the encoder, pixels.
-        maps: (B, maps, h, w), raw.
-        names: where the images lie.
-        pictures: their views, large.
+    `run` is the encoder's name, `model` a line about the encoder, `kind` that of a map: "slot", "head" or "average".
     """
 
     run: str
@@ -54,7 +45,7 @@ class MapSet:
 
     @cached_property
     def groups(self) -> Int[np.ndarray, " maps"]:
-        """(maps,), near-duplicates share a number."""
+        """Number of each map's group of near-duplicates."""
         return group_near_duplicates(self.maps)
 
     def record(self) -> dict[str, Any]:
@@ -86,17 +77,17 @@ class MapSet:
         return f"{self.model}  ·  {words if len(order) == number else f'{len(order)} of {words}'}"
 
     def summary(self) -> list[str]:
-        """Sentences about the labels: what the number of patches is, and what a letter means."""
+        """Sentences about the labels of maps."""
         if self.kind == "average":
             return ["This model averages all tokens: its attention is the same everywhere, on every image."]
         rows, columns = self.maps.shape[-2:]
         return [
-            f"Patches, of {rows} x {columns}: exp(entropy) of the attention, which is 1 for a single patch and "
-            f"{rows * columns} for an even spread. A letter and a panel mark maps that look alike."
+            f"Effective patches, of {rows} x {columns}: exp(entropy) of the attention, 1 for a single patch and "
+            f"{rows * columns} for an even spread. Maps with the same letter and panel are similar."
         ]
 
     def tiles(self, order: Int[np.ndarray, " _"], image: int, threshold: float | None) -> list[Tile]:
-        """One image, and its maps, each with its number, the patches it looks at and the class token's share."""
+        """An image, and its maps with number, effective patches and class-token share."""
         maps = self.maps[image]
         patches, prefix = effective_patches(maps), class_token_share(maps)
         return [Tile(self.pictures[image], self.names[image], title="image")] + [
@@ -113,25 +104,19 @@ class MapSet:
 
 
 def painter(heatmap: Float[np.ndarray, "h w"], threshold: float | None = None) -> Callable[[Picture], Picture]:
-    """A painter of a map on its image, or of the fewest patches that hold a share of the map's mass."""
+    """A painter of a map, or of the fewest patches with a share of the map's mass, on its image."""
     if threshold is None:
         return map_painter(heat(heatmap))
     return partial(mask_overlay, mask=mass_mask(heatmap, threshold))
 
 
 def maps_figure(
-    sides: Sequence[MapSet],
-    images: Sequence[int],
-    max_maps: int | None = None,
-    threshold: float | None = None,
+    sides: Sequence[MapSet], images: Sequence[int], max_maps: int | None = None, threshold: float | None = None
 ) -> Figure:
-    """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder.
+    """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder in `sides`.
 
-    Args:
-        sides: the maps of one encoder, or of two for the same images.
-        images: numbers of the images to show.
-        max_maps: per encoder and image, see `display_order`; None: all maps of a single image, fewer of several.
-        threshold: show the patches that hold this share of a map's mass instead of the map.
+    `images` are numbers of images. `max_maps` is per encoder and image, see `display_order`; None shows all maps of a
+    single image, but fewer of several images. A `threshold` shows the fewest patches with this share of a map's mass.
     """
     if max_maps is None and (len(sides) > 1 or len(images) > 1):
         max_maps = TWO_ENCODERS_MAPS if len(sides) > 1 else SEVERAL_IMAGES_MAPS
@@ -148,12 +133,15 @@ def maps_figure(
         ]
         sections.append(Section(bands, about=short_name(first.names[image]) if len(images) > 1 else ""))
     words = dict.fromkeys(words for side in sides for words in side.summary())
-    summary = [" ".join([_order_in_words(first), *words])]
+    first_map = f"most peaked {first.kind}"
+    if (number := len(first.maps)) > 1:
+        first_map = f"{first.kind} that is most peaked on average over {number} images"
+    summary = [" ".join([f"From the {first_map} to the most spread. {NUMBERS_IN_WORDS}", *words])]
     if threshold is not None:
-        summary.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {first.kind}'s attention.")
-    lengths = [1 + len(order) for order in orders]  # the image stands before its maps
+        summary.append(f"Shown are the fewest patches with {100 * threshold:g}% of a {first.kind}'s attention.")
+    lengths = [1 + len(order) for order in orders]  # an image and its maps
     longest = max(lengths)
-    is_aligned = len(images) > 1 and longest <= 1 + SEVERAL_IMAGES_MAPS  # the same map below itself for all images
+    is_aligned = len(images) > 1 and longest <= 1 + SEVERAL_IMAGES_MAPS  # a column for each map
     count = longest if is_aligned else len(images) * sum(lengths)
     return Figure(
         short_name(first.names[images[0]]) if len(images) == 1 else f"{len(images)} images",
@@ -165,15 +153,8 @@ def maps_figure(
     )
 
 
-def _order_in_words(map_set: MapSet) -> str:
-    """In which order maps stand, and what their labels hold."""
-    number = len(map_set.maps)
-    average = f"{map_set.kind} that is most peaked on average over {number} images"
-    return f"From the {average if number > 1 else f'most peaked {map_set.kind}'} to the most spread. {NUMBERS_IN_WORDS}"
-
-
 def tile_layout(picture: Picture, count: int, longest: int, least: int) -> Layout:
-    """Tiles that fill a sheet of about a slide's shape, with few places left empty in a band's last line."""
+    """The layout of a sheet of about a slide's shape, with few empty places in a band's last line."""
     aspect = picture.shape[1] / picture.shape[0]
     columns = min(
         range(least, longest + 1),

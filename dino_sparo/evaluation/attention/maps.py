@@ -1,7 +1,6 @@
 """Images -> one attention map per slot (sparo) or per head (cls), and numbers about maps.
 
-Shapes: maps per image (L slots with `sparo`, heads with `cls`, one with `gap`); h, w rows and columns of the patch
-grid.
+Shapes: `maps` is the number of maps per image, L with `sparo`; h, w are rows and columns of the patch grid.
 """
 
 from collections.abc import Sequence
@@ -15,12 +14,11 @@ from dino_sparo.draw.pixels import maps_grid, to_pixels
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError
 
-# Cosine similarity from which two maps look the same to the eye; our choice.
-NEAR_DUPLICATE = 0.95
+NEAR_DUPLICATE = 0.95  # least cosine similarity of two maps that look the same; our choice
 
 
 def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B maps h w"]:
-    """The maps alone of `maps_and_slots`."""
+    """The maps of `maps_and_slots`."""
     return maps_and_slots(encoder, images)[0]
 
 
@@ -28,14 +26,14 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 def maps_and_slots(
     encoder: Encoder, images: Float[Tensor, "B C H W"]
 ) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
-    """Attention maps of slots or heads, and the slots; with `cls` there are several maps but one slot, the class token.
+    """Attention maps of slots or heads, and the slots; with `cls` the class token is the only slot.
 
         sparo  the slots' attention over the patch tokens                        maps = L
         cls    the class token's row of the last block's self-attention          maps = heads
-        gap    uniform, 1 / N everywhere: averaging has no preferences           maps = 1
+        gap    uniform, 1 / N                                                    maps = 1
 
-    The maps are raw: a map sums to the share of attention that its patches get, and one minus that sum is the share of
-    the prefix tokens, class token and registers (`class_token_share`).
+    The maps are raw: the sum of a map is the share of attention to patches. The rest goes to class token and registers
+    (`class_token_share`).
 
     Args:
         encoder: in eval mode.
@@ -58,7 +56,7 @@ def maps_and_slots(
 
 
 def class_token_share(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*B"]:
-    """The attention a map leaves to the class token and registers, in [0, 1]; 0 for tokens of patches alone."""
+    """Share of attention to class token and registers, in [0, 1]; 0 without such tokens."""
     return np.asarray(np.clip(1 - maps.sum(axis=(-2, -1)), 0, 1))
 
 
@@ -67,8 +65,8 @@ def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
 
         p = map / sum(map),  effective patches = exp(-sum p log p)
 
-    1 for a single patch, k for k patches alike, h * w for a uniform map (and for an empty one, which prefers none).
-    Maps are non-negative and may have any sum.
+    1 for a single patch, k for k equal patches, h * w for a uniform or an empty map. Maps are non-negative and may have
+    any sum.
     """
     flat = maps.reshape(*maps.shape[:-2], -1).astype(np.float64)
     total = flat.sum(axis=-1, keepdims=True)
@@ -78,7 +76,7 @@ def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
 
 
 def rank_by_peakedness(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
-    """Numbers of maps, the most peaked first, by the geometric mean of their effective patches over the images."""
+    """Numbers of maps by peakedness, the geometric mean of their effective patches over the images; smallest first."""
     return np.argsort(np.log(effective_patches(maps)).mean(axis=0), kind="stable")
 
 
@@ -91,14 +89,11 @@ def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "
 
 
 def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
-    """Group maps that look the same on all images.
+    """The group of each map; maps of one group look the same on all images.
 
     Maps are taken in the order of `rank_by_peakedness`. A map joins the group whose first member is most similar to it,
-    if their cosine similarity, averaged over the images, is at least `NEAR_DUPLICATE`; otherwise the map opens a new
-    group. So no group grows by a chain of small differences.
-
-    Returns:
-        (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
+    if their cosine similarity, averaged over the images, is at least `NEAR_DUPLICATE`; otherwise it begins a group. So
+    no group grows by a chain of small differences. Groups are numbered from 0, by their most peaked member.
     """
     similarity = map_similarity(maps)
     groups = np.full(maps.shape[1], -1)
@@ -116,10 +111,9 @@ def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarr
 def display_order(
     maps: Float[np.ndarray, "B maps h w"], groups: Int[np.ndarray, " maps"], max_maps: int | None = None
 ) -> Int[np.ndarray, " _"]:
-    """Numbers of maps in the order in which they are shown.
+    """Numbers of maps in the order of a figure: by peakedness, near-duplicates behind the first map of their group.
 
-    All maps stand by peakedness, near-duplicates directly behind the first of their group. With `max_maps` below the
-    number of maps, at most `max_maps` groups are shown by their first maps: a short list has no room for repetitions.
+    If there are more than `max_maps` maps, only the first maps of at most `max_maps` groups.
     """
     ranking = rank_by_peakedness(maps)
     order = ranking[np.argsort(groups[ranking], kind="stable")]
@@ -129,14 +123,14 @@ def display_order(
 
 
 def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.ndarray, "*B h w"]:
-    """The smallest set of patches that holds a share in (0, 1] of each map's mass, as the reference's `--threshold`.
+    """The smallest set of patches with a share in (0, 1] of each map's mass, as the reference's `--threshold`.
 
-    Maps are non-negative and may have any sum; 1 takes every patch that got any attention.
+    Maps are non-negative and may have any sum. A share of 1 takes every patch with attention.
     """
     mass = heatmap.reshape(*heatmap.shape[:-2], -1).astype(np.float64)
     order = np.argsort(-mass, axis=-1, kind="stable")
     ordered = np.take_along_axis(mass, order, axis=-1)
-    larger = np.cumsum(ordered, axis=-1) - ordered  # the mass of all patches before each one
+    larger = np.cumsum(ordered, axis=-1) - ordered  # mass of all patches before each patch
     mask = np.zeros(mass.shape, dtype=bool)
     is_inside = (larger < share * mass.sum(axis=-1, keepdims=True)) & (ordered > 0)
     np.put_along_axis(mask, order, is_inside, axis=-1)
@@ -146,18 +140,14 @@ def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.nda
 def slots_grid(
     encoder: Encoder, images: Float[Tensor, "B C H W"], mean: Sequence[float], std: Sequence[float]
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A few images and all their maps, for TensorBoard, each under its number.
-
-    An image and its maps fill one or more rows. Maps stand in the order of their numbers, so that each is at the same
-    place after every epoch.
-    """
+    """A few images and all their maps, for TensorBoard, in the order of the maps' numbers."""
     maps = attention_maps(encoder, images)
     height, width = (side * encoder.backbone.patch_size for side in maps.shape[-2:])
     return maps_grid(to_pixels(images[:, :, :height, :width], mean, std), maps)
 
 
 def letters_of_groups(groups: Int[np.ndarray, " maps"]) -> list[str]:
-    """A letter (A, B, ..., Z, A1, B1, ...) for each member of a group of two or more; empty for the others."""
+    """A letter (A, B, ..., Z, A1, B1, ...) for each member of a group of two or more; empty for other maps."""
     shared = np.flatnonzero(np.bincount(groups) > 1).tolist()
     letters = {group: f"{chr(ord('A') + i % 26)}{i // 26 or ''}" for i, group in enumerate(shared)}
     return [letters.get(group, "") for group in groups.tolist()]

@@ -32,7 +32,7 @@ PICTURES: Group = {
     "save_each": Option(False, "Also write one PNG per map."),
     "figure_format": FIGURE_FORMAT,
     **SHOW_CHANNELS,
-    "max_maps": Option(None, "Number of maps in a grid, most concentrated first; by default all maps.", positive_int),
+    "max_maps": Option(None, "Number of maps in a grid, most peaked first; by default all maps.", positive_int),
     "compare": Option(None, "Another checkpoint, drawn below this one in compare.png."),
     "pca": Option(
         False,

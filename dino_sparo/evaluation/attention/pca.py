@@ -2,19 +2,19 @@
 
     dino-sparo attention --pretrained_weights demo --data_path photos --pca --output_dir components
 
-    pca.png          sheet: images, patch tokens, and with slots the patches' attention over slots
+    pca.png          images, components of patch tokens and, with slots, of the patches' attention over slots
     pca.npy          (images, h, w, 3), components of the tokens; NaN outside of the foreground
-    pca-slots.npy    the same of the patches' attention over slots
-    pca.json         how they were made, and the share of the variance that each component explains
+    pca-slots.npy    components of the patches' attention over slots
+    pca.json         protocol, and the share of the variance that each component explains
 
-The components of x, a patch's token, or the shares of the slots in the attention that the patch gets:
+The components of x, a patch's token, or the slots' shares of the patch's attention:
 
     y = V (x - mean x),  V the eigenvectors of the covariance with the three largest eigenvalues, over all images
 
-The sign of an eigenvector makes its largest entry positive, as scikit-learn's. Colours are those of the notebook of
-DINOv3: sigmoid(2 y / std y). The foreground follows DINOv2, figure 1: patches whose first component is positive; the
-components of these patches alone are then coloured. DINOv2 chooses the sign of that component by eye. Here, the border
-of the images has the negative mean, which is our choice.
+The largest entry of an eigenvector is positive, as in scikit-learn. Colours are those of DINOv3's notebook:
+sigmoid(2 y / std y). The foreground follows DINOv2, figure 1: patches whose first component is positive, and only their
+components are coloured. DINOv2 chooses the sign of the first component by eye. Here, its mean over the images' border
+is negative, which is our choice.
 """
 
 import argparse
@@ -50,7 +50,7 @@ FILES = {TOKENS: "pca", SLOTS: "pca-slots"}  # stems of files
 
 
 def draw_components(task: EncoderTask, images: Sequence[tuple[str, Image.Image]], view: PatchView) -> dict[str, Any]:
-    """Write the components of some images, named and read, as sheet and arrays; returns the content of pca.json."""
+    """Write the components of some images, given with their names; returns the content of pca.json."""
     args, config = task.args, task.encoder.config
     file = task.open_figures("pca", ("save_each", "figure_format"))
     folder, names = file.path.parent, [name for name, _ in images]
@@ -67,7 +67,7 @@ def draw_components(task: EncoderTask, images: Sequence[tuple[str, Image.Image]]
     pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT, args.show_channels) for _, image in images]
     tiles = component_tiles(names, pictures, colours, foreground)
     written.append(folder / f"pca.{args.figure_format}")
-    model = describe_model(task.weights, config, args.pretrained_weights or None, config.readout)
+    model = describe_model(task.weights, config, config.readout)
     save_sheet(components_figure(tiles, model, args.foreground), written[-1])
     if args.save_each:
         written.append(draw_each(tiles, folder / "pca"))
@@ -86,7 +86,7 @@ def draw_components(task: EncoderTask, images: Sequence[tuple[str, Image.Image]]
 
 
 def refuse_options_of_maps(args: argparse.Namespace) -> None:
-    """Refuse options that have no meaning with --pca, or none without it."""
+    """Refuse options that have no effect with --pca, or without --pca."""
     unused = ("atlas", "compare", "threshold", "max_maps") if args.pca else ("foreground",)
     for name in unused:
         if (value := getattr(args, name)) not in (None, False):
@@ -96,7 +96,7 @@ def refuse_options_of_maps(args: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def patch_features(encoder: Encoder, images: Float[torch.Tensor, "B C H W"]) -> dict[str, np.ndarray]:
-    """Tokens of patches (B, h, w, D), and of an encoder with three slots or more each slot's share (B, h, w, L)."""
+    """Tokens of patches (B, h, w, D), and with three slots or more the slots' shares of attention (B, h, w, L)."""
     tokens = encoder.backbone(images)
     first, grid = encoder.backbone.num_prefix_tokens, encoder.backbone.grid(images)
     features = {TOKENS: tokens[:, first:]}
@@ -109,7 +109,7 @@ def patch_features(encoder: Encoder, images: Float[torch.Tensor, "B C H W"]) -> 
 def principal_components(
     features: Float[np.ndarray, "images h w F"], chosen: Bool[np.ndarray, "images h w"]
 ) -> tuple[Float[np.ndarray, "images h w 3"], Float[np.ndarray, " 3"]]:
-    """Components of all patches in the basis of the chosen patches, and each component's share of their variance."""
+    """Components of all patches in the basis of the chosen patches, and each component's share of the variance."""
     rows = torch.from_numpy(features[chosen]).double()
     mean = rows.mean(dim=0)
     variances, vectors = torch.linalg.eigh((rows - mean).T @ (rows - mean))  # ascending
@@ -121,7 +121,7 @@ def principal_components(
 
 
 def find_foreground(tokens: Float[np.ndarray, "images h w D"]) -> Bool[np.ndarray, "images h w"]:
-    """Patches whose first component over all images is positive; the mean of the border's patches is negative."""
+    """Patches whose first component, over all images, has another sign than its mean over the border."""
     first = principal_components(tokens, np.ones(tokens.shape[:3], bool))[0][..., 0]
     is_border = np.ones(first.shape, bool)
     is_border[:, 1:-1, 1:-1] = False
@@ -131,7 +131,7 @@ def find_foreground(tokens: Float[np.ndarray, "images h w D"]) -> Bool[np.ndarra
 def to_colours(
     components: Float[np.ndarray, "images h w 3"], chosen: Bool[np.ndarray, "images h w"]
 ) -> UInt8[np.ndarray, "images h w 3"]:
-    """Components as red, green and blue: sigmoid(2 y / std y), with the deviation of the chosen patches."""
+    """Components as red, green and blue: sigmoid(2 y / std y), with std of the chosen patches."""
     deviations = np.maximum(components[chosen].std(axis=0), np.finfo(np.float32).tiny)
     return (255 / (1 + np.exp(-CONTRAST * components / deviations)) + 0.5).astype(np.uint8)
 
@@ -139,7 +139,7 @@ def to_colours(
 def paint_components(
     picture: Picture, colours: UInt8[np.ndarray, "h w 3"], foreground: Bool[np.ndarray, "h w"]
 ) -> Picture:
-    """Colours of patches at the size of their picture, bicubic between patches, black outside of the foreground."""
+    """Colours of patches at the size of the picture, bicubic between patches, black outside of the foreground."""
     height, width = picture.shape[:2]
     painted = np.asarray(Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC))
     return painted * (enlarge(foreground.astype(np.float32), height, width) > 0.5)[..., None]
@@ -160,11 +160,11 @@ def component_tiles(
 
 
 def components_figure(tiles: Mapping[str, Sequence[Tile]], model: str, has_foreground: bool) -> Figure:
-    """A column per image, with the image above its colours; of a single image they stand side by side."""
+    """A column per image, with the image above its colours; a single image and its colours stand side by side."""
     rows, count = list(tiles.values()), len(tiles["image"])
     if count == 1:
         rows = [list(chain.from_iterable(rows))]
-    else:  # the first image alone has titles
+    else:  # only the first image has titles
         rows = [[row[0], *(replace(tile, title="") for tile in row[1:])] for row in rows]
     blocks = range(0, len(rows[0]), PER_LINE)
     sections = [Section([Band(tiles=row[start : start + PER_LINE]) for row in rows]) for start in blocks]
@@ -178,7 +178,7 @@ def components_figure(tiles: Mapping[str, Sequence[Tile]], model: str, has_foreg
 
 
 def draw_each(tiles: Mapping[str, Sequence[Tile]], folder: Path) -> Path:
-    """Write every picture of the sheet alone; returns their folder."""
+    """Write every picture of the sheet as a file; returns their folder."""
     create_output_dir(folder, option="")
     for kind, of_kind in tiles.items():
         suffix = {TOKENS: "", SLOTS: "-slots"}.get(kind, "-image")

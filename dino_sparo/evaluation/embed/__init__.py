@@ -1,1 +1,1 @@
-"""Images -> embeddings on disk, and what people do with them next: clusters, predictions."""
+"""Images -> embeddings on disk; embeddings -> clusters, nearest images, near copies, predictions."""

@@ -5,10 +5,9 @@
     clusters.csv    row, path, cluster, distance to the center; cluster 0 is the largest
     clusters.html   the images nearest to each center
     clusters.png    a random sample of the images in two dimensions
-    clusters.json   how it was made; size, label and examples of each cluster, silhouette, inertia
+    clusters.json   protocol; size, label and examples of each cluster, silhouette, inertia
 
-k-means runs on features of length one, which k-NN compares, too. Features that are too large for memory are read in
-random batches from the memory-mapped array.
+k-means runs on features of length one. If they do not fit into memory, it reads random batches from disk.
 """
 
 import argparse
@@ -16,62 +15,57 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from dino_sparo.draw.figure import Band, Figure, Layout, Section
-from dino_sparo.draw.html import save_page
+from dino_sparo.draw.figure import Band, Section
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.embed.pictures import PICTURE_HEIGHT, PICTURE_WIDTH, open_pictures
+from dino_sparo.draw.tables import text_table
+from dino_sparo.evaluation.embed.pictures import Pictures, open_pictures, save_found
 from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, check_sample, load_embeddings, write_csv
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import versions, write_json
-from dino_sparo.runtime.launch import is_only_a_peer
+from dino_sparo.runtime.files import refuse_existing, versions, write_json
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.logs import progress, setup_logging
 
 logger = logging.getLogger(__name__)
 
 CSV, PAGE, RESULT = "clusters.csv", "clusters.html", "clusters.json"
-MAX_FIT_BYTES = 1 << 30  # features up to this size are loaded for k-means; of more, random batches
+MAX_FIT_BYTES = 1 << 30  # larger features are read in batches for k-means
 BATCH_ROWS, PASSES, STARTS = 4096, 3, 3  # of k-means on batches; random starts of k-means in memory
 SCORED_IMAGES, MAPPED_IMAGES = 5_000, 2_000  # samples for the silhouette and for the map
 PERPLEXITY = 30.0  # of t-SNE, scikit-learn's default
-MIN_DIFFERENT = 3  # features of a map; t-SNE of equal ones ends the process
+MIN_DIFFERENT = 3  # different features of a map, since t-SNE of equal features ends the process
 LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}  # behind a cluster's number
 
-Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # rows, as indices or a slice -> their features
+Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # indices or a slice of rows -> features
 
 
+@on_first_process
 def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     """Cluster the embeddings of a folder; returns the content of clusters.json."""
-    if is_only_a_peer():
-        return {}
     setup_logging()
     require("sklearn", "clusters")
     require_matplotlib()
     embeddings = load_embeddings(args.folder)
     out = Path(args.output_dir or args.folder)
     picture = out / f"clusters.{args.figure_format}"
-    old = [path for path in (out / CSV, out / PAGE, picture, out / RESULT) if path.exists()]
-    if old and not args.overwrite:
-        raise UserError(f"{old[0]} exists already; give another --output_dir, or --overwrite")
+    old = refuse_existing((out / CSV, out / PAGE, picture, out / RESULT), args.overwrite)
     found = check_sample(embeddings.array(args.what, args.slot), f"{args.what} in {args.folder}")
     num_images = len(embeddings.index["path"])
     if num_images < args.clusters:
         raise UserError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
-
-    def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
-        return embeddings.vectors(args.what, rows, args.slot)
-
+    vectors = partial(embeddings.vectors, args.what, slot=args.slot)
     logger.info("k-means: %d clusters of %d images", args.clusters, num_images)
     centers, method = fit_centers(vectors, num_images, args.clusters, args.seed)
     clusters, distances = assign(vectors, num_images, centers)
-    # By cluster, then by distance: the first rows of a cluster are its examples.
+    # Sorted by cluster, then by distance, so that the first rows of a cluster are its examples.
     order = np.split(np.lexsort((distances, clusters)), np.cumsum(np.bincount(clusters))[:-1])
     examples = [rows[: args.examples].tolist() for rows in order]
     result = {
@@ -89,13 +83,15 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         **({"warnings": found} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
-    for path in old:  # the page and the map are not always drawn again
+    for path in old:  # page and map are not always drawn again
         path.unlink()
     rows = zip(range(num_images), embeddings.index["path"], clusters.tolist(), distances.tolist(), strict=True)
     write_csv(out / CSV, [("row", "path", "cluster", "distance"), *rows])
     logger.info("drawing %s and %s", picture.name, PAGE)
     draw_map(vectors, clusters, picture, args.map, args.seed)
-    draw_page(result, examples, embeddings, out / PAGE, args.data_path, args.show_channels)
+    pictures = open_pictures(embeddings, out / PAGE, args.data_path, args.show_channels)
+    if pictures is not None:
+        draw_page(result, examples, pictures, out / PAGE)
     write_json(result, out / RESULT)
     say(_table(result))
     say(f"\n{out}")
@@ -105,20 +101,20 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
 def fit_centers(
     vectors: Vectors, num_images: int, num_clusters: int, seed: int
 ) -> tuple[Float[np.ndarray, "clusters F"], str]:
-    """k-means' centers, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
+    """Centers of k-means, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
     from sklearn.cluster import KMeans, MiniBatchKMeans
     from sklearn.exceptions import ConvergenceWarning
 
     if num_images * vectors([0]).nbytes <= MAX_FIT_BYTES:
-        with warnings.catch_warnings():  # of fewer different features than clusters
-            warnings.simplefilter("ignore", ConvergenceWarning)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of fewer different features than clusters
             kmeans = KMeans(num_clusters, n_init=STARTS, random_state=seed).fit(vectors(slice(None)))
         return kmeans.cluster_centers_, "KMeans"
     kmeans = MiniBatchKMeans(num_clusters, random_state=seed)
     rng = np.random.default_rng(seed)
     num_batches = max(1, num_images // max(BATCH_ROWS, num_clusters))
     for _ in range(PASSES):
-        # Folders are sorted by class: a batch of neighbours would be of one class.
+        # Folders are sorted by class, so a batch of neighbours would have one class.
         for rows in progress(np.array_split(rng.permutation(num_images), num_batches), desc="k-means"):
             kmeans.partial_fit(vectors(np.sort(rows)))
     return kmeans.cluster_centers_, "MiniBatchKMeans"
@@ -139,7 +135,7 @@ def assign(
 
 
 def _silhouette(vectors: Vectors, clusters: Int[np.ndarray, " images"], seed: int) -> float | None:
-    """Mean silhouette of a random sample, -1 to 1; None where the sample has a single cluster or only single images."""
+    """Mean silhouette of a random sample, -1 to 1; None for a single cluster, or if all clusters have one image."""
     from sklearn.metrics import silhouette_score
 
     rows = _sample(len(clusters), SCORED_IMAGES, seed)
@@ -154,7 +150,7 @@ def _sample(num_images: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
 
 
 def _agreement(labels: Sequence[str], clusters: Int[np.ndarray, " images"]) -> dict[str, float] | None:
-    """Agreement of clusters and labels, where images have labels; 0 is chance, 1 is equality."""
+    """Agreement of clusters and labels, if there are labels; 0 is chance, 1 is equality."""
     from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
 
     rows = [row for row, label in enumerate(labels) if label]
@@ -183,7 +179,7 @@ def _describe(
 
 
 def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path, method: str, seed: int) -> None:
-    """A random sample of the images in two dimensions, by t-SNE or PCA, coloured by cluster."""
+    """Plot a random sample of the images in two dimensions, coloured by cluster."""
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -208,18 +204,8 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
         axis.set(xticks=[], yticks=[], title=f"{len(rows):,} images, {'t-SNE' if method == 'tsne' else 'PCA'}")
 
 
-def draw_page(
-    result: dict[str, Any],
-    examples: Sequence[Sequence[int]],
-    embeddings: Embeddings,
-    path: Path,
-    data_path: str | None,
-    channels: Sequence[int],
-) -> None:
-    """The images nearest to each center, where they can still be read."""
-    pictures = open_pictures(embeddings, path, data_path, channels)
-    if pictures is None:
-        return
+def draw_page(result: dict[str, Any], examples: Sequence[Sequence[int]], pictures: Pictures, path: Path) -> None:
+    """Write a page of the readable images nearest to each center."""
     sections = []
     for cluster, rows in zip(result["clusters"], examples, strict=True):
         facts = [f"{cluster['num_images']:,} images"]
@@ -227,23 +213,15 @@ def draw_page(
             facts.append(f"{cluster['label_share']:.0%} {cluster['label']}")
         shown = [tile for tile in map(pictures.tile, rows) if tile is not None]
         sections.append(Section([Band(tiles=shown)], f"cluster {cluster['cluster']}", facts))
-    what = result["embeddings"]["what"]
-    figure = Figure(
-        f"{result['num_clusters']} clusters",
-        f"{result['embeddings']['num_images']:,} images of {pictures.source.name}; features: {what}",
-        sections,
-        Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=max(map(len, examples))),
-        explanation="Each cluster with its images nearest to the center, nearest first.",
-        ends=None,
-    )
-    save_page(figure, path)
+    words = "Each cluster with its images nearest to the center, nearest first."
+    save_found(f"{result['num_clusters']} clusters", words, sections, path, result, max(map(len, examples)))
 
 
 def _table(result: dict[str, Any]) -> str:
-    """Clusters for people."""
-    lines = [f"{'cluster':>7}  {'images':>9}  most frequent label"]
+    """Clusters for the terminal."""
+    rows = [("cluster", "images", "most frequent label")]
     for cluster in result["clusters"]:
         label = f"{cluster['label']} ({cluster['label_share']:.0%})" if cluster["label"] else "-"
-        lines.append(f"{cluster['cluster']:>7}  {cluster['num_images']:>9,}  {label}")
+        rows.append((f"{cluster['cluster']}", f"{cluster['num_images']:,}", label))
     silhouette = "-" if result["silhouette"] is None else f"{result['silhouette']:.3f}"
-    return "\n".join([*lines, f"silhouette {silhouette}, inertia {result['inertia']:.4g}"])
+    return f"{text_table(rows)}\nsilhouette {silhouette}, inertia {result['inertia']:.4g}"

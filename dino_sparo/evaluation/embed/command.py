@@ -1,15 +1,16 @@
-"""A checkpoint and any images, labelled or not -> a folder of embeddings.
+"""Encoder and any images, labelled or not -> a folder of embeddings.
 
     dino-sparo embed --pretrained_weights runs/vits16/checkpoint.pth --data_path photographs --output_dir embeddings
     torchrun --nproc_per_node=8 -m dino_sparo embed --what encoding patches --dtype float16 --data_path shards \\
         --pretrained_weights runs/vits16/checkpoint.pth --output_dir embeddings
 
-`store.py` describes the folder. The same command resumes a run that was killed; the result is bit-identical.
+For the folder see `store.py`. The same command resumes a killed run; the result is bit-identical.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ CLASS_TOKEN = "cls"  # this kind of feature in --what
 
 
 def embed_images(args: argparse.Namespace) -> dict[str, Any]:
-    """Embed the images that the options name; returns the record that embedding.json holds."""
+    """Embed the images that the options name; returns the content of embedding.json."""
     if args.captions:
         raise UserError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
     task = EncoderTask.start(args)
@@ -56,7 +57,7 @@ def write_embeddings(
     source: ImageSource,
     captions: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Open the folder, write what is missing, finish; returns the record that embedding.json holds."""
+    """Open the folder, write the missing chunks, finish; returns the content of embedding.json."""
     folder = writer.folder
     with RunLock(folder) as lock:
         with all_or_none(f"locking {folder}"):
@@ -76,7 +77,7 @@ def write_embeddings(
 
 
 def announce(writer: EmbeddingWriter) -> list[int]:
-    """Say what is to be written; returns the numbers of the chunks that this process writes."""
+    """Print what will be written; returns the numbers of the chunks that this process writes."""
     remaining: list[int] = broadcast_object(writer.remaining())
     if is_main():
         sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
@@ -90,7 +91,7 @@ def announce(writer: EmbeddingWriter) -> list[int]:
 def feature_shapes(
     encoder: Encoder, what: Sequence[str], img_size: int, device: torch.device
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each kind of feature, of one image."""
+    """The shape of each kind of feature for one image."""
     config = encoder.config
     if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
         raise UserError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
@@ -102,11 +103,7 @@ def feature_shapes(
 
 
 def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B C H W"]) -> dict[str, Tensor]:
-    """Several kinds of features in one pass.
-
-    Returns:
-        encoding (B, L*V), slots (B, L, V), cls (B, D), patches (B, N - prefix, D), mean (B, D); those asked for.
-    """
+    """The kinds `what` of encoding (B, L*V), slots (B, L, V), cls (B, D), patches (B, N - prefix, D), mean (B, D)."""
     tokens = encoder.backbone(images)
     patches = tokens[:, encoder.backbone.num_prefix_tokens :]
     slots = encoder.readout(tokens).slots
@@ -120,17 +117,19 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     return {name: features[name] for name in what}
 
 
+def features_in_rows(encoder: Encoder, what: Sequence[str], images: Tensor) -> Float[Tensor, "B F"]:
+    """All features of each image in one row."""
+    return torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)
+
+
 def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Record of the embeddings; a resumed run must have the same `settings` as the first one."""
+    """Record of the embeddings; a resumed run must have the same `settings`."""
     args = task.args
     settings = {
         "weights": task.subject.record.get("sha256"),
         "what": " ".join(args.what),
-        "dtype": args.dtype,
-        "precision": args.precision,
+        **{name: getattr(args, name) for name in ("dtype", "precision", "fast_views", "batch_size_per_gpu")},
         "img_size": task.transform.img_size,
-        "fast_views": args.fast_views,
-        "batch_size_per_gpu": args.batch_size_per_gpu,
         "images": fingerprint_of(source) or source.name,
         "sizes_and_times": sizes_and_times(source) if is_main() else None,
         "labels": text_hash(labels_of(source)),
@@ -152,7 +151,7 @@ def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int,
 
 
 def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWriter) -> None:
-    """Embed this process' share of the chunks that are not finished."""
+    """Embed this process' share of the unfinished chunks."""
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
@@ -163,7 +162,9 @@ def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWrite
         pin_memory=task.device.type == "cuda",
     )
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
-    encode = _concatenated(task.encoder, list(writer.shapes))
+    encode: Callable[[Tensor], Tensor] = task.encoder
+    if list(writer.shapes) != ["encoding"]:
+        encode = partial(features_in_rows, task.encoder, list(writer.shapes))
     encoded = encoded_batches(
         task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
     )
@@ -180,10 +181,3 @@ def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWrite
         if batch_indices[0] in last_batches:
             writer.finish_chunk(last_batches[batch_indices[0]], unreadable)
             unreadable = []
-
-
-def _concatenated(encoder: Encoder, what: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """Images -> all features of each image in one row."""
-    if list(what) == ["encoding"]:
-        return encoder
-    return lambda images: torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)

@@ -2,7 +2,7 @@
 
     dino-sparo search embeddings --duplicates 0.97
 
-All pairs are compared, block by block. Groups are the connected components of the pairs, so two images of a large group
+All pairs are compared, block by block. Groups are connected components of similar pairs, so two images of a large group
 may be less similar than the threshold.
 """
 
@@ -23,11 +23,11 @@ from dino_sparo.runtime.logs import progress
 
 DUPLICATES = "duplicates"  # stem of files
 MAX_PAIRS = 1 << 22  # in memory, or twice the number of images, before pairs become groups
-ROUNDING = 1e-6  # of a cosine in fp32: copies may be this far from 1
+ROUNDING = 1e-6  # rounding error of a cosine in fp32
 
 
 def find_groups(vectors: Vectors, threshold: float) -> tuple[list[list[int]], Float[np.ndarray, " images"]]:
-    """Groups of rows that pairs of a cosine of at least `threshold` connect, largest first.
+    """Groups of rows that pairs with a cosine of at least `threshold` connect, largest first.
 
     Returns:
         The rows of each group, ascending; and each image's highest similarity to another image.

@@ -56,8 +56,7 @@ CLUSTERS: Group = {
 
 def cluster_parser() -> Parser:
     """The options of `dino-sparo cluster`."""
-    folder = Option(None, "Embeddings, written by dino-sparo embed.", is_positional=True)
-    return Parser({"features": {"folder": folder, **VECTOR_FEATURES}, "clusters and map": CLUSTERS})
+    return Parser({"features": {"folder": SEARCHED["folder"], **VECTOR_FEATURES}, "clusters and map": CLUSTERS})
 
 
 SEARCHED: Group = {

@@ -1,4 +1,4 @@
-"""Embeddings -> the pictures of their images, read again for a page, and a page of images that were found."""
+"""Embeddings -> the pictures of their images, read again, and a page with pictures."""
 
 import contextlib
 import logging
@@ -22,13 +22,9 @@ SHOWN_PARTS, SHOWN_IMAGES, PER_LINE = 50, 12, 6  # queries or groups on a page, 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of embeddings, on disk.
+    """The images of embeddings on disk; pictures show `channels`, as in `rgb_pixels`.
 
-    Attributes:
-        source: the images.
-        embeddings: whose rows are shown.
-        channels: that pictures show, as in `rgb_pixels`.
-        has_moved: whether only the names of the files are those of the embeddings.
+    `has_moved` says whether the images are in other folders than during embedding.
     """
 
     source: ImageSource
@@ -37,14 +33,14 @@ class Pictures:
     has_moved: bool = False
 
     def band(self, pairs: Iterable[tuple[int, float]]) -> Band:
-        """Rows with a similarity each, as far as their images can be read."""
+        """The readable images of some rows, each with its similarity."""
         tiles = (self.tile(row, f"{similarity:.3f}") for row, similarity in pairs)
         return Band(tiles=[tile for tile in tiles if tile is not None])
 
     def tile(self, row: int, number: str = "") -> Tile | None:
-        """The image of a row, with a number below it; None if it is not there any more, or cannot be read.
+        """The image of a row, with a number below it; None if the image is missing or unreadable.
 
-        Unreadable images have no row, so the image's place in the source is the row or a little more.
+        Unreadable images have no row, so the image's index in the source is the row or slightly more.
         """
         path, num_unreadable = self.embeddings.index["path"][row], self.embeddings.record["num_unreadable"]
         for place in range(row, min(row + num_unreadable + 1, len(self.source))):
@@ -61,7 +57,7 @@ class Pictures:
 def open_pictures(
     embeddings: Embeddings, page: Path, data_path: str | None = None, channels: Sequence[int] = ()
 ) -> Pictures | None:
-    """The images of embeddings, by default where they were; None, with a warning about `page`, if they are gone."""
+    """The images of embeddings, by default at their old path; None, with a warning about `page`, if they are gone."""
     images = embeddings.record["images"]
     columns = TableColumns(*images.get("columns", ()))
     try:
@@ -74,11 +70,16 @@ def open_pictures(
 
 
 def save_found(
-    title: str, explanation: str, sections: Sequence[Section], path: Path, record: Mapping[str, Any]
+    title: str,
+    explanation: str,
+    sections: Sequence[Section],
+    path: Path,
+    record: Mapping[str, Any],
+    per_line: int = PER_LINE,
 ) -> None:
-    """A page of images that were found in embeddings, whose images and features the record describes."""
+    """Write a page of images that were found in embeddings, which the record describes."""
     embeddings = record["embeddings"]
-    slots = f", slots {', '.join(map(str, embeddings['slots']['slots']))}" if embeddings["slots"] else ""
+    slots = f", slots {', '.join(map(str, embeddings['slots']['slots']))}" if embeddings.get("slots") else ""
     about = f"{embeddings['num_images']:,} images in {embeddings['folder']}; features: {embeddings['what']}{slots}"
-    layout = Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=PER_LINE)
+    layout = Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=per_line)
     save_page(Figure(title, about, sections, layout, explanation=explanation, ends=None), path)

@@ -1,14 +1,13 @@
-"""Labelled embeddings -> a classifier, its accuracy on images it has not seen, and its predictions for new images.
+"""Labelled embeddings -> a classifier, its accuracy, and predictions for new images.
 
     dino-sparo predict labelled_embeddings --images new_embeddings --output predictions.csv
     dino-sparo predict labelled_images --images new_images --pretrained_weights demo
 
     predictions.csv    row, path, the most probable classes and their probabilities
-    predictions.json   how it was made, and the accuracy
+    predictions.json   protocol and accuracy
 
-The classifier is a logistic regression on features of length one. Its accuracy is that of cross-validation, and with
---val also that on other labelled embeddings. Rows without a label are skipped. Images in place of embeddings are
-embedded in a temporary folder.
+The classifier is a logistic regression on features of length one. Its accuracy is measured by cross-validation, with
+--val also on other labelled embeddings. Rows without a label are skipped. Images are embedded in a temporary folder.
 """
 
 import argparse
@@ -35,8 +34,8 @@ from dino_sparo.evaluation.embed.store import (
 )
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import versions, write_json
-from dino_sparo.runtime.launch import is_only_a_peer
+from dino_sparo.runtime.files import refuse_existing, versions, write_json
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.results import Score
 
@@ -45,10 +44,9 @@ logger = logging.getLogger(__name__)
 MAX_STEPS = 1000  # of the solver
 
 
+@on_first_process
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """Fit the classifier, measure its accuracy, predict; returns the content of predictions.json."""
-    if is_only_a_peer():
-        return {}
     setup_logging()
     require("sklearn", "predictions")
     new = args.images or args.folder
@@ -58,9 +56,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--output {output} names the table; the record is put beside it as JSON: give a .csv")
     if args.folds < 2:
         raise UserError(f"--folds {args.folds}: cross-validation needs at least 2")
-    for path in [output, record] if args.images else [record]:
-        if path.exists() and not args.overwrite:
-            raise UserError(f"{path} exists already; give another --output, or --overwrite")
+    refuse_existing([output, record] if args.images else [record], args.overwrite, "--output")
     with tempfile.TemporaryDirectory(prefix="dino_sparo_") as temporary:
         paths = dict.fromkeys(filter(None, (args.folder, args.images, args.val)))
         if args.pretrained_weights and all(map(is_store, paths)):
@@ -75,7 +71,7 @@ def is_store(path: str) -> bool:
 
 
 def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
-    """The embeddings at a path, or those of all images at a path, which are written to `folder`."""
+    """The embeddings at a path, or of the images at a path, which are embedded into `folder`."""
     if is_store(path):
         return load_embeddings(path)
     if not args.pretrained_weights:
@@ -91,7 +87,7 @@ def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
 
 
 def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, output: Path) -> dict[str, Any]:
-    """Fit the classifier on the first of the stores, which are named by the options, measure and predict."""
+    """Fit the classifier, measure and predict; the keys of `stores` are the paths in the options."""
     labelled = stores[args.folder]
     others = {folder: stores[folder] for folder in (args.images, args.val) if folder}
     record = output.with_suffix(".json")
@@ -136,10 +132,7 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
 
 
 def _warnings_of_fitted_images(labelled: Embeddings, others: Mapping[str, Embeddings], kind: str) -> list[str]:
-    """A warning, also logged, for each of `others` with images on which the classifier is fitted.
-
-    They have the path or the features of a labelled image.
-    """
+    """Log and return a warning for each of `others` with images whose path or features a labelled image has."""
     rows = [row for row, label in enumerate(labelled.index["label"]) if label]
     paths = {labelled.index["path"][row] for row in rows}
     fitted = {hash(labelled.arrays[kind][row].tobytes()) for row in rows}
@@ -169,7 +162,7 @@ def fit_classifier(
 ) -> tuple[Any, dict[str, Any]]:
     """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
 
-    Classes with a single image take no part in cross-validation, but the classifier knows them.
+    Classes with a single image are fitted, but not cross-validated.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV, StratifiedKFold
@@ -193,13 +186,13 @@ def fit_classifier(
 
 
 def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:
-    """Accuracy on labelled embeddings, percent; a class that the classifier does not know counts as wrong."""
+    """Accuracy on labelled embeddings, percent; images of unknown classes are wrong."""
     features, labels = _labelled_rows(embeddings, kind, folder)
     return 100 * float(np.mean(classifier.predict(features) == np.array(labels)))
 
 
 def _prediction_rows(classifier: Any, new: Embeddings, kind: str, top: int) -> Iterator[tuple[Any, ...]]:
-    """Names of columns, then the most probable classes of every new image, with their probabilities."""
+    """Names of columns, then the most probable classes of every new image and their probabilities."""
     top = min(top, len(classifier.classes_))
     names = [f"{name}_{number}" for number in range(2, top + 1) for name in ("prediction", "probability")]
     yield "row", "path", "prediction", "probability", *names
@@ -212,7 +205,7 @@ def _prediction_rows(classifier: Any, new: Embeddings, kind: str, top: int) -> I
 
 
 def _table(result: dict[str, Any]) -> str:
-    """Accuracies for people."""
+    """Accuracies for the terminal."""
     validation = result["cross_validation"]
     strength = f"C={result['classifier']['C']:g}"
     lines = [

@@ -1,17 +1,16 @@
-"""Embeddings -> the images that are most similar to others, and groups of near copies.
+"""Embeddings -> the nearest images of other images, and groups of near copies.
 
     dino-sparo search embeddings --images photo.jpg
     dino-sparo search embeddings --images photo.jpg --slots 3,7      # similar in these slots
     dino-sparo search embeddings --duplicates 0.97
 
-    search.csv        query, rank, row, path, label, similarity: cosine of the features; an image never finds itself
+    search.csv        query, rank, row, path, label, similarity (cosine); an image never finds itself
     search.html       the first queries, each with its nearest images
-    search.json       how it was made, and the first queries
+    search.json       protocol, and the first queries
     duplicates.*      table, page and record of near copies, see `near_copies.py`
 
-The search compares with every image, block by block, so the result is exact and memory does not grow with the
-embeddings. With slots, the features are those of the chosen slots, concatenated and then of length one, as
-`dino-sparo knn` takes them.
+The search compares with every image, block by block, so it is exact, and memory does not grow with the embeddings. The
+features of slots are concatenated and scaled to length one, as in `dino-sparo knn`.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ARRAY_EXTENSION, IMAGE_EXTENSIONS
 from dino_sparo.data.sources.decode import read_image
-from dino_sparo.data.sources.image_source import FileSource, ImageSource, PackedStrings
+from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.draw.figure import Section, short_name
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.near_copies import DUPLICATES, write_groups
@@ -46,8 +45,8 @@ from dino_sparo.evaluation.knn import first_largest
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import plain, versions, write_json
-from dino_sparo.runtime.launch import is_only_a_peer, select_device
+from dino_sparo.runtime.files import plain, refuse_existing, versions, write_json
+from dino_sparo.runtime.launch import on_first_process, select_device
 from dino_sparo.runtime.logs import progress, setup_logging
 
 SEARCH = "search"  # stem of files
@@ -56,10 +55,9 @@ PRINTED = 3  # queries
 Neighbours = tuple[int, list[tuple[int, float]]]  # a query's row -> rows and similarities, best first
 
 
+@on_first_process
 def search(args: argparse.Namespace) -> dict[str, Any]:
-    """Search the images nearest to --images, and near copies; returns what search.json and duplicates.json hold."""
-    if is_only_a_peer():
-        return {}
+    """Search for the nearest images, or near copies; returns the content of search.json and duplicates.json."""
     setup_logging()
     stems = [SEARCH] * bool(args.images) + [DUPLICATES] * (args.duplicates is not None)
     if not stems:
@@ -67,9 +65,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     if args.duplicates is not None:
         require("scipy", "groups of near copies")
     out = Path(args.output_dir or args.folder)
-    old = [path for stem in stems for ending in ("csv", "html", "json") if (path := out / f"{stem}.{ending}").exists()]
-    if old and not args.overwrite:
-        raise UserError(f"{old[0]} exists already; give another --output_dir, or --overwrite")
+    refuse_existing([out / f"{stem}.{ending}" for stem in stems for ending in ("csv", "html", "json")], args.overwrite)
     store, device = load_embeddings(args.folder), select_device(args.device)
     warnings = check_sample(store.array(args.what), f"{args.what} in {args.folder}")
     slots, slots_record = open_slots(store, args.what, args.slots)
@@ -95,9 +91,6 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         say("{:,} images in {:,} groups of near copies".format(*counts))
     say("\n".join(str(path) for stem in stems for path in sorted(out.glob(f"{stem}.*"))))
     return results
-
-
-# The query.
 
 
 def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device) -> tuple[Embeddings, Pictures | None]:
@@ -127,20 +120,17 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
 
 
 def open_images(task: EncoderTask, path: str) -> ImageSource:
-    """All images of a path, which may be a single image."""
+    """All images of a path, or a single image."""
     if not (Path(path).is_file() and path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))):
         return task.open_split("all")
     read_image(path, path, limits=task.limits)  # refuses an unreadable image
-    return FileSource(f"image {path}", "", PackedStrings.pack([os.fsencode(path)]), limits=task.limits)
+    return FileSource(f"image {path}", "", [path], limits=task.limits)
 
 
 def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
     """The encoder and the view of a store, for the images of --images."""
-    settings, limits, encoder = (
-        store.record["settings"],
-        store.record["settings"].get("limits", {}),
-        store.record["encoder"],
-    )
+    settings, encoder = store.record["settings"], store.record["encoder"]
+    limits = settings.get("limits", {})
     remedy = f"embed {args.images} with the options of {store.folder}, and give the folder"
     if encoder.get("untrained"):
         raise UserError(f"{store.folder} is of random weights; {remedy}")
@@ -165,11 +155,8 @@ def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.devi
     return task
 
 
-# The nearest images.
-
-
 def nearest_rows(vectors: Vectors, queries: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
-    """The k most similar rows of each query, best first, of equal ones the first: similarities and rows, (m, k)."""
+    """Similarities and rows (m, k) of the k most similar rows of each query, best first; the first row wins ties."""
     similarities = queries.new_empty(len(queries), 0)
     rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     for block, features in vectors.blocks():
@@ -181,7 +168,7 @@ def nearest_rows(vectors: Vectors, queries: Float[Tensor, "m F"], k: int) -> tup
 
 
 def nearest(store: Embeddings, vectors: Vectors, query: Embeddings, queries: Vectors, top: int) -> Iterator[Neighbours]:
-    """The nearest images of each query image, without the image itself, which has its path."""
+    """The nearest images of each query, without the query itself, which has its path."""
     for block, features in progress(queries.blocks(), total=-(-queries.num_rows // ROWS), desc=SEARCH):
         found = (part.cpu().tolist() for part in nearest_rows(vectors, features, top + 1))
         for number, similarities, rows in zip(range(block.start, block.stop), *found, strict=True):
@@ -223,7 +210,7 @@ def write_nearest(
             Section([stored.band(pairs)], about=short_name(names[i]), picture=pictures.tile(i) if pictures else None)
             for i, pairs in shown
         ]
-        words = "At the left the query. Beside it the nearest images, nearest first, with their cosine similarity."
+        words = "At the left the query; at its right the nearest images, nearest first, with their cosine similarity."
         save_found(f"Images like {short_name(args.images)}", words, sections, page, result)
     write_json(result, out / f"{SEARCH}.json")
     for entry in first[:PRINTED]:

@@ -1,14 +1,14 @@
-"""A folder of embeddings: one array per kind of feature, an index of the images, and a record of how they were made.
+"""A folder of embeddings: one array per kind of feature, an index of the images, and a record.
 
     encoding.npy, slots.npy, ...   one row per readable image, in the order of the source; opened memory-mapped
-    index.parquet or index.csv     row, path, label (the name of the class, empty if there is none)
-                                   of captions the path is the image's, and the column caption has the words
-    unreadable.csv                 path and reason of each image that has no row
+    index.parquet or index.csv     row, path, label (name of the class, or empty); for captions the image's path,
+                                   and the column caption
+    unreadable.csv                 path and reason of each image without a row
     embedding.json                 encoder, images, view, precision, versions; size and CRC-32 of each file
 
-While images are embedded, the arrays have a row for every image, and `.embedding/` has one small file for every
-finished chunk of images. So any number of processes write one result, and a run that was killed resumes behind its last
-chunk. Files that no record names are of others: they are replaced only if the user says so, and never deleted.
+During embedding, the arrays have a row for every image, and `.embedding/` has a small file for every finished chunk of
+images. So any number of processes write one result, and a killed run resumes after its finished chunks. Files that are
+not in the record belong to the user: they are replaced only with --overwrite, and never deleted.
 """
 
 import csv
@@ -27,32 +27,29 @@ import torch
 from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.features import check_features, with_exif
+from dino_sparo.evaluation.features import check_features
 from dino_sparo.runtime import files
 from dino_sparo.runtime.faults import UserError, is_passing, require
-from dino_sparo.runtime.files import differences, write_json, write_record, writing
+from dino_sparo.runtime.files import differences, write_json, write_record, writing, written_beside
 
 logger = logging.getLogger(__name__)
 
-DERIVED = ("clusters", "predictions", "search", "duplicates")  # stems of what other commands write beside embeddings
+DERIVED = ("clusters", "predictions", "search", "duplicates")  # stems of files that other commands write here
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", ".embedding"
 INDEXES = ("index.parquet", "index.csv")
 RECORDED = {"settings", "encoder", "features", "images", "complete"}  # entries that every record has
-SAMPLED_BYTES = 1 << 26  # about as many show whether all features are equal
-CHUNK_BATCHES = 16  # most batches between two files in `chunks/`
-MIN_CHUNKS = 64  # fewer if there are fewer batches: a killed run repeats little
+SAMPLED_BYTES = 1 << 26  # about the size of a sample that shows whether all features are equal
+CHUNK_BATCHES = 16  # largest number of batches in a chunk
+MIN_CHUNKS = 64  # if there are as many batches, so that a killed run repeats little
 BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings on disk.
+    """Embeddings on disk; `record` is the content of embedding.json.
 
-    Attributes:
-        arrays: kind of feature -> memory-mapped array, (images, ...).
-        index: "path" and "label" of each row; of captions also "caption".
-        record: how the embeddings were made.
-        folder: where they lie.
+    `arrays` has a memory-mapped array (images, ...) for each kind of feature. `index` has "path" and "label" of each
+    row, for captions also "caption".
     """
 
     arrays: dict[str, np.ndarray]
@@ -61,7 +58,7 @@ class Embeddings:
     folder: Path
 
     def array(self, kind: str, slot: int | None = None) -> np.ndarray:
-        """The features of a kind, (images, ...), or of one of its slots; UserError if the folder has none."""
+        """The features of a kind, (images, ...), or of one of its slots; UserError if the folder lacks them."""
         array = self.arrays.get(kind)
         if array is None and "captions" in self.arrays:
             raise UserError(f"{self.folder} holds captions; give a folder with embeddings of images")
@@ -72,12 +69,11 @@ class Embeddings:
         return array if slot is None else array[:, slot]
 
     def source(self, kind: str) -> dict[str, Any]:
-        """Folder, kind and checksum of features, for a result file; earlier versions wrote no checksums."""
-        file = self.record.get("files", {}).get(f"{kind}.npy")
-        return {"folder": str(self.folder), "what": kind, "file": file}
+        """Folder, kind and checksum of features, for a result."""
+        return {"folder": str(self.folder), "what": kind, "file": self.record.get("files", {}).get(f"{kind}.npy")}
 
     def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
-        """Features in memory, float32, each image's numbers in one vector of length one."""
+        """Features of some rows, as `unit_vectors`."""
         return unit_vectors(self.array(kind, slot)[rows], kind)
 
     def cells(self, row: int) -> tuple[int, str, str]:
@@ -86,7 +82,7 @@ class Embeddings:
 
 
 def unit_vectors(features: np.ndarray, kind: str) -> Float[np.ndarray, "rows F"]:
-    """Features (rows, ...) of a kind, float32, each row's numbers in one vector of length one."""
+    """Features (rows, ...) of a kind as one float32 vector of length one per row."""
     vectors = np.asarray(features, dtype=np.float32).reshape(len(features), -1)
     if not np.isfinite(vectors).all():
         raise UserError(f"{kind}: features are not finite; embed again, with an encoder that is not broken")
@@ -94,15 +90,15 @@ def unit_vectors(features: np.ndarray, kind: str) -> Float[np.ndarray, "rows F"]
 
 
 def check_sample(array: np.ndarray, name: str) -> list[str]:
-    """`check_features` of evenly spaced rows of an array (images, ...)."""
+    """`check_features` for evenly spaced rows of an array (images, ...)."""
     rows = np.array(array[:: 1 + array.nbytes // SAMPLED_BYTES], dtype=np.float32)
     return check_features(torch.from_numpy(rows).flatten(1), name)
 
 
 def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
-    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used.
+    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk.
 
-    `verify` reads all files once, to compare them with their checksums.
+    With `verify`, all files are compared with their checksums.
     """
     folder = Path(os.path.expanduser(folder))
     record = read_record(folder, verify)
@@ -115,15 +111,15 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
         index = _read_index(folder)
         if {record["num_images"]} != {len(index["path"]), *map(len, arrays.values())}:
             raise ValueError("rows are missing, or its files are of two runs")
-    except (OSError, ValueError, KeyError, SyntaxError) as error:  # earlier versions wrote no checksums
+    except (OSError, ValueError, KeyError, SyntaxError) as error:  # without `verify`
         if is_passing(error):
             raise
         raise UserError(f"{folder} is damaged ({error}); embed again with --overwrite") from error
-    return Embeddings(arrays, index, with_exif_of_store(record, folder), folder)
+    return Embeddings(arrays, index, record, folder)
 
 
 def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
-    """UserError unless both were made by the same weights, at the same image size."""
+    """UserError unless both embeddings are of the same weights and image size."""
     first, second = (
         {**each.record["encoder"], "pretrained_weights": None, "img_size": each.record["settings"]["img_size"]}
         for each in (embeddings, other)
@@ -136,7 +132,7 @@ def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
 
 
 def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
-    """The record of a folder of embeddings, None if there is none; `verify` compares the files with their checksums."""
+    """The record of a folder, None without embeddings; `verify` compares the files with their checksums."""
     try:
         record = files.read_record(folder / RECORD, verify)
     except (FileNotFoundError, NotADirectoryError):
@@ -148,24 +144,10 @@ def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
     return record
 
 
-def with_exif_of_store(record: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The record of embeddings with the `with_exif` of their images; captions have none."""
-    settings = record["settings"]
-    if "limits" not in settings:
-        return record
-    return {**record, "settings": {**settings, "limits": with_exif(settings["limits"], folder)}}
-
-
 class EmbeddingWriter:
     """Writes a folder of embeddings, chunk by chunk, from several processes.
 
-    Args:
-        folder: of the result.
-        shapes: kind of feature -> shape of one image's feature.
-        dtype: of the arrays.
-        num_images: of the source.
-        batch_size: images per batch.
-        unit: name of what has a row: images or captions.
+    `shapes` has the shape of one image's feature for each kind of feature. A row is a `unit`: images or captions.
     """
 
     def __init__(
@@ -191,10 +173,10 @@ class EmbeddingWriter:
         return self.dtype.itemsize * int(np.prod(self.shapes[name]))
 
     def open(self, record: dict[str, Any], overwrite: bool) -> None:
-        """Create the folder's files, or take up those of a run that was killed; called on one process, with the lock.
+        """Create the files, or open the files of a killed run; called on one process, which has the lock.
 
         Raises:
-            UserError: the folder holds other embeddings, or files of others; or the disk is too small.
+            UserError: the folder has other embeddings or files of the user, or the disk is too small.
         """
         try:
             saved = read_record(self.folder, verify=not overwrite)
@@ -202,8 +184,6 @@ class EmbeddingWriter:
             if not overwrite:
                 raise
             saved = None
-        if saved:
-            saved = with_exif_of_store(saved, self.folder)
         different = differences(saved["settings"], record["settings"], "there", "now") if saved else []
         if different and not overwrite:
             raise UserError(
@@ -214,7 +194,7 @@ class EmbeddingWriter:
             self._make_room(saved, overwrite)
             saved = {**record, "complete": False}
             write_record(saved, self.folder / RECORD)
-        for remains in self.folder.glob(f".{RECORD}.*.tmp"):  # of a kill
+        for remains in self.folder.glob(f".{RECORD}.*.tmp"):  # of a killed run
             remains.unlink()
         missing = [name for name in self.shapes if not self._path(name).is_file()]
         if missing or saved["complete"]:
@@ -228,7 +208,7 @@ class EmbeddingWriter:
                     os.replace(self._copy(name), self._path(name))
 
     def _make_room(self, saved: dict[str, Any] | None, overwrite: bool) -> None:
-        """Remove the embeddings of the record `saved`, and files in the way of new ones, if the user allows it."""
+        """Remove the embeddings of the record `saved`; with `overwrite` also files of the user with the same names."""
         needed = {self.folder / name for name in (*INDEXES, UNREADABLE)}
         own = needed | set(map(self._path, saved["features"])) if saved else set()
         needed |= set(map(self._path, self.shapes))
@@ -239,7 +219,7 @@ class EmbeddingWriter:
             )
         old = [path for path in own | needed if path.is_file()]
         free = shutil.disk_usage(self.folder).free + sum(path.stat().st_size for path in old)
-        # Without the rows of unreadable images, arrays are copied one after the other.
+        # If images are unreadable, arrays are copied, one after the other.
         if (size := self.num_bytes + self.num_images * max(map(self._row_bytes, self.shapes))) > free:
             raise UserError(
                 f"the embeddings and the copy of an array at the end take {size / 1e9:.2f} GB, but {self.folder} has "
@@ -256,16 +236,16 @@ class EmbeddingWriter:
             )
 
     def remaining(self) -> list[int]:
-        """Numbers of the chunks that are not finished."""
+        """Numbers of the unfinished chunks."""
         return [chunk for chunk in range(self.num_chunks) if not self._chunk_file(chunk).is_file()]
 
     def batches(self, chunk: int) -> list[range]:
-        """The batches of a chunk, as ranges of indices of images: lists of ten million numbers would take memory."""
+        """The batches of a chunk, as ranges of indices of images, since lists would take much memory."""
         images = range(self.num_images)[chunk * self.chunk_images : (chunk + 1) * self.chunk_images]
         return [images[start : start + self.batch_size] for start in range(0, len(images), self.batch_size)]
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
-        """Write rows of one kind, the first of them that of image `start`; UserError if they are not finite."""
+        """Write rows of one kind, beginning with image `start`; UserError if they are not finite."""
         with np.errstate(over="ignore"):
             rows = rows.astype(self.dtype)
         if not np.isfinite(rows).all():
@@ -279,14 +259,14 @@ class EmbeddingWriter:
             file.write(rows.tobytes())
 
     def finish_chunk(self, chunk: int, unreadable: list[tuple[int, str, str]]) -> None:
-        """Note that a chunk is on the disk."""
+        """Record that a chunk is on disk."""
         for name in self.shapes:
             with writing(self._path(name)), open(self._path(name), "r+b") as file:
                 os.fsync(file.fileno())
         write_json({"unreadable": unreadable}, self._chunk_file(chunk))
 
     def finish(self, source: ImageSource, record: dict[str, Any], captions: Sequence[str] | None = None) -> None:
-        """Remove the rows of unreadable images and write the index; called on one process when all chunks are done."""
+        """Remove the rows of unreadable images and write the index; called on one process after all chunks."""
         chunks = [json.loads(self._chunk_file(chunk).read_text()) for chunk in range(self.num_chunks)]
         unreadable = [entry for chunk in chunks for entry in chunk["unreadable"]]
         kept = np.setdiff1d(np.arange(self.num_images), [index for index, _, _ in unreadable])
@@ -302,7 +282,7 @@ class EmbeddingWriter:
         shutil.rmtree(self.folder / CHUNKS)
 
     def _keep_rows(self, name: str, kept: np.ndarray) -> list[str]:
-        """Copy the rows of readable images, unless the file has no others; a warning if all of them are equal."""
+        """Remove the rows of unreadable images; returns a warning if the other rows are all equal."""
         rows = np.load(self._path(name), mmap_mode="r")
         if len(rows) != len(kept):
             with writing(self._path(name)), open(self._copy(name), "wb") as file:
@@ -323,12 +303,12 @@ class EmbeddingWriter:
         return self.folder / f"{name}.npy"
 
     def _chunk_file(self, chunk: int) -> Path:
-        # With the length, since a version that cuts other chunks has other numbers for them.
+        # With the length of a chunk, on which the numbers depend.
         return self.folder / CHUNKS / f"{chunk:08d}-{self.chunk_images}.json"
 
 
 def labels_of(source: ImageSource) -> list[str]:
-    """The name of each image's class, "" if it has none."""
+    """The name of each image's class, or ""."""
     classes = [*(source.classes or []), ""]
     return [classes[label] for label in source.labels] if source.labels is not None else [""] * len(source)
 
@@ -339,7 +319,7 @@ def text_hash(texts: Sequence[str]) -> str:
 
 
 def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None) -> str:
-    """index.parquet, or index.csv where pyarrow is not installed; returns the name."""
+    """Write index.parquet, or index.csv without pyarrow; returns the name."""
     images, labels = kept.tolist(), labels_of(source)
     columns: dict[str, Sequence[Any]] = {
         "row": list(range(len(images))),
@@ -353,7 +333,7 @@ def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: 
     except ImportError:
         write_csv(folder / INDEXES[1], [tuple(columns), *zip(*columns.values(), strict=True)])
         return INDEXES[1]
-    for name in columns.keys() - {"row"}:  # file names as valid UTF-8
+    for name in columns.keys() - {"row"}:  # Parquet needs valid UTF-8
         columns[name] = [text.encode("utf-8", "backslashreplace").decode() for text in columns[name]]
     with writing(folder / INDEXES[0]):
         parquet.write_table(pa.table(columns), folder / INDEXES[0])
@@ -361,8 +341,11 @@ def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: 
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Write rows, the first of them the names of the columns."""
-    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+    """Write rows, the first of them the names of the columns; an interrupted command leaves no part of a table."""
+    with (
+        written_beside(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         csv.writer(file).writerows(rows)
 
 

@@ -12,7 +12,7 @@ from dino_sparo.evaluation.slots.choice import open_selection
 from dino_sparo.models.readouts import READOUTS
 from dino_sparo.runtime.faults import UserError
 
-ROWS = 2048  # of a block: blocks of similarities have ROWS x ROWS numbers
+ROWS = 2048  # of a block of features; a block of similarities has ROWS x ROWS numbers
 
 
 class Vectors(NamedTuple):
@@ -48,7 +48,7 @@ def open_vectors(store: Embeddings, kind: str, slots: Sequence[int], device: tor
 
 
 def open_slots(store: Embeddings, kind: str, slots: str | None) -> tuple[Sequence[int], dict[str, Any] | None]:
-    """Numbers of the slots that `--slots` names, none for all features, and their entry in a result."""
+    """Numbers of the slots of `--slots`, empty for all features, and their entry in a result."""
     if not slots:
         return (), None
     num_slots = slots_in(store, kind)
@@ -59,7 +59,7 @@ def open_slots(store: Embeddings, kind: str, slots: str | None) -> tuple[Sequenc
 
 
 def slots_in(store: Embeddings, kind: str) -> int:
-    """Number of slots in features of a kind; an encoding holds one slot after the other; 0: there are none."""
+    """Number of slots in features of a kind, 0 without slots; an encoding has one slot after the other."""
     array, encoder = store.array(kind), store.record["encoder"]
     if kind == "slots":
         return array.shape[1]

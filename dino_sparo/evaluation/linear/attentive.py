@@ -4,8 +4,8 @@
 
 The encoder runs once for all read-outs and learning rates. Protocol: Psomas et al., "Attention, please! Revisiting
 attentive probing through the lens of efficiency" (ICLR 2026), and its code: LARS without weight decay, warm-up and
-cosine per step, batch norm without scale and shift before the classifier. There `ep` reads the patch tokens, with the
-class token where pretraining defines that token; here every read-out reads all tokens, as SPARO does.
+cosine per step, batch norm without scale and shift before the classifier. There, `ep` reads patch tokens, and the class
+token if pretraining uses that token. Here, every read-out reads all tokens, as SPARO does.
 """
 
 import argparse
@@ -52,7 +52,7 @@ SIZES: dict[str, Callable[[argparse.Namespace, int], dict[str, int]]] = {
 
 
 def part_of(width: int, parts: int, option: str) -> int:
-    """The width of one of `parts` equal parts of a token."""
+    """Width of one of `parts` equal parts of a token."""
     if width % parts:
         divisors = [number for number in range(1, width + 1) if width % number == 0]
         near = " and ".join(map(str, sorted(divisors, key=lambda number: abs(number - parts))[:2]))
@@ -61,7 +61,7 @@ def part_of(width: int, parts: int, option: str) -> int:
 
 
 def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, EncoderConfig]:
-    """Probe -> the configuration of the frozen backbone with this read-out; the encoder's own for `linear`."""
+    """Kind of a probe -> the configuration of the backbone with its read-out, for `linear` that of the encoder."""
     own = encoder.config
     if own.kind.takes_raw_tokens:
         raise UserError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
@@ -78,7 +78,7 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
 
 
 def build_readout(config: EncoderConfig, encoder: Encoder) -> nn.Module:
-    """A new read-out for the tokens of an encoder; the encoder's own, frozen, if that is its configuration."""
+    """A new read-out for the tokens of an encoder, or for its own configuration the encoder's read-out, frozen."""
     if config is encoder.config:
         return deepcopy(encoder.readout).requires_grad_(False)
     sizes = ReadoutSizes(
@@ -93,22 +93,17 @@ def build_readout(config: EncoderConfig, encoder: Encoder) -> nn.Module:
 
 
 class ReadoutProbes(Probes):
-    """Read-outs with a classifier each, on the same tokens; one of each kind per learning rate.
+    """Read-outs with a classifier each, on the same tokens; for each kind one probe per learning rate.
 
         logits = W BatchNorm(concat(slots)) + b
 
-    Probes of one kind start from the same weights: they differ in their learning rate alone.
+    Probes of one kind start from the same weights.
 
-    Args:
-        encoder: whose tokens are read.
-        configs: kind of a probe -> its configuration, see `probe_configs`.
-        token_shape: N and D of the tokens.
-        num_classes: outputs of a classifier.
-        num_rates: learning rates, and so probes, per kind.
-        seed: of all initial weights.
+    `configs` are from `probe_configs`, `token_shape` is N and D of the tokens, and `num_rates` the number of probes per
+    kind.
     """
 
-    min_batch = 2  # a batch norm has no variance of one image
+    min_batch = 2  # batch norm needs a variance
 
     def __init__(
         self,
@@ -144,24 +139,24 @@ class ReadoutProbes(Probes):
         return torch.stack([linear(norm(readout(tokens).slots.flatten(1))) for readout, norm, linear in parts])
 
     def train(self, mode: bool = True) -> "ReadoutProbes":
-        """Train or evaluate; a frozen read-out always evaluates."""
+        """Set train or eval mode; a frozen read-out is always in eval mode."""
         super().train(mode)
         for kind, readout in zip(self.kinds, self.readouts, strict=True):
             readout.train(mode and kind != OWN)
         return self
 
     def rates(self, learning_rates: Sequence[float]) -> dict[str, float]:
-        """Name of each trained parameter -> the learning rate of its probe."""
+        """Name of a trained parameter -> the learning rate of its probe."""
         names = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         return {name: learning_rates[int(name.split(".")[1]) % len(learning_rates)] for name in names}
 
-    def parameters_of(self, index: int) -> dict[str, int]:
-        """Numbers of trained parameters of one probe, for the result."""
+    def describe(self, index: int) -> dict[str, Any]:
+        """Kind and numbers of trained parameters of a probe, for the result."""
         readout, classifier = (
             sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
             for module in (self.readouts[index], self.classifiers[index])
         )
-        return {"readout_parameters": readout, "parameters": readout + classifier}
+        return {"probe": self.kinds[index], "readout_parameters": readout, "parameters": readout + classifier}
 
 
 class ProbeLARS:
@@ -203,7 +198,7 @@ def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int)
 def save_readouts(
     probes: ReadoutProbes, rows: Sequence[Mapping[str, Any]], subject: EvaluatedEncoder, path: Path
 ) -> None:
-    """Write the frozen backbone with the best read-out of each kind as an encoder, which every command takes."""
+    """Write the backbone with the best read-out of each kind as a checkpoint."""
     for kind, row in best_of_each(rows).items():
         if kind == OWN or not is_main():
             continue
@@ -217,6 +212,6 @@ def save_readouts(
 
 
 def best_of_each(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Kind of a probe -> the row of its best learning rate, in the order of the rows."""
+    """Kind of a probe -> the row of its best learning rate."""
     kinds = dict.fromkeys(row["probe"] for row in rows)
     return {kind: max((row for row in rows if row["probe"] == kind), key=lambda row: row["top1"]) for kind in kinds}

@@ -1,20 +1,17 @@
-"""Checkpoint -> encoder -> linear probes, one per learning rate, trained and tested.
+"""Encoder and labelled images -> linear probes, one per learning rate, or read-outs on the frozen tokens.
 
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --lr 0.001 0.01 0.1
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --probe linear sparo ep
 
-The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear_WEIGHTS_DATA.json, the
-accuracies with all that they depend on; the .pth file of that name holds the probes, and the same command resumes from
-it. Options as in facebookresearch/dino.
-
-With --probe read-outs are trained on the frozen tokens, each with a classifier: see `attentive.py`. The results are
-probes_WEIGHTS_DATA.json, the .pth file of that name and, for each read-out, an encoder probe_NAME_WEIGHTS_DATA.pth.
+The encoder runs once for all learning rates. Writes linear_WEIGHTS_DATA.json with the accuracies, and the probes as
+.pth, from which the same command resumes. With --probe (`attentive.py`), writes probes_WEIGHTS_DATA.json and .pth, and
+for each read-out an encoder, probe_NAME_WEIGHTS_DATA.pth. Options as in facebookresearch/dino.
 """
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,7 +29,8 @@ from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_bo
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
-from dino_sparo.evaluation.features import Features, total_images
+from dino_sparo.draw.tables import text_table
+from dino_sparo.evaluation.features import Features, image_counts, require_memory
 from dino_sparo.evaluation.linear.attentive import (
     ProbeLARS,
     ReadoutProbes,
@@ -59,24 +57,26 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
 )
 from dino_sparo.evaluation.task import EncoderTask
-from dino_sparo.runtime.collectives import all_or_none
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.file import load_strictly
 from dino_sparo.weights.released import release_of, released_file, take_released_weights
 from dino_sparo.weights.results import Score
 
-# Default epochs and learning rates; those of read-outs are of efficient probing, whose search starts at 0.1.
 LAYERS = 4  # of a vision transformer that a linear probe reads by default
+# Default epochs and learning rates; for read-outs those of efficient probing, whose search starts at 0.1.
 LINEAR_TRAINING = (100, [0.001, 0.003, 0.01, 0.03, 0.1, 0.3])
 READOUT_TRAINING = (90, [0.1, 0.2, 0.5, 1.0])
 WARMUP_SHARE = 1 / 9  # 10 of 90 epochs
 SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"
 PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop
+FEATURE_OPTIONS = ("n_last_blocks", "avgpool_patchtokens", "exif", "fast_views", "precision")
+
+Counts = Mapping[str, int | None]  # numbers of images, None: unknown
 
 
 class ProbeAugmentation:
-    """Image -> one view to train a probe on: a random box, resized, flipped half of the time, normalised."""
+    """Image -> one view to train a probe on: a random box, resized, flipped with probability 1/2, normalised."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ProbeAugmentation:
         self.img_size, self.mean, self.std, self.interpolation = img_size, mean, std, interpolation
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list, drawn with `rng`."""
+        """A list of one view, drawn with `rng`."""
         box = sample_box(rng, image.height, image.width, PROBE_SCALE)
         crop = TF.resized_crop(image, *box, [self.img_size, self.img_size], self.interpolation)
         if rng.random() < FLIP_PROBABILITY:
@@ -97,7 +97,7 @@ class ProbeAugmentation:
 
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
-    """Train and test, or only test, what the options say, write the result, print the table."""
+    """Train and test probes, with --evaluate only test them, write the result, print the table."""
     take_released_weights(args)
     task = EncoderTask.start(args)
     defaults = READOUT_TRAINING if args.probe else LINEAR_TRAINING
@@ -115,14 +115,10 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class ProbeTask:
-    """The features of a probe on top of an evaluation's task: what training and testing have in common.
+    """An evaluation's task with the features of its probes.
 
-    Attributes:
-        encode: images (B, C, H, W) -> the probe's features (B, F).
-        feature_dim: F.
-        global_batch_size: training images per step.
-        configs: with --probe, kind of a probe -> the configuration of its read-out; else empty.
-        identity: plain values that tell whether saved probes belong to these features.
+    `encode` maps images (B, C, H, W) to features (B, F). With --probe, `configs` has the configuration of the read-out
+    for each kind of probe. Saved probes with another `identity` belong to other features.
     """
 
     def __init__(self, task: EncoderTask) -> None:
@@ -132,12 +128,10 @@ class ProbeTask:
             raise UserError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.configs = probe_configs(task.encoder, args) if args.probe else {}
-        # As the reference reads them: several layers of a vision transformer, the last one of any other network.
+        # As in the reference: several layers of a vision transformer, the last layer of any other network.
         args.n_last_blocks = args.n_last_blocks or (LAYERS if args.probe or task.encoder.backbone.has_layers else 1)
         self.encode: Callable[[Tensor], Tensor] = partial(
-            task.encoder.probe_features,
-            n_last_blocks=args.n_last_blocks,
-            avgpool_patchtokens=args.avgpool_patchtokens,
+            task.encoder.probe_features, n_last_blocks=args.n_last_blocks, avgpool_patchtokens=args.avgpool_patchtokens
         )
         side = task.transform.img_size
         blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
@@ -151,56 +145,42 @@ class ProbeTask:
             "checkpoint_key": record["checkpoint_key"],
             "encoder_seed": record.get("seed"),
             **{f"encoder {name}": value for name, value in asdict(task.encoder.config).items()},
-            "n_last_blocks": args.n_last_blocks,
-            "avgpool_patchtokens": args.avgpool_patchtokens,
+            **{name: getattr(args, name) for name in FEATURE_OPTIONS},
             "img_size": side,
-            "exif": args.exif,
-            "fast_views": args.fast_views,
-            "precision": args.precision,
             "num_classes": task.num_classes,
-            # No entry means all slots, so that older saved probes can be resumed.
+            # No entry means all slots, so that probes of version 0.1 can be resumed.
             **({"slots": record["slots"]["slots"]} if "slots" in record else {}),
             **{f"probe {kind}": asdict(config) for kind, config in self.configs.items()},
         }
 
     def new_probes(self, num_rates: int) -> Probes:
-        """Probes with initial weights, one per learning rate, and with --probe of each kind."""
+        """Probes with initial weights, one per learning rate and kind."""
         task, seed = self.task, self.task.args.seed
         if not self.configs:
             return LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
         probes = ReadoutProbes(task.encoder, self.configs, self.token_shape, task.num_classes, num_rates, seed)
         return probes.to(task.device)
 
-    def rows(self, probes: Probes, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The table's rows, with --probe with the kind and the number of parameters of each probe."""
-        if not isinstance(probes, ReadoutProbes):
-            return rows
-        kinds = enumerate(zip(probes.kinds, rows, strict=True))
-        return [{"probe": kind, **row, **probes.parameters_of(index)} for index, (kind, row) in kinds]
-
-    def val_features(self) -> tuple[Features, dict[str, int | None]]:
-        """This process' share of the validation features, and the numbers of images used and skipped."""
+    def val_features(self) -> tuple[Features, dict[str, int]]:
+        """This process' share of the validation features, and the numbers of images."""
         val = self.task.features(self.task.splits[1], self.encode)
-        return val, dict(zip(("num_val", "num_corrupt_val"), total_images(val, self.task.device), strict=True))
+        return val, image_counts(self.task.device, val=val)
 
 
-def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
-    """Train the probes, or resume those saved at `path`; the table's rows, and the numbers of images."""
+def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
+    """Train the probes, or resume the training at `path`; rows of the table, and the numbers of images."""
     task, args = probed.task, probed.task.args
     train_source, val_source = task.splits
     record = {
         **probed.identity,
-        # Names and fingerprints: as many images of other pixels give other probes.
+        # Names and fingerprints, since an equal number of other images gives other probes.
         "train_images": [train_source.name, fingerprint_of(train_source)],
         "val_images": [val_source.name, fingerprint_of(val_source)],
         "num_train": len(train_source),
         "num_val": len(val_source),
-        "epochs": args.epochs,
         "lr": list(args.lr),
         "global_batch_size": probed.global_batch_size,
-        "fast": args.fast,
-        "val_freq": args.val_freq,
-        "seed": args.seed,
+        **{name: getattr(args, name) for name in ("epochs", "fast", "val_freq", "seed")},
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
     probes, scaled = probed.new_probes(len(args.lr)), scaled_learning_rates(args.lr, probed.global_batch_size)
@@ -217,45 +197,43 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str
             num_steps = len(ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
             run.factors = lambda epoch: warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
         run.train(batches, val, args.val_freq)
-    rows = probed.rows(probes, run.table())
+    rows = run.table()
     if isinstance(probes, ReadoutProbes):
         save_readouts(probes, rows, task.subject, path)
     return rows, run.counts
 
 
 def warmup_epochs(args: argparse.Namespace) -> float:
-    """Epochs of warm-up of the read-outs; by default the share of the efficient-probing protocol."""
+    """Epochs of warm-up of the read-outs, by default the share of efficient probing."""
     number = args.epochs * WARMUP_SHARE if args.warmup_epochs is None else args.warmup_epochs
     if number >= args.epochs:
         raise UserError(f"--warmup_epochs {number:g} leaves nothing of --epochs {args.epochs}; give a smaller number")
     return float(number)
 
 
-def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
-    """Batches of features for each epoch, cached with `--fast`, else of augmented images; and the number of images."""
+def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], Counts]:
+    """Epoch -> batches of features, cached with --fast, else of augmented images; and the numbers of images."""
     task, args = probed.task, probed.task.args
     source = task.splits[0]
     if args.fast:
-        with all_or_none("finding memory for all features"):  # a run without enough memory ends now, not hours later
-            torch.empty(len(source), probed.feature_dim, device=task.storage)
+        require_memory(len(source), probed.feature_dim, task.storage)
         train = task.features(source, probed.encode, gather=True)
         batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     augmentation = ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std)
-    # The crops of an image depend on seed, epoch and image alone.
-    dataset = ImageDataset(source, augmentation, seed=args.seed)
+    dataset = ImageDataset(source, augmentation, seed=args.seed)  # crops depend on seed, epoch and image alone
     sampler = ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
     is_cuda = task.device.type == "cuda"
     loader = create_loader(dataset, sampler, num_workers=args.num_workers, pin_memory=is_cuda)
     batches = live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
-    # Unreadable images are replaced by their neighbours as they come up, so their number is not known beforehand.
+    # Unreadable images are replaced by their neighbours when they are read, so their number is unknown.
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 
 def saved_probes(args: argparse.Namespace, path: Path, name: str) -> Path:
     """The probes to test: those of the same data, else NAME.pth, such as the reference's, else the only ones.
 
-    Where there are none, released weights come with the linear head that DINO's authors released.
+    Without any, released weights have the linear head that DINO's authors released.
     """
     found = [*(p for p in (path, path.with_name(f"{name}.pth")) if p.is_file())] or [*path.parent.glob(f"{name}_*.pth")]
     release = release_of(args.pretrained_weights)
@@ -264,8 +242,8 @@ def saved_probes(args: argparse.Namespace, path: Path, name: str) -> Path:
     return found[0] if len(found) == 1 or path in found else path
 
 
-def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], dict[str, int | None]]:
-    """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
+def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
+    """Test the probes at `path`, or the reference's linear head, on the validation images."""
     task, weights, rates = probed.task, None, [math.nan]
     if not probed.configs:
         weights = reference_heads(path, task.args.avgpool_patchtokens)
@@ -277,12 +255,12 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]],
     load_strictly(probes, weights, str(path))
     val, counts = probed.val_features()
     accuracies = probe_accuracy(probes, val.features, val.labels)
-    rows = [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)]
-    return probed.rows(probes, rows), counts
+    pairs = enumerate(zip(rates, accuracies, strict=True))
+    return [{**probes.describe(index), "lr": rate, **accuracy} for index, (rate, accuracy) in pairs], counts
 
 
-def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, int | None]) -> dict[str, Any]:
-    """Accuracies and protocol, as the result holds them: the same for every run of the same command."""
+def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: Counts) -> dict[str, Any]:
+    """Accuracies and protocol, for the result."""
     task, args = probed.task, probed.task.args
     optimizer, schedule = ("LARS", "warm-up, cosine") if args.probe else ("SGD", "cosine")
     training = {
@@ -297,11 +275,8 @@ def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, in
     if args.probe:
         sizes = ("readout", "num_slots", "slot_dim", "key_dim")
         readouts = {kind: {name: getattr(config, name) for name in sizes} for kind, config in probed.configs.items()}
-        feature: dict[str, Any] = {
-            "name": "tokens of the last layer",
-            "tokens": list(probed.token_shape),
-            "readouts": readouts,
-        }
+        tokens = list(probed.token_shape)
+        feature: dict[str, Any] = {"name": "tokens of the last layer", "tokens": tokens, "readouts": readouts}
     else:
         name = "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding"
         layers = {"n_last_blocks": args.n_last_blocks, "avgpool_patchtokens": args.avgpool_patchtokens}
@@ -313,23 +288,22 @@ def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: dict[str, in
         "results": rows,
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
         "feature": {**feature, "precision": args.precision},
-        **task.images_record(counts),
+        **task.images_record(**counts),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Accuracies for people; of attentive probes the best of each kind, with the number of trained parameters."""
-    if "probe" in result["best"]:
-        lines = [f"{'probe':<10}{'parameters':>12}{'of read-out':>13}{'lr':>8}{'top-1 %':>9}{'top-5 %':>9}"]
+    """Accuracies for the terminal; of attentive probes the best of each kind, with the number of trained parameters."""
+    best, training = result["best"], f"training: {result['training']['mode']}"
+    if "probe" in best:
+        rows = [("probe", "parameters", "of read-out", "lr", "top-1 %", "top-5 %")]
         for kind, row in best_of_each(result["results"]).items():
-            numbers = f"{row['parameters']:>12,}{row['readout_parameters']:>13,}{row['lr']:>8g}"
-            lines.append(f"{kind:<10}{numbers}{row['top1']:>9.2f}{row['top5']:>9.2f}")
-        return "\n".join([*lines, result["selection"], f"training: {result['training']['mode']}"])
-    has_peaks = "max_top1" in result["best"]
-    lines = [f"{'lr':>8}  {'top-1 %':>8}  {'top-5 %':>8}  {'loss':>8}" + "  max top-1 % (epoch)" * has_peaks]
+            numbers = f"{row['parameters']:,}", f"{row['readout_parameters']:,}", f"{row['lr']:g}"
+            rows.append((kind, *numbers, f"{row['top1']:.2f}", f"{row['top5']:.2f}"))
+        return "\n".join([text_table(rows, num_words=1), result["selection"], training])
+    lines: list[tuple[str, ...]] = [("lr", "top-1 %", "top-5 %", "loss", "max top-1 % (epoch)")]
     for row in result["results"]:
-        line = f"{row['lr']:>8g}  {row['top1']:>8.2f}  {row['top5']:>8.2f}  {row['loss']:>8.4f}"
-        lines.append(line + (f"  {row['max_top1']:>10.2f} ({row['max_top1_epoch'] + 1})" if has_peaks else ""))
-    best = result["best"]
-    lines.append(f"best: lr {best['lr']:g}, top-1 {best['top1']:.2f} % ({result['selection']})")
-    return "\n".join([*lines, f"training: {result['training']['mode']}"])
+        peak = f"{row['max_top1']:.2f} ({row['max_top1_epoch'] + 1})" if "max_top1" in row else "-"
+        lines.append((f"{row['lr']:g}", f"{row['top1']:.2f}", f"{row['top5']:.2f}", f"{row['loss']:.4f}", peak))
+    summary = f"best: lr {best['lr']:g}, top-1 {best['top1']:.2f} % ({result['selection']})"
+    return "\n".join([text_table(lines), summary, training])

@@ -1,11 +1,9 @@
-"""Features -> linear probes, trained side by side on a frozen encoder: one trainer for every evaluation with probes.
+"""Features -> linear probes, trained side by side on a frozen encoder, for every evaluation with probes.
 
-`ProbeRun` is a whole training: validation, saving, resuming.
-
-`linear` trains probes that differ in their learning rate, and with `--probe` in their read-out (`attentive.py`),
-of a CLIP probes that differ in their weight decay, and `slots study` probes of some slots. Encoding dominates the
-cost, so the encoder runs once for many probes that differ in one number. Sources: DINO, section 4.1, in the variant of
-facebookresearch/dino's `eval_linear.py`; for the probe's features SPARO, appendix 0.C.2.
+`ProbeRun` is a training with validation, saving and resuming. Probes of `linear` differ in their learning rate, with
+`--probe` in their read-out (`attentive.py`), and for a CLIP in their weight decay. Encoding dominates the cost, so the
+encoder runs once for all probes. Sources: DINO, section 4.1, in the variant of facebookresearch/dino's
+`eval_linear.py`; for the features, SPARO, appendix 0.C.2.
 """
 
 import json
@@ -41,7 +39,7 @@ INIT_STD = 0.01
 MOMENTUM = 0.9
 TOP = 5
 TEST_ROWS = 1024  # images whose logits exist at a time
-REFERENCE_BATCH = 256  # the global batch a learning rate is quoted for
+REFERENCE_BATCH = 256  # global batch size for which learning rates are given
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -62,16 +60,18 @@ class Probes(nn.Module):
         """Device of the classifiers."""
         return next(self.parameters()).device
 
+    def describe(self, index: int) -> dict[str, Any]:
+        """Entries of a result about one probe."""
+        return {}
+
 
 class LinearProbe(Probes):
     """Linear classifiers side by side, on the same features.
 
         logits_r = x W_r^T + b_r
 
-    All start from the same weights, normal with standard deviation 0.01, and zero bias, as DINO's probe does: they
-    differ in their learning rate alone.
-
-    With `torch_init` weights and bias are those of `nn.Linear` after `torch.manual_seed(seed)`, instead of DINO's.
+    All probes start from the same weights, as DINO's probe does: normal with standard deviation 0.01, and bias 0. With
+    `torch_init`, weights and bias are those of `nn.Linear` after `torch.manual_seed(seed)`.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class ProbeSGD:
 
 
 class ProbeAdamW:
-    """AdamW with a weight decay for each probe; each probe alone takes the steps of `torch.optim.AdamW`.
+    """AdamW with a weight decay for each probe; the steps of each probe equal those of `torch.optim.AdamW`.
 
         w_r <- (1 - lr d_r) w_r,   w_r <- w_r - lr Adam(gradient)        d_r the weight decay of probe r
 
-    A decay of more than 2 / lr makes a probe diverge; that probe is then never right.
+    A probe with a decay of more than 2 / lr diverges.
     """
 
     def __init__(self, probe: LinearProbe, lr: float, weight_decays: Sequence[float]) -> None:
@@ -143,10 +143,10 @@ def _per_probe(numbers: Float[Tensor, " probes"], parameter: Tensor) -> Tensor:
 
 
 class ProbeSampler:
-    """Batches of (epoch, index) in a random order; the last batch holds the remaining images, as in the reference.
+    """Batches of (epoch, index) in a random order; the last batch has the remaining images, as in the reference.
 
-    If the images do not divide among the processes, the first ones are taken again, as torch's `DistributedSampler`
-    does, so that every process has equally many in each batch.
+    If the number of images does not divide by the number of processes, the first images are used again, as in torch's
+    `DistributedSampler`, so that every process has equally many.
     """
 
     def __init__(self, num_images: int, batch_size: int, seed: int = 0) -> None:
@@ -167,7 +167,7 @@ class ProbeSampler:
 def cached_batches(
     train: Features, device: torch.device, *, batch_size: int, seed: int = 0, rows: Int[Tensor, " n"] | None = None
 ) -> Callable[[int], Batches]:
-    """Epoch -> this process' batches of features that were extracted once, of all images or of some rows."""
+    """Epoch -> this process' batches of features in memory, of all images or of some rows."""
     rows = torch.arange(len(train.features)) if rows is None else rows.cpu()
     sampler = ProbeSampler(len(rows), batch_size, seed)
 
@@ -183,9 +183,9 @@ def cached_batches(
 def live_batches(
     encoder: nn.Module, encode: Callable[[Tensor], Tensor], loader: Any, device: torch.device, dtype: torch.dtype
 ) -> Callable[[int], Batches]:
-    """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
+    """Epoch -> this process' batches of features of augmented images.
 
-    `loader` has a `ProbeSampler`; the other arguments are those of `extract_split`.
+    `loader` has a `ProbeSampler`; for the other arguments see `extract_split`.
     """
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,7 +205,7 @@ def cosine_factor(epoch: int, epochs: int) -> float:
 
 
 def scaled_learning_rates(learning_rates: Sequence[float], global_batch_size: int) -> list[float]:
-    """The linear scaling rule: lr x batch / 256."""
+    """The linear scaling rule: lr x batch size / 256."""
     rates = list(learning_rates)
     if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
         raise UserError(f"lr={rates}; give one or more different positive numbers, e.g. 0.001 0.01 0.1")
@@ -217,12 +217,12 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
 
         loss = sum over probes r of the mean cross-entropy of probe r
 
-    The probes share no weight, so the gradient of the sum is each probe's own. Gradients are averaged over processes.
+    The probes share no weight, so the sum gives each probe its own gradient. Gradients are averaged over processes.
 
     Args:
         probe: the probes.
         optimizer: of the probes: `step(factor)` moves the weights, `factor` scales all learning rates.
-        batches: (features (B, F), labels (B,)) on the probe's device, B the same on every process.
+        batches: (features (B, F), labels (B,)) on the probe's device, with equal B on all processes.
         factors: of the learning rate, one per step.
 
     Returns:
@@ -250,6 +250,24 @@ def train_one_epoch(probe: Probes, optimizer: Any, batches: Batches, factors: It
     return (all_reduce_sum(losses) / (steps * world_size())).tolist()
 
 
+def train_on_cached(
+    train: Features,
+    num_classes: int,
+    learning_rates: Sequence[float],
+    epochs: int,
+    device: torch.device,
+    batch_size: int,
+    seed: int,
+) -> LinearProbe:
+    """Linear probes, one per learning rate, trained on un-augmented features; `batch_size` is per process."""
+    probe = LinearProbe(train.features.shape[1], num_classes, len(learning_rates), seed).to(device)
+    optimizer = ProbeSGD(probe, scaled_learning_rates(learning_rates, batch_size * world_size()))
+    batches = cached_batches(train, device, batch_size=batch_size, seed=seed)
+    for epoch in range(epochs):
+        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, epochs)))
+    return probe
+
+
 def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor, " B"]) -> Float[Tensor, "probes B"]:
     """Cross-entropy of each probe and image, nats."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none")
@@ -260,10 +278,9 @@ def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor
 def probe_accuracy(
     probe: Probes, features: Float[Tensor, "images F"], labels: Int[Tensor, " images"]
 ) -> list[dict[str, float]]:
-    """Accuracy of each probe over the images of all processes, of which this process has a share.
+    """For each probe `top1` and `top5` in percent and `loss` in nats, over all processes' shares of the images.
 
-    Returns:
-        For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` counts all.
+    With fewer than five classes, `top5` counts all classes.
     """
     sums = torch.zeros(probe.num_probes, 4, dtype=torch.float64, device=probe.device)
     probe.eval()
@@ -271,7 +288,7 @@ def probe_accuracy(
         targets = labels[start : start + TEST_ROWS].to(sums.device)
         logits = probe(features[start : start + TEST_ROWS].to(sums.device))
         right = logits.topk(min(TOP, logits.shape[-1])).indices == targets[:, None]
-        right &= logits.isfinite().all(dim=2, keepdim=True)  # a probe that diverged is never right
+        right &= logits.isfinite().all(dim=2, keepdim=True)  # a probe that diverged is always wrong
         sums[:, 0] += right[..., 0].sum(dim=1)
         sums[:, 1] += right.any(dim=2).sum(dim=1)
         sums[:, 2] += _cross_entropy(logits, targets).double().sum(dim=1)
@@ -287,15 +304,13 @@ class ProbeRun:
     """A training of several probes, which can be saved and resumed.
 
     Attributes:
-        probe: the classifiers.
         optimizer: of the probes, with the attribute `momenta`.
-        learning_rates: one per probe, as given, for a global batch of 256.
-        epochs: length of the training.
+        learning_rates: one per probe, for a global batch of 256.
         record: plain values; a saved training with other values is refused.
-        path: file of the saved training; None: none is saved.
+        path: file of the saved training; None: the training is not saved.
         epoch: finished epochs.
         history: one entry per validation: epoch (from 0), and each probe's accuracies.
-        counts: images used and left out, for the result of a training that is already finished.
+        counts: numbers of images, for the result of a finished training.
         factors: epoch -> factors on the learning rate, one per step; None: `cosine_factor`.
     """
 
@@ -311,7 +326,7 @@ class ProbeRun:
     factors: Callable[[int], Iterable[float]] | None = None
 
     def save(self) -> None:
-        """Write heads, momenta, epoch and history, whole or not at all; on rank 0."""
+        """Write the state of the training, on rank 0."""
         if self.path is not None and is_main():
             state = {
                 "state_dict": self.probe.state_dict(),
@@ -325,7 +340,7 @@ class ProbeRun:
             save_checkpoint(state, self.path)
 
     def resume(self, overwrite: bool = False) -> None:
-        """Resume the saved training, if there is one; with `overwrite` a training of other options starts anew."""
+        """Resume the saved training, if there is one; with `overwrite`, only a training with the same record."""
         if self.path is None or not self.path.is_file():
             return
         state = load_heads(self.path)
@@ -339,7 +354,7 @@ class ProbeRun:
         logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
 
     def train(self, epoch_batches: Callable[[int], Batches], val: Features, val_freq: int = 1) -> None:
-        """Train to the end, validating every `val_freq` epochs and the last; the log beside `path` has a line each."""
+        """Train to the end with validation every `val_freq` epochs; the log beside `path` has a line per epoch."""
         last_line = -math.inf
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
@@ -364,18 +379,18 @@ class ProbeRun:
                 with self.path.with_name(f"{self.path.stem}_log.txt").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(plain({"lr": list(self.learning_rates), **line})) + "\n")
 
-    def table(self) -> list[dict[str, float]]:
-        """One row per learning rate: accuracies after the last epoch, and the highest top-1 on the way."""
+    def table(self) -> list[dict[str, Any]]:
+        """One row per probe: accuracies after the last epoch, and the highest top-1 of all epochs."""
         rows = []
         for number, rate in enumerate(self.learning_rates):
             peak = max(self.history, key=lambda entry: entry["test"][number]["top1"])
             peaks = {"max_top1": peak["test"][number]["top1"], "max_top1_epoch": peak["epoch"]}
-            rows.append({"lr": rate, **self.history[-1]["test"][number], **peaks})
+            rows.append({**self.probe.describe(number), "lr": rate, **self.history[-1]["test"][number], **peaks})
         return rows
 
 
 def load_heads(path: Path) -> dict[str, Any]:
-    """Read the probes of a training that was saved."""
+    """The state of a saved training of probes."""
     state = load_checkpoint(path)
     missing = {"state_dict", "momenta", "epoch", "history", "counts", "learning_rates", "record"} - state.keys()
     if missing:
@@ -386,8 +401,8 @@ def load_heads(path: Path) -> dict[str, Any]:
 def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] | None:
     """Weights (1, classes, F) and bias (1, classes) of the reference's linear head; None for another file.
 
-    With --avgpool_patchtokens the reference's head sees class token and mean of the patches in turn, number by number,
-    and ours sees the whole class token first. So the columns are reordered.
+    With --avgpool_patchtokens, the features of the reference's head alternate between class token and mean of the
+    patches. In our features the class token comes first, so the columns are reordered.
     """
     weights = load_checkpoint(path).get("state_dict", {})
     head = {name.removeprefix("module."): value for name, value in weights.items()}
@@ -400,7 +415,7 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 
 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Refuse probes of another encoder, of other data or of other options."""
+    """Refuse probes of another encoder, other data or other options."""
     if differing := differences(with_exif(saved, path), wanted, "in the file", "now"):
         raise UserError(
             f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or --overwrite"

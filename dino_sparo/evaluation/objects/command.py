@@ -5,7 +5,7 @@
     dino-sparo slots score --pretrained_weights output/checkpoint.pth --data_path val2017 --masks instances_val2017.json
     dino-sparo slots score --pretrained_weights seed0/checkpoint.pth --match seed1/checkpoint.pth --output_dir scores
 
-`docs/slot_score.md` explains measures, controls and layouts.
+For measures, controls and layouts see `docs/slot_score.md`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 
 from dino_sparo.data.sources import require_channels
 from dino_sparo.data.views import PatchView
-from dino_sparo.draw.figure import describe_model, run_names
+from dino_sparo.draw.figure import describe_model
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.encoders import OTHER_SEED, EvaluatedEncoder, compared_encoder, untrained_encoder
 from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects
@@ -27,21 +27,17 @@ from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.weights.results import Score
 
-# Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
+# With few images, slots of noise are similar: their linear CKA is 1 with two images, 0.43 with ten.
 MIN_MATCH_IMAGES = 20
 
 
-def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Score the maps of the encoder that the options name, write the result and the plots, print the table.
-
-    Returns:
-        The content of slot_score.json; None on processes other than the first.
-    """
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return None
+@on_first_process
+def score_slots(args: argparse.Namespace) -> dict[str, Any]:
+    """Score the maps of an encoder, write and plot the result; returns the content of slot_score.json."""
+    task = EncoderTask.start_alone(args)
     require_matplotlib()
     if args.match:
         require("scipy", "matched slots")
@@ -81,7 +77,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def check_has_maps(subject: EvaluatedEncoder, other: EvaluatedEncoder | None) -> None:
-    """Refuse an encoder that averages all tokens, and encoders without slots that are to be matched."""
+    """Refuse an encoder that averages all tokens, and encoders without slots for --match."""
     config = subject.encoder.config
     if config.kind.shows == "average":
         raise UserError(f"slots score needs maps; readout={config.readout!r} averages all tokens and has none")
@@ -94,10 +90,9 @@ def check_has_maps(subject: EvaluatedEncoder, other: EvaluatedEncoder | None) ->
 
 
 def choose_images(count: int, num_images: int) -> list[int]:
-    """At most `num_images` of all in a random order that is always the same.
+    """At most `num_images` indices in a random, fixed order.
 
-    Folders and scenes are ordered by class. In a random order the image before, whose maps are a control, is of any
-    class.
+    Maps of the preceding image are a control, and folders and scenes are ordered by class.
     """
     return np.random.default_rng(0).permutation(count)[:num_images].tolist()
 
@@ -105,7 +100,7 @@ def choose_images(count: int, num_images: int) -> list[int]:
 def describe_run(
     subject: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Encoder, data and view of a result."""
+    """Encoder, data and view, for the result."""
     config = subject.encoder.config
     return {
         "evaluation": "slot score",
@@ -138,12 +133,12 @@ def describe_run(
 def match_models(
     survey: Survey, other: EvaluatedEncoder, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """The best matching of this encoder's slots and another one's, and what chance gives."""
+    """The best matching of the slots of two encoders, and controls."""
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
         raise UserError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read")
     own, size = np.concatenate(survey.values), args.img_size and [args.img_size]
-    # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
+    # Not the survey's untrained encoder, which may be the start of one of the two runs and so resemble its slots.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
     untrained, theirs = (
         slot_values(compared.encoder.to(device), source, survey.indices, compared.patch_view(size))
@@ -172,10 +167,9 @@ def match_models(
 
 
 def draw(result: dict[str, Any], task: EncoderTask, path: Path) -> list[Path]:
-    """Write the plots of the measures, of classes and of matched slots, beside the result at `path`; their paths."""
-    subject = task.subject
-    run = "untrained" if subject.record["untrained"] else run_names([task.args.pretrained_weights])[0]
-    model = describe_model(subject.record, subject.encoder.config, run, subject.encoder.config.readout)
+    """Write the plots of measures, classes and matched slots beside the result at `path`; returns their paths."""
+    config = task.subject.encoder.config
+    model = describe_model(task.weights, config, config.readout)
     paths = [path.with_suffix(".png")]
     draw_measures(result, model, paths[0])
     if "classes" in result:

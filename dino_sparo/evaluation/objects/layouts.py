@@ -1,4 +1,4 @@
-"""Images with the masks of their objects, by index, and the part of the masks that an encoder sees.
+"""Images with masks of objects, by index, and masks in an encoder's view.
 
 scenes, scenes:NUM:SIZE                           the held-out scenes with their true masks
 VOC2012/{JPEGImages,SegmentationObject}           VOC's layout, its split `val`; 255 is void
@@ -7,7 +7,7 @@ IMAGES and --masks instances.json                 COCO's annotations
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,20 @@ from PIL import Image
 
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
-from dino_sparo.data.sources.image_source import FileSource, PackedStrings
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import View
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import open_regular, parse_object
 
-UNKNOWN = -1  # class of an object whose class nobody says
+UNKNOWN = -1  # class of an object without a class
 VOC_VOID, NO_VOID = 255, -1  # numbers of void pixels
 # VOC's classes 1 to 20; 0 is the background.
 VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-MAX_REACH = 10  # sides of an image that a polygon may reach; hostile ones would fill the memory
-MASK_MODES = ("1", "L", "P", "I", "I;16")  # of images whose pixels are numbers
+MAX_REACH = 10  # longest reach of a polygon, in sides of the image; hostile polygons would fill the memory
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # Pillow's modes of images whose pixels are numbers
 
 
 class ObjectMasks(NamedTuple):
@@ -51,12 +51,9 @@ class ObjectMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectSource:
-    """Images with their objects, by index.
+    """Images with their objects, by index, and the names of the objects' classes, if there are any.
 
-    Attributes:
-        images: any images.
-        classes: names of the objects' classes; empty where there are none.
-        objects: index -> the objects of that image; raises CorruptImageError if they cannot be read.
+    `objects` raises CorruptImageError if the objects are unreadable.
     """
 
     images: ImageSource
@@ -71,9 +68,9 @@ def view_objects(
     image_size: tuple[int, int],
     stored_size: tuple[int, int] | None = None,
 ) -> ObjectMasks:
-    """The objects in an encoder's view, cut and resampled as the image is, by the nearest pixel.
+    """The objects with a pixel in an encoder's view, cropped like the image and resized (nearest).
 
-    Objects without a pixel in the view are left out. The other arguments are those of `check_mask_size`.
+    For the last three arguments see `check_mask_size`.
     """
     check_mask_size(objects.void.shape, location, image_size, stored_size)
     void, *masks = (
@@ -88,12 +85,9 @@ def view_objects(
 def check_mask_size(
     mask_shape: tuple[int, ...], location: str, image_size: tuple[int, int], stored_size: tuple[int, int] | None
 ) -> None:
-    """Refuse masks that are not those of an image of width and height `image_size`.
+    """CorruptImageError unless the masks have `image_size`, width and height.
 
-    `stored_size` is that of an image which was turned upright.
-
-    Raises:
-        CorruptImageError: the masks are of another size, or may be of the image before it was turned.
+    An image that was turned upright had `stored_size` before. Masks of this size are refused in any case.
     """
     height, width = mask_shape
     if (width, height) == stored_size:
@@ -111,10 +105,7 @@ def check_mask_size(
 def open_objects(
     data_path: str, masks: str | None = None, limits: ImageLimits = DEFAULT_LIMITS, split: str = "val"
 ) -> ObjectSource:
-    """Images with objects, in one of the layouts at the top of this file; `limits` as in `open_source`.
-
-    `split` is that of scenes and of VOC's layout, "train" or "val".
-    """
+    """Images with objects, in a layout of those above; scenes and VOC's layout have the splits "train" and "val"."""
     root = Path(data_path)
     is_voc = (root / "SegmentationObject").is_dir()
     if masks is not None and (is_voc or names_scenes(data_path)):
@@ -146,25 +137,18 @@ def _scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
 
 
 def image_names(folder: Path) -> list[str]:
-    """Names of the image files in a folder, sorted."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
-
-
-def image_files(name: str, folder: Path, names: Sequence[str], limits: ImageLimits) -> FileSource:
-    """Some images of a folder."""
-    return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in names]), limits=limits)
-
-
-# Masks in files, whose pixels are numbers of objects.
+    """Names of the image files in a folder, sorted; without hidden files, such as those that macOS adds."""
+    names = (path.name for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+    return sorted(name for name in names if name[0] != ".")
 
 
 def voc_images(root: Path, limits: ImageLimits, split: str) -> tuple[list[str], FileSource]:
-    """The images that VOC lists in ImageSets/Segmentation/, such as val.txt, and their stems."""
+    """Stems and images in a list of VOC's ImageSets/Segmentation/, such as val.txt."""
     listing = root / "ImageSets" / "Segmentation" / f"{split}.txt"
     if not listing.is_file():
         raise UserError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
-    stems = listing.read_text(encoding="utf-8").split()
-    return stems, image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits)
+    stems = listing.read_text(encoding="utf-8-sig").split()
+    return stems, FileSource(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems], limits=limits)
 
 
 def _open_voc(root: Path, limits: ImageLimits, split: str) -> ObjectSource:
@@ -181,14 +165,14 @@ def _open_voc(root: Path, limits: ImageLimits, split: str) -> ObjectSource:
 
 
 def _open_pairs(images: Path, masks: Path, limits: ImageLimits) -> ObjectSource:
-    """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
+    """All images of a folder, each with the mask of its stem; an image without a mask is unreadable."""
     names = image_names(images)
-    files = image_files(f"folder {images}", images, names, limits)
+    files = FileSource(f"folder {images}", images, names, limits=limits)
     return ObjectSource(files, [], lambda index: _objects_in_files(masks / f"{Path(names[index]).stem}.png"))
 
 
 def _objects_in_files(path: Path, class_path: Path | None = None, void: int = NO_VOID) -> ObjectMasks:
-    """The objects of an image, by their numbers; `class_path` is a mask whose pixels are VOC's classes."""
+    """The objects of an image, by their numbers; `class_path` is a mask of VOC's classes."""
     ids = read_numbers(path)
     numbers = np.unique(ids)
     masks = ids == numbers[(numbers > 0) & (numbers != void)][:, None, None]
@@ -201,13 +185,13 @@ def _objects_in_files(path: Path, class_path: Path | None = None, void: int = NO
 
 
 def _most_frequent(numbers: Int[np.ndarray, " pixels"]) -> int:
-    """The class that most of an object's pixels have, from 0."""
+    """The most frequent class of an object's pixels, from 0."""
     counts = np.bincount(numbers[(numbers > 0) & (numbers <= len(VOC_CLASSES))], minlength=1)
     return int(counts.argmax()) - 1 if counts.any() else UNKNOWN
 
 
 def read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
-    """The pixels of a mask as they are stored, without a palette's colours."""
+    """The numbers of a mask's pixels, without a palette's colours."""
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             if image.mode not in MASK_MODES:
@@ -219,11 +203,8 @@ def read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
         raise CorruptImageError(str(path), f"is no PNG that can be read as a mask ({error})") from error
 
 
-# COCO's annotations.
-
-
 def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
-    """The images of a folder that COCO's annotations describe: instances_val2017.json or alike."""
+    """The images of a folder that COCO's annotations describe, such as instances_val2017.json."""
     require("pycocotools", "masks of COCO's annotations")
     with open_regular(path) as file:
         content = parse_object(file.read(), f"--masks {str(path)!r}")
@@ -233,7 +214,7 @@ def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
         for annotation in content["annotations"]:
             annotations.setdefault(annotation["image_id"], []).append(annotation)
         entries = [(image["id"], image["height"], image["width"]) for image in content["images"]]
-        files = image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits)
+        files = FileSource(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]], limits=limits)
     except (KeyError, TypeError) as error:
         raise UserError(f"--masks {str(path)!r} has not the form of COCO's instances: missing {error}") from error
     class_numbers = {identity: number for number, identity in enumerate(sorted(names))}
@@ -250,7 +231,7 @@ def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:
 
 
 def _coco_objects(annotations: list[dict], height: int, width: int, class_numbers: dict[int, int]) -> ObjectMasks:
-    """The objects of an image; annotations with `iscrowd` mark groups, which are void where no object is."""
+    """The objects of an image; groups (`iscrowd`) are void outside of objects."""
     masks = np.zeros((len(annotations), height, width), dtype=bool)
     for mask, annotation in zip(masks, annotations, strict=True):
         mask[:] = segmentation_mask(annotation["segmentation"], height, width)
@@ -261,14 +242,14 @@ def _coco_objects(annotations: list[dict], height: int, width: int, class_number
 
 
 def segmentation_mask(segmentation: Any, height: int, width: int) -> Bool[np.ndarray, "H W"]:
-    """The mask of an annotation: polygons, or run lengths as numbers or as COCO's string; see cocodataset.org."""
+    """The mask of an annotation: polygons, or run lengths as numbers or as a string; see cocodataset.org."""
     from pycocotools import mask as coco_masks
 
     if isinstance(segmentation, dict):
         if list(segmentation["size"]) != [height, width]:
             raise UserError(f"mask of {segmentation['size']} pixels for an image of {[height, width]}")
     else:
-        reach = MAX_REACH * max(height, width)  # pycocotools walks along the whole outline
+        reach = MAX_REACH * max(height, width)  # memory grows with the length of an outline
         if not all(abs(float(number)) <= reach for polygon in segmentation for number in polygon):
             raise UserError(f"a polygon reaches more than {reach} pixels in an image of {height} x {width}")
     is_string = isinstance(segmentation, dict) and isinstance(segmentation["counts"], (str, bytes))

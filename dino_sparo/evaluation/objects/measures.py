@@ -1,7 +1,7 @@
-"""Maps and objects of one image -> how well the maps find the objects: five measures, their bounds, moved maps.
+"""Maps and objects of one image -> five measures of how well the maps find the objects, their bounds, moved maps.
 
-A map has one value per patch and is constant within it (nearest-neighbour upsampling). So every measure on pixels
-follows exactly from the numbers of pixels that objects have in patches, `PatchObjects`. Void pixels count nowhere.
+A map is constant within a patch (nearest upsampling). So every measure on pixels follows exactly from the numbers of
+pixels that objects have in patches, `PatchObjects`. Void pixels do not count.
 
 Shapes: h, w rows and columns of the patch grid; maps, the slots or heads of an image.
 """
@@ -17,7 +17,7 @@ from dino_sparo.evaluation.attention.maps import mass_mask
 from dino_sparo.runtime.faults import UserError
 
 MEASURES = ("jaccard", "mbo", "fg_ari", "pointing", "pointing_one_map")
-NUM_SUBSETS = 5  # of an encoder's maps, where not all are scored together
+NUM_SUBSETS = 5  # of an encoder's maps, with --maps
 
 
 class PatchObjects(NamedTuple):
@@ -25,9 +25,9 @@ class PatchObjects(NamedTuple):
 
     Attributes:
         pixels: (objects, h, w), pixels of each object in each patch; every object has at least one.
-        alone: (objects, h, w), those of them that no other object has.
+        alone: (objects, h, w), pixels that belong to no other object.
         valid: (h, w), pixels of each patch that are not void.
-        centers: (objects, h, w), whether the object has the pixel in the middle of the patch.
+        centers: (objects, h, w), whether the middle pixel of the patch belongs to the object.
     """
 
     pixels: Int[np.ndarray, "objects h w"]
@@ -39,7 +39,7 @@ class PatchObjects(NamedTuple):
 def count_patches(
     masks: Bool[np.ndarray, "objects H W"], void: Bool[np.ndarray, "H W"], patch_size: int
 ) -> PatchObjects:
-    """Count the pixels of objects in whole patches of P pixels; the middle of a patch is its pixel (P // 2, P // 2)."""
+    """Count the pixels of objects in patches of P x P pixels; the middle pixel of a patch is (P // 2, P // 2)."""
     seen = masks & ~void
     middle = slice(patch_size // 2, None, patch_size)
     return PatchObjects(
@@ -75,18 +75,18 @@ def jaccards(regions: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> Fl
 def map_jaccards(
     maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float
 ) -> Float[np.ndarray, "objects maps"]:
-    """Jaccard index of every object and every map, cut to the patches that hold a share of the map's mass.
+    """Jaccard index of every object and every map, reduced to the fewest patches with a share of the map's mass.
 
     Source: Caron et al., "Emerging properties in self-supervised vision transformers", section 4.2.2 and figure 4:
-    VOC12, share 0.6, the best head. View and masks are ours, so that numbers cannot be compared with that figure.
+    VOC12, share 0.6, the best head. Our view and masks differ, so numbers cannot be compared with that figure.
     """
     return jaccards(mass_mask(maps, share), objects)
 
 
 def assign_patches(maps: Float[np.ndarray, "maps h w"]) -> Bool[np.ndarray, "maps h w"]:
-    """Each patch goes to the map that has most of its mass there, with maps of sum 1; ties go to the first map.
+    """Each patch belongs to the map with the largest value there, the first of equal ones; maps are scaled to sum 1.
 
-    Unscaled, a slot that attends mostly to the class token would get no patch.
+    Without scaling, a slot that attends mostly to the class token would get no patch.
     """
     mass = maps.sum(axis=(-2, -1), keepdims=True, dtype=np.float64)
     winners = (maps / np.where(mass > 0, mass, 1)).argmax(axis=0)
@@ -100,9 +100,9 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
         I = sum_os C(n_os, 2),  E = sum_o C(a_o, 2) sum_s C(b_s, 2) / C(n, 2),
         M = (sum_o C(a_o, 2) + sum_s C(b_s, 2)) / 2,      ARI = (I - E) / (M - E),  1 if M = E
 
-    1 for equal partitions, 0 in the mean for random ones, possibly negative, NaN if no pixel has exactly one object.
-    Equal to scikit-learn's adjusted_rand_score of all these pixels, which may be millions.
-    Source: Hubert and Arabie, "Comparing partitions"; the foreground alone: Greff et al., IODINE.
+    1 for equal partitions, 0 on average for random ones, possibly negative, NaN if no pixel has exactly one object.
+    Equal to scikit-learn's adjusted_rand_score of these pixels, which may be millions. Sources: Hubert and Arabie,
+    "Comparing partitions"; for the foreground, Greff et al., IODINE.
     """
     table = _flat(objects.alone) @ _flat(segments).T.astype(np.float64)
     total = table.sum()
@@ -119,13 +119,13 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
 def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float) -> dict[str, float]:
     """All measures of one image with at least one object, means over its objects.
 
-        jaccard           for each object its best map's Jaccard index, the map cut to a share of its mass
-        mbo               for each object its best segment's Jaccard index, segments by `assign_patches`
-        fg_ari            of these segments; NaN for fewer than two objects, as it says nothing then
-        pointing          for each object whether any map's maximum lies in it; the more maps, the likelier
+        jaccard           for each object the largest `map_jaccards`
+        mbo               for each object the largest Jaccard index of a segment from `assign_patches`
+        fg_ari            of these segments; NaN for fewer than two objects
+        pointing          for each object whether any map's maximum lies in it; likelier with more maps
         pointing_one_map  for each object the share of maps whose maximum lies in it
 
-    A maximum lies in an object that has the middle pixel of that patch; of equal maxima the first patch counts.
+    A maximum lies in an object if the middle pixel of its patch does. Of equal maxima, the first patch counts.
     Sources: for mBO Pont-Tuset et al., "Multiscale combinatorial grouping", 2017; for pointing Zhang et al., "Top-down
     neural attention by excitation backprop", which has one map for each class and a tolerance of 15 pixels.
     """
@@ -142,10 +142,10 @@ def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share
 
 
 def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> Int[np.ndarray, "subsets K"]:
-    """Different random subsets of `size` maps, to compare encoders that have different numbers of maps; None: all maps.
+    """At most NUM_SUBSETS different random subsets of `size` maps; None: all maps.
 
-    Every image draws its own, so that the interval over images covers the choice, too. There are fewer than
-    NUM_SUBSETS where there are no more.
+    Subsets make encoders with different numbers of maps comparable. Each image has its own subsets, so that the
+    interval over images includes their variance.
     """
     size = num_maps if size is None else size
     if not 1 <= size <= num_maps:
@@ -160,19 +160,18 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
 def score_subsets(
     maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float, subsets: Int[np.ndarray, "subsets K"]
 ) -> dict[str, float]:
-    """`score_maps` of each subset of the maps; the mean over the subsets."""
+    """Mean of `score_maps` over subsets of the maps."""
     scores = [score_maps(maps[subset], objects, share) for subset in subsets]
     return {name: float(np.mean([own[name] for own in scores])) for name in MEASURES}
 
 
 def grid_bounds(objects: PatchObjects) -> dict[str, float]:
-    """The measures of the best maps that are made of whole patches, each object having its own.
+    """Upper bounds of the measures for maps of whole patches.
 
-    jaccard, mbo      the exact maximum: patches enter by their share of the object while J grows. An object's best
-                      patches do not depend on the other objects, so mbo is reached where no two want the same one.
-    fg_ari            NaN: the best assignment is not known; each patch to the object with most of it is not it
+    jaccard, mbo      the exact maximum for each object alone, so mbo may not be reached if objects share a patch
+    fg_ari            NaN: unknown; to assign each patch to the object with most of its pixels is not always best
     pointing          whether the object has the middle pixel of any patch
-    pointing_one_map  all maps point at the patch whose middle pixel the most objects have
+    pointing_one_map  all maps point at the patch whose middle pixel belongs to the most objects
     """
     best = float(np.mean([_best_jaccard(pixels.ravel(), objects.valid.ravel()) for pixels in objects.pixels]))
     return {
@@ -187,8 +186,8 @@ def grid_bounds(objects: PatchObjects) -> dict[str, float]:
 def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " patches"]) -> float:
     """The largest Jaccard index of an object and any set of patches.
 
-    J > t means both - t * (other pixels) > t * |object|, which is largest for all patches in which the object's share
-    exceeds some number. So the best set is one of those that take patches by their share of the object.
+    J > t means both - t * (other pixels) > t * |object|. The left side is largest for all patches in which the object's
+    share exceeds a threshold. So the best set has the first patches, sorted by the object's share.
     """
     order = np.argsort(-pixels / np.maximum(valid, 1), kind="stable")
     both, all_of_them = np.cumsum(pixels[order]), np.cumsum(valid[order])
@@ -196,26 +195,26 @@ def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " 
 
 
 def move_maps(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> Float[np.ndarray, "maps h w"]:
-    """All maps of an image moved by one random number of rows and columns; what leaves the grid comes in opposite.
+    """All maps of an image, moved cyclically by one random number of rows and columns.
 
-    Mass, peakedness and smoothness of every map stay, and so does how alike the maps are; their place does not.
+    Moved maps keep their mass, peakedness, smoothness and similarity, but not their place.
     """
     rows, columns = maps.shape[-2:]
-    moves = rng.integers(1, max(rows * columns, 2))  # 0 would leave the maps where they are
+    moves = rng.integers(1, max(rows * columns, 2))  # not 0, which would not move the maps
     return np.roll(maps, divmod(int(moves), columns), axis=(-2, -1))
 
 
 def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: int = 1000) -> tuple[float, float]:
-    """95 % interval of a mean: its 2.5 and 97.5 percentiles when the images are drawn anew, with replacement."""
+    """95 % interval of a mean: its 2.5 and 97.5 percentiles over resamples of the images with replacement."""
     rng, means = np.random.default_rng(seed), np.empty(draws)
-    for draw in range(draws):  # one by one: all draws of 100,000 images take a gigabyte
+    for draw in range(draws):  # one by one, since all draws of 100,000 images take a gigabyte
         means[draw] = values[rng.integers(len(values), size=len(values), dtype=np.int32)].mean()
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
 def summarize(values: Float[np.ndarray, " images"], seed: int) -> dict[str, float | int | list[float] | None]:
-    """Mean, its 95 % interval and the number of images, of those that have a value (not NaN)."""
+    """Mean, 95 % interval and number of the values that are not NaN."""
     present = values[~np.isnan(values)]
     if not len(present):
         return {"mean": None, "interval_95": None, "num_images": 0}

@@ -16,9 +16,7 @@ MASKED_IMAGES: Group = {
     "num_images": Option(500, "Number of images: a random subset, the same in every run.", positive_int),
     **EVALUATION_LIMITS,
     "img_size": Option(
-        None,
-        "Side of the central square in pixels; by default twice the training size, for finer maps.",
-        positive_int,
+        None, "Side of the central square in pixels; by default twice the training size, for finer maps.", positive_int
     ),
 }
 MEASURES: Group = {

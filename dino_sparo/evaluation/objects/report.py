@@ -1,7 +1,7 @@
-"""Results of `slots score` -> a table for people, and plots of measures, classes and matched slots."""
+"""Results of `slots score` -> a table for the terminal, and plots of measures, classes and matched slots."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from dino_sparo.draw.plots import ACCENT, PANEL_HEIGHT, panels
 from dino_sparo.draw.sheet import INK, SOFT
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.survey import MODEL, ROWS, UNTRAINED
 from dino_sparo.runtime.logs import printable
@@ -25,21 +26,21 @@ MEASURES_SIZE, MATCHING_SIZE = (13.3, 6.6), (7.0, 4.2)  # inches
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result for people: measures in percent with half the width of their 95 % interval; then maps and slots."""
-    data, kind = result["data"], result["kind"]
+    """Measures in percent with half the width of their 95 % interval; then single maps and slots."""
+    data, kind, measures = result["data"], result["kind"], result["measures"]
+    rows = [["%", *MEASURE_NAMES.values()], ["images", *(str(measures[MODEL][m]["num_images"]) for m in MEASURES)]]
+    rows += [[ROW_NAMES[row], *(percent(scores[m]) for m in MEASURES)] for row, scores in measures.items()]
+    for row, scores in result["differences"].items():
+        rows.append([f"minus {ROW_NAMES[row]}", *(percent(scores[m], "+") for m in MEASURES)])
     lines = [
         f"{data['num_objects']} objects in {data['num_images']} images of {data['name']}; "
         f"{scored_maps(result)}, share {result['share']:g} of the mass; {data['objects_out_of_view']} objects out of "
         f"view, {data['without_objects']} images without objects, {data['unreadable']} unreadable",
         "",
-        _line("%", MEASURE_NAMES.values()),
-        _line("images", (str(result["measures"][MODEL][measure]["num_images"]) for measure in MEASURES)),
+        text_table(rows, num_words=1),
+        "",
+        f"mean absolute cosine of two {kind}s: {redundancy_words(result['redundancy'])}",
     ]
-    for row, scores in result["measures"].items():
-        lines.append(_line(ROW_NAMES[row], (percent(scores[measure]) for measure in MEASURES)))
-    for row, scores in result["differences"].items():
-        lines.append(_line(f"minus {ROW_NAMES[row]}", (percent(scores[measure], "+") for measure in MEASURES)))
-    lines += ["", f"mean absolute cosine of two {kind}s: {redundancy_words(result['redundancy'])}"]
     if "selectivity" in result:
         selectivity = result["selectivity"]
         chance = selectivity["shuffled"]
@@ -66,15 +67,10 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def scored_maps(result: Mapping[str, Any]) -> str:
-    """The number of maps, and the number that are scored together, in words."""
+    """The number of maps, and the number of maps per score, in words."""
     count, together = result["num_maps"], result["maps_per_score"]
     subsets = f", {together} at a time (mean over {result['subsets_per_image']} random subsets of each image)"
     return f"{count} {result['kind']}s" + subsets * (together < count)
-
-
-def _line(name: str, cells: Iterable[str]) -> str:
-    widths = (max(14, len(head) + 2) for head in MEASURE_NAMES.values())
-    return f"{name:<28}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def percent(summary: dict[str, Any], sign: str = "") -> str:
@@ -86,7 +82,7 @@ def percent(summary: dict[str, Any], sign: str = "") -> str:
 
 
 def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
-    """Mean absolute cosines of maps and of values, of the model and untrained; "-" for a single map."""
+    """Mean absolute cosines of maps and of values, for the encoder and untrained; "-" for a single map."""
     return "; ".join(
         f"{ROW_NAMES[row]} "
         + ", ".join(f"{what} {'-' if math.isnan(value) else f'{value:.2f}'}" for what, value in own.items())
@@ -95,7 +91,7 @@ def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
 
 
 def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
-    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals; bars of redundancy."""
+    """Bars of each measure for encoder, controls and bound, with 95 % intervals; and bars of redundancy."""
     data = result["data"]
     objects = f"{data['num_objects']:,} objects in {data['num_images']:,} images of {printable(data['name'])}"
     words = f"{model}\n{scored_maps(result)}  ·  {objects}  ·  means over images, 95 % intervals"
@@ -112,11 +108,11 @@ def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
                 place = {"transform": axis.transAxes, "ha": "center"}
                 axis.text(0.5, 0.5, "no image has two objects", color=SOFT, fontsize=11, **place)
         draw_redundancy(last, result["redundancy"])
-        last.set_title(f"likeness of two {result['kind']}s", fontsize=13)
+        last.set_title(f"similarity of two {result['kind']}s", fontsize=13)
 
 
 def draw_redundancy(axis: Any, redundancy: Mapping[str, Mapping[str, float]]) -> None:
-    """Bars of the mean absolute cosine of two maps, and of two slots' values where there are any."""
+    """Bars of the mean absolute cosine of two maps and, with slots, of two slots' values."""
     parts = list(redundancy[MODEL])
     values = [redundancy[row][what] for what in parts for row in redundancy]
     scores = [{"mean": None if math.isnan(value) else value, "interval_95": [value] * 2} for value in values]
@@ -143,16 +139,15 @@ def draw_bars(
 
 
 def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
-    """Heat map of lift, classes down and maps across, maps grouped by the class they find best."""
+    """Heat map of lift: rows are classes, columns are maps, grouped by the class that they find best."""
     from matplotlib.colors import LinearSegmentedColormap
 
     names = [f"{entry['class']}  ({entry['num_objects']})" for entry in result["classes"]]
     lift = 100 * np.array([entry["lift"] for entry in result["classes"]])  # (classes, maps)
     order = np.lexsort((-lift.max(axis=0), lift.argmax(axis=0)))
     limit = max(float(np.abs(lift).max()), 1e-6)
-    own, untrained, chance = (
-        100 * float(np.mean(result["selectivity"][name])) for name in ("mean_best_lift", "untrained", "shuffled")
-    )
+    names_of_lifts = ("mean_best_lift", "untrained", "shuffled")
+    own, untrained, chance = (100 * float(np.mean(result["selectivity"][name])) for name in names_of_lifts)
     words = (
         f"{model}\nWhich {result['kind']} finds which class: mean best lift {own:.1f} (untrained {untrained:.1f}, "
         f"shuffled classes {chance:.1f})"
@@ -172,7 +167,7 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
 
 
 def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
-    """Similarity of matched slots, largest first, beside what an untrained encoder and shuffled images give."""
+    """Similarities of matched slots, of the other checkpoint and of the controls, largest first."""
     curves = {
         "matched": ("the other checkpoint", ACCENT, "-"),
         "untrained": ("an untrained encoder", SOFT, "--"),

@@ -1,4 +1,4 @@
-"""Single maps and slots: which finds which class, how alike they are; two models' slots matched in pairs."""
+"""Single maps and slots: the classes that they find, their redundancy, and matching of two models' slots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from dino_sparo.evaluation.attention.maps import map_similarity
 from dino_sparo.evaluation.objects.layouts import UNKNOWN
 
-# A class of fewer objects has a mean by chance: it is not said to be what a map looks for.
-MIN_OBJECTS = 10
+MIN_OBJECTS = 10  # a class of fewer objects is rare: its mean is far from 0 by chance
 CLASS_SHUFFLES = 20  # of the objects' classes, for the control of selectivity
 
 
@@ -21,7 +20,7 @@ def describe_maps(
     class_names: Sequence[str],
     seed: int,
 ) -> dict[str, Any]:
-    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare."""
+    """The mean Jaccard index of each map and, among known classes that are not rare, the class that it finds best."""
     found = jaccards.max(axis=1) > 0
     wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
     maps: list[dict[str, Any]] = [
@@ -64,11 +63,11 @@ def class_lift(
 ) -> Float[np.ndarray, "maps classes"]:
     """Advantage of each map on objects of a class over its mean on all classes, in Jaccard points.
 
-        r_om = J_om - mean_m J_om                 what map m adds on object o, whose size helps all maps
+        r_om = J_om - mean_m J_om                 advantage of map m on object o, whose size helps all maps
         t_mc = mean of r_om over objects of class c
         lift_mc = t_mc - mean_c t_mc
 
-    Objects of unknown class are left out; classes without objects have NaN.
+    Objects of unknown class do not count. Classes without objects have NaN.
     """
     excess = jaccards - jaccards.mean(axis=1, keepdims=True)
     table = np.full((jaccards.shape[1], num_classes), np.nan)
@@ -78,23 +77,17 @@ def class_lift(
 
 
 def mean_best_lift(lift: Float[np.ndarray, "maps classes"]) -> float:
-    """Selectivity in one number: each map's lift on the class it finds best, averaged over maps.
-
-    A maximum over classes is positive by chance; compare it with `shuffled_lift`.
-    """
+    """Selectivity: mean over maps of the lift on the class that the map finds best; for chance see `shuffled_lift`."""
     return float(np.nanmax(lift, axis=1).mean())
 
 
 def shuffled_lift(
-    jaccards: Float[np.ndarray, "objects maps"],
-    classes: Sequence[Int[np.ndarray, " _"]],
-    num_classes: int,
-    seed: int,
+    jaccards: Float[np.ndarray, "objects maps"], classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, seed: int
 ) -> list[float]:
-    """`mean_best_lift` with the classes shuffled among images of equally many objects: what chance gives.
+    """`mean_best_lift` by chance, with classes shuffled among images of equally many objects.
 
-    Objects of an image stay together: they often have one class, and maps find them alike. `classes` are those of each
-    image's objects.
+    Objects of an image stay together, since they often have one class and similar scores. `classes` has the classes of
+    each image's objects.
     """
     rng, counts = np.random.default_rng(seed), np.array([len(own) for own in classes])
     lifts = []
@@ -110,13 +103,10 @@ def shuffled_lift(
 def without_rare(
     classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, min_objects: int
 ) -> tuple[list[Int[np.ndarray, " _"]], int]:
-    """The classes of each image's objects, those of rare classes UNKNOWN, and the number of rare classes.
-
-    The mean over few objects is far from 0 by chance, so every map would seem to look for a rare class.
-    """
+    """The classes of each image's objects, with UNKNOWN for rare classes, and the number of rare classes."""
     everything = np.concatenate(classes)
     counts = np.bincount(everything[everything != UNKNOWN], minlength=num_classes)
-    rare = np.append(counts < min_objects, False)  # the last entry is that of UNKNOWN, -1
+    rare = np.append(counts < min_objects, False)  # the last entry belongs to UNKNOWN, -1
     return [np.where(rare[own], UNKNOWN, own) for own in classes], int(((counts > 0) & (counts < min_objects)).sum())
 
 
@@ -146,12 +136,9 @@ def slot_similarity(
         X (images, V), Y (images, V'), the values of two slots, centered over the images
         s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
 
-    It is the squared correlation where V = V' = 1. Rotating a slot's value does not change it; a correlation coordinate
-    by coordinate would compare axes that mean nothing across seeds. With few images it is above 0 by chance.
-    Source: Kornblith et al., "Similarity of neural network representations revisited"; the RV coefficient.
-
-    Returns:
-        (L, others), in [0, 1]; 0 for a slot that has one value on all images.
+    For V = V' = 1, s is the squared correlation. Rotating a slot's value does not change s; correlations of single
+    coordinates would compare axes that mean nothing across seeds. With few images, s is above 0 by chance. A constant
+    slot has 0. Source: Kornblith et al., "Similarity of neural network representations revisited"; the RV coefficient.
     """
     first, second = (values.astype(np.float64) - values.mean(axis=0, dtype=np.float64) for values in (first, second))
     norms, other_norms = (
@@ -168,13 +155,10 @@ def slot_similarity(
 def match_held_out(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
 ) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"], Float[np.ndarray, "L others"]]:
-    """Match slots on every second image, so that the total similarity is largest, and compare them on the other images.
+    """Slots of the first model, their partners, and the similarities of all slots.
 
-    On the images that chose it even a matching of noise looks better than its slots are. Where one model has more
-    slots, some of them stay alone.
-
-    Returns:
-        Slots of the first model, their partners, and the similarities of all slots on the other images.
+    Every second image chooses the matching, with the largest total similarity. Similarities are of the other images,
+    since on the images that choose a matching they are too large, even for noise.
     """
     from scipy.optimize import linear_sum_assignment
 

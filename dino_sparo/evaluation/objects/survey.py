@@ -1,6 +1,6 @@
 """An encoder and images with objects -> the measures of its maps and of all controls, image by image.
 
-The images are read once, in batches; maps are scored and forgotten.
+Images are read once, in batches, and maps are not kept.
 """
 
 import logging
@@ -32,20 +32,12 @@ logger = logging.getLogger(__name__)
 BATCH_SIZE = 16
 MODEL, UNTRAINED = "model", "untrained"
 CONTROLS = (UNTRAINED, "other_image", "moved")
-ROWS = (MODEL, *CONTROLS, "patch_grid")  # what is scored, in the order of the table
+ROWS = (MODEL, *CONTROLS, "patch_grid")  # of the table
 NO_SCORE = dict.fromkeys(measures.MEASURES, float("nan"))
 
 
 class SeenImage(NamedTuple):
-    """One image as an encoder takes it.
-
-    Attributes:
-        number: its place in the source.
-        tensor: (C, H, W), normalised.
-        objects: counted by patches.
-        classes: (objects,), their classes.
-        out_of_view: number of the image's other objects, which the view does not show.
-    """
+    """An image: index in the source, normalised pixels, objects in view and their classes, number of other objects."""
 
     number: int
     tensor: Float[Tensor, "C H W"]
@@ -59,15 +51,15 @@ class Survey:
     """All scores, image by image.
 
     Attributes:
-        scores: of each image with objects, row -> measure -> number.
-        jaccards: row -> (objects, maps) per image with objects, of the model's and the untrained encoder's maps.
+        scores: row -> measure -> number, per image with objects.
+        jaccards: row -> (objects, maps) per image with objects, for MODEL and UNTRAINED.
         classes: (objects,) per image with objects.
-        indices: of the images that were seen, with objects or without.
-        values: (images, L, V) per batch, the model's slots, with `keep_values`; empty without slots.
-        redundancy: row -> what is alike -> mean cosine per batch, and the batch's size.
-        subsets: number of subsets of the maps and maps in each; the scores of an image are means over its subsets.
-        out_of_view: objects of the images that were seen, none of whose pixels is in the view.
-        left_out: location and reason of images that could not be read.
+        indices: of all readable images.
+        values: (B, L, V) per batch, the model's slots, with `keep_values`; empty without slots.
+        redundancy: row -> "maps" or "values" -> mean cosine and size of each batch.
+        subsets: number of subsets per image, and number of maps in each.
+        out_of_view: number of objects outside of the view.
+        left_out: errors of unreadable images.
     """
 
     scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
@@ -89,7 +81,7 @@ class Survey:
         return {row: _summaries(self._values(row), seed) for row in ROWS}
 
     def differences(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Control -> measure -> the model's score minus the control's on the same images: mean, interval, number."""
+        """Control -> measure -> model's score minus control's score on the same images: mean, interval, number."""
         return {row: _summaries(self._values(MODEL) - self._values(row), seed) for row in CONTROLS}
 
     def _values(self, row: str) -> Float[np.ndarray, "measures images"]:
@@ -125,19 +117,18 @@ def survey_objects(
     """Score the maps of an encoder and of its controls.
 
     Args:
-        encoders: those of the rows MODEL and UNTRAINED, of one architecture, in eval mode, on their device.
+        encoders: MODEL and UNTRAINED, of one architecture, in eval mode, on their device.
         source: images with objects.
-        indices: of the images to look at, in random order, as each is also scored with the maps of the image before;
-            those that cannot be read are left out and counted.
-        view: the part of an image that is seen.
+        indices: of images, in random order, since the maps of the preceding image are a control.
+        view: of the encoders.
         share: of a map's mass, see `map_jaccards`.
-        seed: of the subsets, and of the positions of moved maps.
+        seed: of subsets and moved maps.
         num_workers: threads that read images.
-        maps: number of maps that are scored together, see `map_subsets`; None: all.
+        maps: number of maps per score, see `map_subsets`; None: all.
         keep_values: keep the model's slots, to match them.
     """
     survey, seen = Survey(), []
-    before: np.ndarray | None = None  # the maps of the image before, for the control
+    before: np.ndarray | None = None  # maps of the preceding image, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
         images = torch.stack([image.tensor for image in batch])
         found: dict[str, np.ndarray] = {}
@@ -162,7 +153,7 @@ def survey_objects(
                 ]
                 survey.scores.append(dict(zip(ROWS, [*scores, measures.grid_bounds(image.objects)], strict=True)))
             before = own
-    _check(survey, source)
+    require_objects(survey, source)
     check_features(torch.from_numpy(np.concatenate(seen)).flatten(1), "slots of the model")
     return survey
 
@@ -170,15 +161,12 @@ def survey_objects(
 def _batches(
     survey: Survey, source: ObjectSource, indices: Sequence[int], view: PatchView, num_workers: int
 ) -> Iterator[list[SeenImage]]:
-    """Read the images; what cannot be read is noted."""
+    """Read the images; errors of unreadable images go into the survey."""
 
     def load(index: int) -> SeenImage | CorruptImageError:
         try:
-            image = source.images.read(index)
-            seen = view.view(image)
-            whole = source.objects(index)
-            location, stored_size = source.images.location(index), image.info.get(STORED_SIZE)
-            objects = view_objects(whole, seen, location, image.size, stored_size)
+            image, whole, location = source.images.read(index), source.objects(index), source.images.location(index)
+            objects = view_objects(whole, view.view(image), location, image.size, image.info.get(STORED_SIZE))
         except CorruptImageError as error:
             return error
         counts = measures.count_patches(objects.masks, objects.void, view.patch_size)
@@ -195,7 +183,8 @@ def _batches(
                 yield batch
 
 
-def _check(survey: Survey, source: ObjectSource) -> None:
+def require_objects(survey: Survey, source: ObjectSource) -> None:
+    """Log unreadable images; UserError unless two images have objects."""
     errors, count = survey.left_out, len(survey.classes)
     named = "; ".join(str(error) for error in errors[:MAX_NAMED])
     if errors:
@@ -211,7 +200,7 @@ def _check(survey: Survey, source: ObjectSource) -> None:
 def slot_values(
     encoder: Encoder, source: ObjectSource, indices: Sequence[int], view: PatchView
 ) -> Float[np.ndarray, "images L V"]:
-    """The slots of an encoder on some images, in their order; the images have been read before."""
+    """The slots of an encoder on some readable images, in their order."""
     parts = []
     for start in progress(range(0, len(indices), BATCH_SIZE), desc="other model"):
         images = [view(source.images.read(index))[0] for index in indices[start : start + BATCH_SIZE]]

@@ -1,9 +1,9 @@
-"""`eval_image_retrieval.py` and `eval_copy_detection.py`: checkpoint -> rankings -> mean average precision.
+"""Encoder and images -> rankings -> mean average precision, for image retrieval and copy detection.
 
     python eval_image_retrieval.py --data_path revisited --dataset roxford5k --imsize 512 --multiscale true
     python eval_copy_detection.py --data_path copydays --whitening_path whitening --distractors_path distractors
 
-The protocols are those of facebookresearch/dino, commit 7c446df: equal features give equal numbers.
+Protocols as in facebookresearch/dino, commit 7c446df: equal features give equal numbers.
 """
 
 import argparse
@@ -24,6 +24,8 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.crops import normalized_tensor
 from dino_sparo.data.labels import require_labels
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.draw.tables import text_table
+from dino_sparo.evaluation.result import ResultFile
 from dino_sparo.evaluation.retrieval.datasets import (
     REVISITED,
     SearchSet,
@@ -40,15 +42,15 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.released import LANDMARKS, take_released_weights
 from dino_sparo.weights.results import Score
 
-SCALES = (1.0, 0.5**0.5, 0.5)  # of an image, whose encodings --multiscale averages
+SCALES = (1.0, 0.5**0.5, 0.5)  # of an image, for --multiscale
 GEM_POWER = 4  # exponent of the generalised mean over patches
 MIN_VALUE = 1e-6  # of a patch token before the power
-MIN_EIGENVALUE = 1e-5  # of the largest one
-SHOWN = 20  # ranks of a copy detection's ranking that count, as in the reference
+MIN_EIGENVALUE = 1e-5  # as a share of the largest eigenvalue
+SHOWN = 20  # first ranks that count in copy detection, as in the reference
 
 
 def evaluate_retrieval(args: argparse.Namespace) -> dict[str, Any]:
-    """Search for the images of the same building, or class; write and print the mean average precision."""
+    """Search for images of the same building or class; write and print the mean average precision."""
     take_released_weights(args, LANDMARKS)
     task = EncoderTask.start(args)
     file = task.open_result(f"image_retrieval_{args.dataset}")
@@ -63,9 +65,7 @@ def evaluate_retrieval(args: argparse.Namespace) -> dict[str, Any]:
     view = partial(thumbnail_view, side=args.imsize, task=task)
     database = features(task, found.database, view, encode)
     queries = database if found.queries is None else features(task, found.queries, view, encode)
-    scores = search(found, queries, database)
-    result = describe(task, "image retrieval", scores, found, len(database))
-    return file.write(result, table(scores), headline=headline(scores))
+    return write(file, task, "image retrieval", search(found, queries, database), len(database))
 
 
 def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,12 +81,10 @@ def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
     if args.distractors_path:
         database = torch.cat((database, features(task, folder(args.distractors_path, task), view, encode)))
     if args.whitening_path:
-        learned = features(task, folder(args.whitening_path, task), view, encode)
-        whiten = whitening(learned)
+        whiten = whitening(features(task, folder(args.whitening_path, task), view, encode))
         database, queries = whiten(database), whiten(queries)
     scores = search(found, F.normalize(queries), F.normalize(database), SHOWN)
-    result = describe(task, "copy detection", scores, found, len(database))
-    return file.write(result, table(scores), headline=headline(scores))
+    return write(file, task, "copy detection", scores, len(database))
 
 
 def folder(path: str, task: EncoderTask) -> ImageSource:
@@ -99,10 +97,7 @@ def folder(path: str, task: EncoderTask) -> ImageSource:
 def features(
     task: EncoderTask, source: ImageSource, view: Callable[..., list[Tensor]], encode: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "images F"]:
-    """Features of all images of a source, on every process; UserError if an image cannot be read.
-
-    Images of different sizes go through the encoder one by one.
-    """
+    """Features of all images of a source, on every process; UserError if an image is unreadable."""
     found = task.features(source, encode, gather=True, view=view)
     if found.num_corrupt:
         raise UserError(f"{found.num_corrupt} images of {source.name} cannot be read, so ranks cannot be compared")
@@ -112,20 +107,20 @@ def features(
 def search(
     found: SearchSet, queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], most: int | None = None
 ) -> dict[str, Precision]:
-    """Protocol -> precision; `most` is the number of first ranks that count."""
+    """Precision of each protocol; `most` is the number of first ranks that count."""
     rankings = rank_database(queries, database)[:, :most]
     return {name: mean_precision(rankings, answers) for name, answers in found.protocols.items()}
 
 
 def thumbnail_view(image: Image.Image, rng: np.random.Generator, *, side: int, task: EncoderTask) -> list[Tensor]:
-    """The whole image, its longer side at most `side` pixels, in a list."""
+    """A list of the whole image, with a longer side of at most `side` pixels."""
     image = image.copy()
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     return [normalized_tensor(image, task.subject.mean, task.subject.std)]
 
 
 def square_view(image: Image.Image, rng: np.random.Generator, *, side: int, task: EncoderTask) -> list[Tensor]:
-    """The whole image, squeezed into a square of `side` pixels, in a list."""
+    """A list of the whole image, resized to a square of `side` pixels."""
     square = TF.resize(image, [side, side], InterpolationMode.BICUBIC)
     return [normalized_tensor(square, task.subject.mean, task.subject.std)]
 
@@ -133,7 +128,7 @@ def square_view(image: Image.Image, rng: np.random.Generator, *, side: int, task
 def encode_scales(
     encoder: Encoder, images: Float[Tensor, "B C H W"], scales: tuple[float, ...] = SCALES
 ) -> Float[Tensor, "B F"]:
-    """The mean of the encodings of an image at several scales, of length one."""
+    """Mean of the encodings of an image at several scales, scaled to length one."""
     sizes = (
         images if scale == 1 else F.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
         for scale in scales
@@ -144,7 +139,7 @@ def encode_scales(
 def copy_features(
     encoder: Encoder, images: Float[Tensor, "B C H W"], parts: tuple[str, ...] = ("encoding", "gem")
 ) -> Float[Tensor, "B F"]:
-    """Encoding and generalised mean of the patches h_n, one after the other: (mean_n max(h_n, 1e-6)^4)^(1/4)."""
+    """Concatenated encoding and generalised mean (mean_n max(h_n, 1e-6)^4)^(1/4) of the patches h_n."""
     found = {"encoding": encoder(images)} if "encoding" in parts else {}
     if "gem" in parts:
         tokens = encoder.backbone.intermediate_tokens(images, 1)[0][:, encoder.backbone.num_prefix_tokens :]
@@ -153,9 +148,9 @@ def copy_features(
 
 
 def whitening(learned: Float[Tensor, "images F"]) -> Callable[[Tensor], Tensor]:
-    """The map y = E^-1/2 V (x - m): m is the mean, V and E are eigenvectors and -values of X^T X / images.
+    """The map y = E^-1/2 V (x - m): m is the mean, V and E are eigenvectors and eigenvalues of X^T X / images.
 
-    As in the reference, X is not centered, and eigenvalues are at least 1e-5 of the largest.
+    As in the reference, X is not centered. Smaller eigenvalues are raised to `MIN_EIGENVALUE` of the largest.
     """
     rows = learned.double()
     values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
@@ -164,12 +159,12 @@ def whitening(learned: Float[Tensor, "images F"]) -> Callable[[Tensor], Tensor]:
     return lambda found: ((found.double() - rows.mean(dim=0)) @ matrix).float()
 
 
-def describe(
-    task: EncoderTask, name: str, scores: dict[str, Precision], found: SearchSet, num_images: int
+def write(
+    file: ResultFile, task: EncoderTask, name: str, scores: dict[str, Precision], num_images: int
 ) -> dict[str, Any]:
-    """Precision and protocol, as the result holds them."""
+    """Write the result and print its table; `num_images` is the size of the database."""
     args = task.args
-    return {
+    result = {
         "evaluation": name,
         "results": {
             protocol: {
@@ -182,17 +177,9 @@ def describe(
         "images": {"data_path": args.data_path, "num_database": num_images},
         "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
     }
-
-
-def headline(scores: dict[str, Precision]) -> list[Score]:
-    """The mean average precision of each protocol."""
-    return [Score(f"mAP {protocol}", score.map) for protocol, score in scores.items()]
-
-
-def table(scores: dict[str, Precision]) -> str:
-    """Precision for people."""
-    lines = [f"{'':<12}{'mAP %':>8}" + "".join(f"{f'P@{kappa} %':>9}" for kappa in KAPPAS) + f"{'queries':>9}"]
-    for name, score in scores.items():
-        numbers = "".join(f"{value:>9.2f}" for value in score.at)
-        lines.append(f"{name:<12}{score.map:>8.2f}{numbers}{score.num_queries:>9}")
-    return "\n".join(lines)
+    table = [("", "mAP %", *(f"P@{kappa} %" for kappa in KAPPAS), "queries")]
+    for protocol, score in scores.items():
+        numbers = (f"{value:.2f}" for value in (score.map, *score.at))
+        table.append((protocol, *numbers, str(score.num_queries)))
+    headline = [Score(f"mAP {protocol}", score.map) for protocol, score in scores.items()]
+    return file.write(result, text_table(table, num_words=1), headline=headline)

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.data.sources import ImageLimits, ImageSource
-from dino_sparo.data.sources.image_source import FileSource, PackedStrings
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, FileSource, ImageLimits, ImageSource
 from dino_sparo.evaluation.retrieval.measures import Query
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
@@ -25,15 +24,14 @@ from dino_sparo.runtime.files import open_regular
 REVISITED = ("roxford5k", "rparis6k")
 REVISITED_SOURCE = "python/download.py of https://github.com/filipradenovic/revisitop"
 COPYDAYS_SOURCE = "https://lear.inrialpes.fr/~jegou/data.php#copydays"
-IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-PREFIX = 4  # letters of a Copydays file's name that say which original it shows
-# What a pickle of lists, numbers, texts and arrays may name; none of these runs code of the file.
+PREFIX = 4  # first letters of a file's name in Copydays, which copies and their original share
+# Names in a pickle of lists, numbers, texts and arrays; none of them runs code of the file.
 ALLOWED = {
     (module, name)
     for module in ("numpy.core.multiarray", "numpy._core.multiarray")
     for name in ("_reconstruct", "scalar")
 } | {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-# Name of a protocol -> lists whose images are right, lists whose images are junk.
+# Protocol -> lists of right images, lists of junk.
 PROTOCOLS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
@@ -46,7 +44,6 @@ class SearchSet:
     """Queries and a database.
 
     Attributes:
-        database: the images that are searched.
         queries: None: the images of the database, each without itself.
         protocols: name -> the answers of each query.
     """
@@ -57,7 +54,7 @@ class SearchSet:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads pickles of plain values and arrays, and refuses all that could run code."""
+    """Reads pickles of plain values and arrays, and refuses other classes and functions, which could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The function or class that a pickle names."""
@@ -67,11 +64,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def open_revisited(data_path: str, dataset: str, limits: ImageLimits) -> SearchSet:
-    """Revisited Oxford or Paris with its three protocols.
-
-    Raises:
-        UserError: files are missing or damaged.
-    """
+    """Revisited Oxford or Paris with its three protocols; UserError if files are missing or damaged."""
     folder = Path(data_path, dataset)
     truth = folder / f"gnd_{dataset}.pkl"
     if not truth.is_file():
@@ -99,7 +92,7 @@ def _rows(answer: dict[str, Any], parts: tuple[str, ...]) -> np.ndarray:
 
 
 def labelled_set(source: ImageSource) -> SearchSet:
-    """Each image is a query among all others; those of its class are right, itself is junk."""
+    """Each image is a query among all others; images of its class are right, the image itself is junk."""
     labels = np.asarray(source.labels)
     queries = [
         Query(np.setdiff1d((labels == label).nonzero()[0], [row]), np.array([row])) for row, label in enumerate(labels)
@@ -108,11 +101,7 @@ def labelled_set(source: ImageSource) -> SearchSet:
 
 
 def open_copydays(data_path: str, limits: ImageLimits) -> SearchSet:
-    """Strong copies as queries among the originals; distractors are appended to the database by the caller.
-
-    Raises:
-        UserError: the folders are missing, or a copy has no original.
-    """
+    """Strong copies as queries among the originals; UserError without the folders, or for a copy without original."""
     names = {}
     for part in ("original", "strong"):
         folder = Path(data_path, part)
@@ -128,17 +117,17 @@ def open_copydays(data_path: str, limits: ImageLimits) -> SearchSet:
     return SearchSet(sources[0], sources[1], {"strong": [Query(answer, np.empty(0, int)) for answer in answers]})
 
 
-def image_files(folder: Path, endings: tuple[str, ...] = IMAGES) -> list[str]:
-    """Names of the images in a folder, sorted; UserError if there are none."""
-    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings))
+def image_files(folder: Path, endings: tuple[str, ...] = IMAGE_EXTENSIONS) -> list[str]:
+    """Names of the images in a folder, sorted, without hidden files; UserError if there are none."""
+    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings) and name[0] != ".")
     if not names:
         raise UserError(f"{folder} has no images ({', '.join(endings)}); give a folder of images")
     return names
 
 
 def file_source(name: str, folder: Path, files: list[str], limits: ImageLimits) -> FileSource:
-    """Images of a folder by their names; UserError if one of the first is missing."""
+    """Images of a folder by their names; UserError if an image is missing."""
     missing = next((file for file in files if not (folder / file).is_file()), None)
     if missing is not None:
         raise UserError(f"{folder / missing} does not exist; the images of {name} are not complete")
-    return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in files]), limits=limits)
+    return FileSource(name, folder, files, limits=limits)

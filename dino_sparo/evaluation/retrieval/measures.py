@@ -1,4 +1,4 @@
-"""Rankings -> mean average precision, with junk that is left out of a ranking, and precision among the first."""
+"""Rankings -> mean average precision and precision at k, without junk."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,23 +8,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dino_sparo.runtime.faults import UserError
+
 KAPPAS = (1, 5, 10)
 
 
 class Query(NamedTuple):
-    """Rows of the database that answer a query, and rows that count neither as right nor as wrong."""
+    """Rows of the database that answer a query, and rows that are neither right nor wrong."""
 
     positives: np.ndarray
     junk: np.ndarray
 
 
 class Precision(NamedTuple):
-    """Means over all queries that have an answer, in percent.
+    """Means over the `num_queries` queries with an answer, in percent: mean average precision, and precision at k.
 
-    Attributes:
-        map: mean average precision.
-        at: the share of right images among the first 1, 5 and 10 (`KAPPAS`), at most up to the last right one.
-        num_queries: queries with an answer.
+    The latter is the share of right images among the first k of `KAPPAS`, but not beyond the last right image.
     """
 
     map: float
@@ -35,7 +34,7 @@ class Precision(NamedTuple):
 def rank_database(
     queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], chunk: int = 256
 ) -> Int[Tensor, "queries images"]:
-    """Rows of the database by falling dot product with each query; of equal ones the first row comes first."""
+    """Rows of the database by falling dot product with each query; of equal products, the first row comes first."""
     parts = (part @ database.T for part in queries.split(chunk))
     return torch.cat([part.sort(dim=1, descending=True, stable=True).indices.cpu() for part in parts])
 
@@ -45,9 +44,8 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
 
         AP = sum_i (p_i + q_i) / (2 num_positives),  p_i = i / r_i (1 if r_i = 0),  q_i = (i + 1) / (r_i + 1)
 
-    Args:
-        positions: r_i, positions of right images in a ranking, from 0, ascending; i counts them from 0.
-        num_positives: right images in the database, of which a shortened ranking may lack some.
+    with r_i the positions of right images in a ranking; r and i begin with 0. A shortened ranking may lack some of the
+    `num_positives` right images in the database.
     """
     found = np.arange(len(positions))
     before = np.where(positions == 0, 1.0, found / np.maximum(positions, 1))
@@ -55,12 +53,12 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
 
 
 def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Query]) -> Precision:
-    """Mean average precision as filipradenovic/revisitop and the Copydays package compute it.
+    """Mean average precision, as in filipradenovic/revisitop and the Copydays package.
 
-    Junk is taken out of a ranking before positions are counted. Queries without an answer are left out.
+    Junk is removed from a ranking before positions are counted. Queries without an answer are skipped.
 
     Raises:
-        ValueError: no query has an answer.
+        UserError: no query has an answer.
     """
     precisions, at = [], []
     for ranking, query in zip(rankings.numpy(), queries, strict=True):
@@ -72,5 +70,5 @@ def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Qu
         last = positions.max(initial=0) + 1
         at.append([(positions < min(last, kappa)).sum() / min(last, kappa) for kappa in KAPPAS])
     if not precisions:
-        raise ValueError("no query has an answer")
+        raise UserError("no query has an answer; give several images per building or class")
     return Precision(100 * float(np.mean(precisions)), tuple(100 * np.mean(at, axis=0)), len(precisions))

@@ -1,10 +1,8 @@
-"""The options of searching among images; no torch here."""
+"""The options of image retrieval and copy detection; no torch here."""
 
-from dino_sparo.data.options import COLUMNS, DOWNLOAD
-from dino_sparo.evaluation.options import ENCODER, EVALUATION_LIMITS, RESULT, SLOTS, USE_CUDA
+from dino_sparo.data.options import DOWNLOAD
+from dino_sparo.evaluation.options import SLOTS, USE_CUDA, evaluation_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
-from dino_sparo.runtime.options import DEVICE
-from dino_sparo.weights.options import FOREIGN_WEIGHTS
 
 RETRIEVAL: Group = {
     "slots": SLOTS,
@@ -43,25 +41,11 @@ COPIES: Group = {
 }
 
 
-def search_parser(images: Group, columns: Group) -> Parser:
-    """The options of a search among images; `columns` are those of tables of images."""
-    return Parser(
-        {
-            "encoder: what is evaluated": ENCODER,
-            "images": images,
-            "files of images": columns | EVALUATION_LIMITS,
-            "computation and result": RESULT,
-            "foreign weights": FOREIGN_WEIGHTS,
-            "device and processes": DEVICE,
-        }
-    )
-
-
 def image_retrieval_parser() -> Parser:
     """The options of `eval_image_retrieval.py`."""
-    return search_parser(RETRIEVAL, COLUMNS)
+    return evaluation_parser({}, RETRIEVAL)
 
 
 def copy_detection_parser() -> Parser:
     """The options of `eval_copy_detection.py`."""
-    return search_parser(COPIES, {})
+    return evaluation_parser({}, COPIES, columns={})

@@ -5,10 +5,11 @@
     dino-sparo segment --pretrained_weights checkpoint.pth --data_path VOC2012 --head conv
     dino-sparo segment --pretrained_weights checkpoint.pth --head segment_checkpoint_photos.pth --images new_photos
 
-`docs/segment.md` explains layouts, protocol and measures.
+For layouts, protocol and measures see `docs/segment.md`.
 """
 
 import argparse
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -20,10 +21,11 @@ from jaxtyping import Int
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.data.sources import open_source
+from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.folders import ALL
-from dino_sparo.draw.figure import describe_model, file_names, run_names
+from dino_sparo.draw.figure import describe_model, file_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.segment.data import MaskSource, open_splits
 from dino_sparo.evaluation.segment.head import (
@@ -42,23 +44,22 @@ from dino_sparo.evaluation.segment.tokens import TokenCache, WindowedView, map_e
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import refuse_existing
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.results import Score
 
-# Options that change no number of a result.
-UNRECORDED = ("images", "pictures", "cache_gb")
+logger = logging.getLogger(__name__)
+
+UNRECORDED = ("images", "pictures", "cache_gb")  # options that change no number of a result
 
 
 @dataclass(frozen=True)
 class Segmenter:
-    """An encoder with a head: image -> label of each pixel.
+    """An encoder with a head in eval mode: image -> label of each pixel.
 
-    Attributes:
-        head: on the encoder's device, in eval mode.
-        view: the windows of the image.
-        encode: windows -> patch features.
-        classes: class number -> name, in the order of the head's outputs.
+    `encode` maps windows of the view to patch features. `classes` has numbers and names, in the order of the outputs.
     """
 
     head: nn.Module
@@ -73,15 +74,10 @@ class Segmenter:
         return largest(self.head(tokens[None].to(self.view.device))[0], image.height, image.width)
 
 
-def segment(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Train a head or read one, measure it, predict masks of new images.
-
-    Returns:
-        The content of the result file; None on processes other than the first.
-    """
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return None
+@on_first_process
+def segment(args: argparse.Namespace) -> dict[str, Any]:
+    """Train or read a head, measure it, predict masks of new images; returns the content of the result."""
+    task = EncoderTask.start_alone(args)
     require_matplotlib()
     is_saved = args.head not in HEADS
     if not args.data_path and not (is_saved and args.images):
@@ -91,9 +87,10 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
         raise UserError(f"--slot_masks: readout={config.readout!r} averages all tokens and has no maps; leave it out")
     file = task.open_result("segment_evaluate" if is_saved else "segment", unrecorded=UNRECORDED)
     folder = file.path.with_name(f"{file.path.stem}_masks")
-    if args.images and folder.exists() and not args.overwrite:
-        raise UserError(f"{folder} exists already; give another --output_dir, or --overwrite")
+    refuse_existing([folder] if args.images else [], args.overwrite)
+    # All images are opened before the head is trained, so that a wrong path ends the command at once.
     splits = open_splits(args, task.limits) if args.data_path else ()
+    new_images = open_source(args.images, ALL, limits=task.limits) if args.images else None
     segmenter, head_record = trained_head(task, splits, file.path.with_suffix(".pth"))
     seen = {"exif": args.exif, "crop": segmenter.view.img_size, "window": segmenter.view.window}
     result: dict[str, Any] = {"evaluation": "segmentation", "head": head_record, "view": seen}
@@ -104,8 +101,8 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
         images = {"data_path": args.data_path, **counts}
         result |= {**measured, "class_numbers": list(segmenter.classes), "images": images}
         written.append(draw(task, shown, segmenter, file.path.with_suffix("")))
-    if args.images:
-        written += predict_masks(task, segmenter, folder)
+    if new_images is not None:
+        written += predict_masks(task, segmenter, new_images, folder)
     headline = [Score("mIoU", result["miou"])] if splits else []
     headline += [Score("mIoU of slots", result["slot_masks"]["miou"])] if "slot_masks" in result else []
     content = file.write(result, table(result) if splits else None, headline=headline)
@@ -114,7 +111,7 @@ def segment(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) -> tuple[Segmenter, dict[str, Any]]:
-    """The head of the file --head, or a new one, trained on the first split and written to `path`; and its record."""
+    """The head in the file --head, or a head trained on the first split and written to `path`; and its record."""
     args, subject = task.args, task.subject
     config = subject.encoder.config
     identity = {name: value for name, value in task.weights.items() if name != "pretrained_weights"}
@@ -148,7 +145,7 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
 
 
 def frozen(task: EncoderTask, encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same without gradients, in eval mode and in the precision of the task."""
+    """The function `encode` without gradients, in eval mode and in the precision of the task."""
 
     def encode_frozen(images: Tensor) -> Tensor:
         with inference(task.encoder, task.device, task.dtype):
@@ -160,7 +157,7 @@ def frozen(task: EncoderTask, encode: Callable[[Tensor], Tensor]) -> Callable[[T
 def measure(
     task: EncoderTask, segmenter: Segmenter, train: MaskSource, val: MaskSource
 ) -> tuple[list[SegmentedImage], dict[str, Any]]:
-    """The worst validation images, and the measures of the head, with --slot_masks also those of the slots."""
+    """The worst validation images, and the measures of the head, with --slot_masks also of the slots."""
     train, val = (replace(source, classes=segmenter.classes) for source in (train, val))
     names, slots = list(segmenter.classes.values()), None
     if task.args.slot_masks:
@@ -170,9 +167,8 @@ def measure(
     worst: list[SegmentedImage] = []
     for index in progress(val.indices, desc="measures"):
         image, labels = val.read(index)
-        item = SegmentedImage(
-            val.images.location(index), image, segmenter(image), labels, slots(image) if slots else None
-        )
+        by_slots = slots(image) if slots else None
+        item = SegmentedImage(val.images.location(index), image, segmenter(image), labels, by_slots)
         counts += (own := count_pairs(item.predicted, labels, *counts.shape))
         if item.slots is not None:
             slot_counts += count_pairs(class_of_slot[item.slots], labels, *counts.shape)
@@ -198,47 +194,48 @@ def name_slots(slots: Segmenter, train: MaskSource) -> Int[np.ndarray, " slots"]
     return classes_of_slots(counts)
 
 
-def predict_masks(task: EncoderTask, segmenter: Segmenter, folder: Path) -> list[Path]:
-    """Write a PNG of class numbers for each new image, and a picture of the first ones."""
-    source = open_source(task.args.images, ALL, limits=task.limits)
+def predict_masks(task: EncoderTask, segmenter: Segmenter, source: ImageSource, folder: Path) -> list[Path]:
+    """Write a PNG of class numbers for each readable new image, and a picture of the first images."""
     locations = [source.location(index) for index in range(len(source))]
     stems = [PurePath(location).stem for location in locations]
-    # The stems of the images, so that other commands find the masks.
+    # Other commands find a mask by the stem of its image.
     names = stems if len(set(stems)) == len(stems) else file_names(locations)
     create_output_dir(folder)
     numbers = list(segmenter.classes)
     shown: list[SegmentedImage] = []
     for index in progress(range(len(source)), desc="masks"):
-        image = source.read(index)
+        try:
+            image = source.read(index)
+        except CorruptImageError as error:
+            logger.warning("left out %s", error)
+            continue
         item = SegmentedImage(locations[index], image, segmenter(image))
         save_mask(item.predicted, numbers, folder / f"{names[index]}.png")
-        shown += [item] * (index < task.args.pictures)
-    return [folder, draw(task, shown, segmenter, folder)]
+        shown += [item] * (len(shown) < task.args.pictures)
+    return [folder, *([draw(task, shown, segmenter, folder)] if shown else [])]
 
 
 def draw(task: EncoderTask, images: Sequence[SegmentedImage], segmenter: Segmenter, stem: Path) -> Path:
     """Write a sheet of segmented images; returns its path."""
-    weights = task.args.pretrained_weights
-    about = describe_model(task.weights, task.subject.encoder.config, run_names([weights])[0] if weights else None)
-    worst = images[0].truth is not None
-    title = f"Segmentation: {'the worst validation images' if worst else 'new images'}"
+    about = describe_model(task.weights, task.subject.encoder.config)
+    title = "Segmentation: " + ("new images" if images[0].truth is None else "the worst validation images")
     path = stem.with_name(f"{stem.name}.png")
     save_sheet(segmentation_figure(images, segmenter.classes, title, about), path)
     return path
 
 
 def table(result: dict[str, Any]) -> str:
-    """Measures for people, a line per class."""
-    slots = result.get("slot_masks")
-    lines = [f"{'class':<20}{'IoU %':>8}{'accuracy %':>12}{'pixels %':>10}" + "  slots: IoU %" * bool(slots)]
-
-    def cell(value: float | None, width: int) -> str:
-        return f"{'-' if value is None else f'{value:.1f}':>{width}}"
-
-    for number, row in enumerate(result["classes"]):
-        cells = cell(row["iou"], 8) + cell(row["accuracy"], 12) + cell(row["pixels"], 10)
-        lines.append(f"{row['class'][:19]:<20}{cells}" + (cell(slots["classes"][number]["iou"], 15) if slots else ""))
-    lines.append(f"{'mean IoU':<20}{cell(result['miou'], 8)}" + (cell(slots["miou"], 37) if slots else ""))
-    lines.append(f"{'pixel accuracy':<20}{cell(result['pixel_accuracy'], 20)}")
+    """Measures for the terminal, a line per class."""
+    rows: list[list[Any]] = [["class", "IoU %", "accuracy %", "pixels %"]]
+    rows += [[row["class"][:19], row["iou"], row["accuracy"], row["pixels"]] for row in result["classes"]]
+    rows += [["mean IoU", result["miou"], "", ""], ["pixel accuracy", "", result["pixel_accuracy"], ""]]
+    if slots := result.get("slot_masks"):
+        values = ["slots: IoU %", *(row["iou"] for row in slots["classes"]), slots["miou"], ""]
+        rows = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    cells = [
+        ["-" if value is None else f"{value:.1f}" if isinstance(value, float) else value for value in row]
+        for row in rows
+    ]
     images = result["images"]
-    return "\n".join([*lines, f"{images['num_train']} training images, {images['num_val']} validation images"])
+    counts = f"{images['num_train']} training images, {images['num_val']} validation images"
+    return f"{text_table(cells, num_words=1)}\n{counts}"

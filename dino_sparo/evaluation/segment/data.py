@@ -1,4 +1,4 @@
-"""Images with a class number for each pixel, by index; numbers of files become labels 0, 1, 2, ..., or VOID.
+"""Images with a class number for each pixel, by index; class numbers become labels 0, 1, 2, ..., or VOID.
 
 scenes, scenes:NUM:SIZE                           shapes of the built-in scenes; 0 is the background
 VOC2012/{JPEGImages,SegmentationClass}            VOC's layout, with its lists of images
@@ -18,22 +18,21 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 
 from dino_sparo.data.scenes.images import names_scenes
-from dino_sparo.data.sources import ImageLimits, ImageSource, require_channels
+from dino_sparo.data.sources import FileSource, ImageLimits, ImageSource, require_channels
 from dino_sparo.data.sources.decode import STORED_SIZE
+from dino_sparo.data.sources.tables import decoded, open_text
 from dino_sparo.evaluation.objects.layouts import (
     UNKNOWN,
     VOC_CLASSES,
     VOC_VOID,
     ObjectMasks,
     check_mask_size,
-    image_files,
     image_names,
     open_objects,
     read_numbers,
     voc_images,
 )
 from dino_sparo.runtime.faults import UserError
-from dino_sparo.runtime.files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +43,12 @@ ADE_CLASSES, ADE_NAMES = 150, "objectInfo150.txt"
 
 @dataclass(frozen=True)
 class MaskSource:
-    """Some images of a source and their masks.
+    """Images with the `indices` of a source, and their masks.
 
     Attributes:
-        images: any images.
         numbers: index -> the class numbers of the pixels (H, W).
         void: class number of pixels that do not count.
-        classes: class number -> name, ascending; empty if nobody says.
-        indices: of the images that are used.
+        classes: class number -> name, ascending; empty if unknown.
     """
 
     images: ImageSource
@@ -61,7 +58,7 @@ class MaskSource:
     indices: tuple[int, ...]
 
     def read(self, index: int) -> tuple[Image.Image, UInt8[np.ndarray, "H W"]]:
-        """An image and the labels of its pixels; UserError if they do not belong together."""
+        """An image and the labels of its pixels; UserError if their sizes differ or a class number is unknown."""
         image, numbers, location = self.images.read(index), self.numbers(index), self.images.location(index)
         check_mask_size(numbers.shape, location, image.size, image.info.get(STORED_SIZE))
         known = np.array(list(self.classes))
@@ -93,10 +90,10 @@ def open_splits(args: argparse.Namespace, limits: ImageLimits) -> tuple[MaskSour
         val = replace(train, indices=tuple(sorted(order[:count])))
         train = replace(train, indices=tuple(sorted(order[count:])))
     if args.class_names:
-        with open_regular(args.class_names) as file:
-            named = dict(enumerate(file.read().decode().splitlines()))
+        with open_text(args.class_names) as file:
+            named = dict(enumerate(decoded(line.strip()) for line in file))
         named.pop(args.void, None)
-    else:  # numbers of a share of the same masks may be in the other share alone
+    else:  # each share of the same images may have other classes
         named = train.classes or _occurring(train, *(() if args.val_path else (val,)))
     if len(named) < 2 or not 0 <= min(named) <= max(named) <= VOID:
         found = ", ".join(map(str, list(named)[:5])) or "none"
@@ -131,10 +128,7 @@ def open_masks(data_path: str, masks: str | None, split: str, void: int, limits:
 
 
 def number_objects(objects: ObjectMasks) -> Int[np.ndarray, "H W"]:
-    """Class numbers of the pixels: 0 without an object, else 1 more than the class of the last object there.
-
-    Objects of unknown class are void.
-    """
+    """Class numbers of the pixels: 0 without an object, else 1 + class of the last object; VOID for unknown classes."""
     numbers = np.where(objects.void, VOID, 0)
     for mask, number in zip(objects.masks, objects.classes, strict=True):
         numbers[mask] = VOID if number == UNKNOWN else number + 1
@@ -149,7 +143,7 @@ def _layout(root: Path) -> str | None:
 
 
 def _ade_classes(root: Path) -> dict[int, str]:
-    """ADE20K's numbers 1 to 150 with their names, the last column of its table, if the table is there."""
+    """ADE20K's class numbers 1 to 150, with the names in the last column of its table, if there is one."""
     table = root / ADE_NAMES
     rows = table.read_text(encoding="utf-8").splitlines()[1:] if table.is_file() else []
     return {int(row.split()[0]): row.split("\t")[-1].strip() for row in rows} or {
@@ -158,7 +152,7 @@ def _ade_classes(root: Path) -> dict[int, str]:
 
 
 def _open_folders(images: Path, masks: Path, void: int, limits: ImageLimits, classes: dict[int, str]) -> MaskSource:
-    """The images of a folder that have a mask of their stem in another folder."""
+    """The images of a folder for which another folder has a mask of the same stem."""
     names = image_names(images)
     paths = [masks / f"{Path(name).stem}.png" for name in names]
     labelled = tuple(index for index, path in enumerate(paths) if path.is_file())
@@ -166,12 +160,12 @@ def _open_folders(images: Path, masks: Path, void: int, limits: ImageLimits, cla
         raise UserError(f"no masks: {masks} has no PNG with the stem of one of the {len(names)} images in {images}")
     if missing := len(names) - len(labelled):
         logger.info("%s: %d of %d images have no mask and are not used", images, missing, len(names))
-    source = image_files(f"folder {images}", images, names, limits)
+    source = FileSource(f"folder {images}", images, names, limits=limits)
     return MaskSource(source, lambda index: read_numbers(paths[index]), void, classes, labelled)
 
 
 def _occurring(*sources: MaskSource) -> dict[int, str]:
-    """The class numbers in all masks, each its own name."""
+    """The class numbers in all masks, which are also their names."""
     numbers: set[int] = set()
     for source in sources:
         numbers.update(*(np.unique(source.numbers(index)).tolist() for index in source.indices))

@@ -1,8 +1,8 @@
-"""A small head on patch tokens: its training, its prediction for each pixel, its file, and the measures.
+"""A small head on patch tokens: training, prediction, file and measures.
 
 The protocol is that of DINOv2's linear evaluation: batch normalisation, a 1 x 1 convolution, logits upsampled to the
-labels (bilinear), cross-entropy without void pixels, AdamW, linear warm-up and decay. docs/segment.md has the
-differences. Source: Oquab et al., "DINOv2", section 7.4, and `dinov2/eval/segmentation` of facebookresearch/dinov2.
+labels (bilinear), cross-entropy without void pixels, AdamW, linear warm-up and decay. For differences see
+docs/segment.md. Source: Oquab et al., "DINOv2", section 7.4, and `dinov2/eval/segmentation` of facebookresearch/dinov2.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def linear_head(dim: int, num_classes: int) -> nn.Sequential:
 
 
 def conv_head(dim: int, num_classes: int) -> nn.Sequential:
-    """A hidden layer that sees 3 x 3 patches, then a linear layer."""
+    """A hidden layer on 3 x 3 patches, then a linear layer."""
     hidden = (nn.Conv2d(dim, HIDDEN, 3, padding=1), nn.BatchNorm2d(HIDDEN), nn.ReLU())
     return nn.Sequential(nn.BatchNorm2d(dim), *hidden, nn.Conv2d(HIDDEN, num_classes, 1))
 
@@ -45,7 +45,7 @@ HEADS: dict[str, Callable[[int, int], nn.Sequential]] = {"linear": linear_head, 
 
 
 def pixel_loss(logits: Float[Tensor, "B classes h w"], labels: Int[Tensor, "B H W"]) -> Float[Tensor, ""]:
-    """Mean cross-entropy of the pixels that are not void, with logits upsampled to them; 0 if all are void."""
+    """Mean cross-entropy of the pixels that are not void, with upsampled logits; 0 if all pixels are void."""
     upsampled = F.interpolate(logits, labels.shape[-2:], mode="bilinear")
     total = F.cross_entropy(upsampled, labels, ignore_index=VOID, reduction="sum")
     return total / (labels != VOID).sum().clamp_min(1)
@@ -62,7 +62,7 @@ def train_head(
     lr: float,
     seed: int,
 ) -> nn.Sequential:
-    """A trained head; images come in random order, all before one comes again."""
+    """A trained head; each epoch has all images in a random order."""
     rng, indices = np.random.default_rng(seed), samples.source.indices
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def train_head(
 
 @torch.no_grad()
 def largest(maps: Float[Tensor, "maps h w"], height: int, width: int) -> Int[np.ndarray, "height width"]:
-    """For each pixel the number of the map that is largest there, with maps upsampled (bilinear), some at a time."""
+    """For each pixel the number of the largest map, with maps upsampled (bilinear), some at a time."""
     best = maps.new_full((height, width), -torch.inf, dtype=torch.float32)
     winners = torch.zeros_like(best, dtype=torch.int64)
     size = max(1, MAX_VALUES // (height * width))
@@ -100,18 +100,15 @@ def largest(maps: Float[Tensor, "maps h w"], height: int, width: int) -> Int[np.
     return winners.cpu().numpy()
 
 
-# The file of a head.
-
-
 def save_head(head: nn.Module, record: Mapping[str, Any], path: Path) -> None:
-    """Write the weights of a head, and the plain values that `load_head` checks."""
+    """Write the weights and the record of a head."""
     state = {"segmentation_head": dict(record), "state_dict": {k: v.cpu() for k, v in head.state_dict().items()}}
     with written_beside(path) as file:
         torch.save(state, file)
 
 
 def load_head(path: str, subject: Mapping[str, Any]) -> tuple[nn.Sequential, dict[str, Any]]:
-    """A head and its record; UserError if it was trained on another encoder than `subject`, or is no head."""
+    """A head and its record; UserError if the file is not a head, or belongs to another encoder than `subject`."""
     if not Path(path).is_file():
         raise UserError(f"--head {path!r} is neither a file nor one of {', '.join(HEADS)}")
     state = load_checkpoint(path)
@@ -125,13 +122,10 @@ def load_head(path: str, subject: Mapping[str, Any]) -> tuple[nn.Sequential, dic
     return head.eval(), record
 
 
-# Measures.
-
-
 def count_pairs(
     first: Shaped[np.ndarray, "H W"], second: UInt8[np.ndarray, "H W"], rows: int, columns: int
 ) -> Int[np.ndarray, "rows columns"]:
-    """Number of pixels with each pair of numbers, without pixels that are void in the second."""
+    """Number of pixels with each pair of numbers, without void pixels of the second."""
     valid = second != VOID
     pairs = first[valid].astype(np.int64) * columns + second[valid]
     return np.bincount(pairs, minlength=rows * columns).reshape(rows, columns)
@@ -159,6 +153,6 @@ def class_scores(counts: Int[np.ndarray, "predicted classes"], names: Sequence[s
 
 
 def classes_of_slots(counts: Int[np.ndarray, "slots classes"]) -> Int[np.ndarray, " slots"]:
-    """For each slot the class with which its pixels have the largest intersection over union."""
+    """For each slot the class with the largest intersection over union."""
     either = counts.sum(axis=1, keepdims=True) + counts.sum(axis=0, keepdims=True) - counts
     return (counts / np.maximum(either, 1)).argmax(axis=1)

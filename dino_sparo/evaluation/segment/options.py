@@ -15,8 +15,7 @@ LABELLED_IMAGES: Group = {
         "COCO's annotations (.json). Images without a mask are not used.",
     ),
     "val_path": Option(
-        None,
-        "Images to measure on, as --data_path. By default the layout's validation images, else a random share.",
+        None, "Images to measure on, as --data_path. By default the layout's validation images, else a random share."
     ),
     "val_masks": Option(None, "Masks of --val_path, as --masks."),
     "val_share": Option(0.2, "Share of a folder's images to measure on, without --val_path.", share_above_0),

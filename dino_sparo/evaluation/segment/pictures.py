@@ -11,7 +11,7 @@ from PIL import Image
 
 from dino_sparo.data.views import rgb_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, short_name
-from dino_sparo.draw.pixels import Picture, fit, save_indexed
+from dino_sparo.draw.pixels import Picture, fit, save_picture
 from dino_sparo.evaluation.segment.data import VOID
 
 COVER = 0.65  # of the image by the colours of classes
@@ -20,15 +20,9 @@ TILE = 190  # pixels, of a picture on a sheet
 
 
 class SegmentedImage(NamedTuple):
-    """An image with its labels, all (H, W).
+    """An image with labels (H, W) from 0, predicted and true, and the number of the slot at each pixel.
 
-    Attributes:
-        location: where the image lies.
-        image: the image.
-        predicted: numbers of classes, from 0 in their order.
-        truth: the same, or VOID; None for new images.
-        slots: number of the slot at each pixel; None where slots are not shown.
-        miou: mean IoU of this image, percent.
+    `truth`, which may have VOID, is None for new images. `miou` is the mean IoU of this image, percent.
     """
 
     location: str
@@ -49,12 +43,12 @@ PALETTE = palette()
 
 
 def save_mask(labels: Int[np.ndarray, "H W"], numbers: Sequence[int], path: Path) -> None:
-    """Write a PNG whose pixels are class numbers; viewers show them in VOC's colours."""
-    save_indexed(np.asarray(numbers, dtype=np.uint8)[labels], PALETTE.flatten().tolist(), path)
+    """Write a PNG whose pixels are class numbers, with VOC's colours as its palette."""
+    save_picture(np.asarray(numbers, dtype=np.uint8)[labels], path, PALETTE.flatten().tolist())
 
 
 def paint(picture: Picture, colours: Shaped[np.ndarray, "h w"], table: UInt8[np.ndarray, "256 3"]) -> Picture:
-    """Lay colours of a table over a picture; number 0 stays as it is."""
+    """Lay colours of a table over a picture, except number 0."""
     size = picture.shape[1], picture.shape[0]
     shown = np.asarray(Image.fromarray(colours.astype(np.uint8)).resize(size, Image.Resampling.NEAREST))
     cover = COVER * (shown > 0)[..., None]
@@ -62,34 +56,24 @@ def paint(picture: Picture, colours: Shaped[np.ndarray, "h w"], table: UInt8[np.
 
 
 def segmentation_figure(images: Sequence[SegmentedImage], classes: Mapping[int, str], title: str, about: str) -> Figure:
-    """A row for each image; above it the names of its classes in their colours."""
+    """A row per image; above the row the names of its classes, with their colours."""
     numbers = np.array([*classes, *[0] * (VOID - len(classes)), VOID])  # label -> class number
     names = list(classes.values())
     errors = np.array([RIGHT, WRONG, *[RIGHT] * 254], dtype=np.uint8)
     sections = []
     for item in images:
-        picture = fit(rgb_pixels(item.image), PICTURE_HEIGHT, 2 * PICTURE_HEIGHT)
-        layers = {"image": None, "truth": item.truth, "prediction": item.predicted}
-        tiles = [
-            Tile(
-                picture,
-                item.location,
-                None if labels is None else partial(paint, colours=numbers[labels], table=PALETTE),
-                name,
-            )
-            for name, labels in layers.items()
-            if labels is not None or name == "image"
-        ]
+        layers = {"prediction": (numbers[item.predicted], PALETTE)}  # name -> numbers of colours, and their table
         seen = set(np.unique(item.predicted).tolist())
         if item.truth is not None:
             seen |= set(np.unique(item.truth).tolist()) - {VOID}
             wrong = (item.predicted != item.truth) & (item.truth != VOID)
-            tiles.append(Tile(picture, item.location, partial(paint, colours=wrong, table=errors), "errors"))
+            layers = {"truth": (numbers[item.truth], PALETTE), **layers, "errors": (wrong, errors)}
         if item.slots is not None:
-            slots = item.slots % VOID + 1
-            tiles.append(
-                Tile(picture, item.location, partial(paint, colours=slots, table=PALETTE), "slots (own colours)")
-            )
+            layers["slots (own colours)"] = (item.slots % VOID + 1, PALETTE)
+        picture = fit(rgb_pixels(item.image), PICTURE_HEIGHT, 2 * PICTURE_HEIGHT)
+        tiles = [Tile(picture, item.location, title="image")]
+        for name, (colours, table) in layers.items():
+            tiles.append(Tile(picture, item.location, partial(paint, colours=colours, table=table), name))
         words = [
             Word(names[label], COVER * bool(numbers[label]), tuple(PALETTE[numbers[label]].tolist()))
             for label in sorted(seen)

@@ -1,4 +1,4 @@
-"""An image of any size -> one map of patch features (F, h, w), by windows that overlap; a cache of such maps."""
+"""An image of any size -> a map of patch features (F, h, w), by overlapping windows; a cache of such maps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +28,7 @@ class WindowedView:
     The short side is resized to `img_size`, and both sides to whole patches. Windows of `window` x `window` pixels
     move by half a window; the last window of a row or column ends at the edge. Features of overlaps are averaged.
 
-    Attributes:
-        img_size: short side of the resized image, pixels.
-        window: side of a window, pixels.
-        patch_size: P, pixels.
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-        batch_size: windows that are encoded together.
-        device: where the encoder is.
+    `patch_size` is P in pixels, `mean` and `std` are of pixels in 0..1. `batch_size` windows are encoded together.
     """
 
     img_size: int
@@ -66,11 +59,10 @@ class WindowedView:
         return max(rows, self.side), max(columns, self.side)
 
     def features(self, image: Image.Image, encode: Callable[[Tensor], Tensor]) -> Float[Tensor, "F h w"]:
-        """The features of an image on the CPU; `encode` maps windows (B, C, H, W) to features (B, F, h, w)."""
+        """Features of an image, on the CPU; `encode` maps windows (B, C, H, W) to features (B, F, h, w)."""
         (rows, columns), patch = self.grid(image), self.patch_size
-        pixels = normalized_tensor(
-            image.resize((columns * patch, rows * patch), Image.Resampling.BICUBIC), self.mean, self.std
-        )
+        resized = image.resize((columns * patch, rows * patch), Image.Resampling.BICUBIC)
+        pixels = normalized_tensor(resized, self.mean, self.std)
         places = [(top, left) for top in self._starts(rows) for left in self._starts(columns)]
         total, count, side = torch.zeros(()), torch.zeros(rows, columns), self.side
         for start in range(0, len(places), self.batch_size):
@@ -87,13 +79,13 @@ class WindowedView:
         return total / count
 
     def _starts(self, patches: int) -> list[int]:
-        """Where windows begin along a side, in patches."""
+        """First patches of windows along a side."""
         last = patches - self.side
         return [*range(0, last, max(1, self.side // 2)), last]
 
 
 def token_encoder(encoder: Encoder, n_last_blocks: int) -> Callable[[Tensor], Float[Tensor, "B F h w"]]:
-    """Windows -> patch tokens of the last blocks, concatenated on the grid of the last one."""
+    """Windows -> patch tokens of the last blocks, concatenated on the grid of the last block."""
 
     def encode(images: Tensor) -> Tensor:
         layers: Any = encoder.get_intermediate_layers(images, n_last_blocks, reshape=True)
@@ -104,7 +96,7 @@ def token_encoder(encoder: Encoder, n_last_blocks: int) -> Callable[[Tensor], Fl
 
 
 def map_encoder(encoder: Encoder) -> Callable[[Tensor], Float[Tensor, "B maps h w"]]:
-    """Windows -> attention maps of slots or heads, each with sum 1: unscaled, some maps would never be the largest."""
+    """Windows -> attention maps of slots or heads with sum 1; otherwise some maps would never be the largest."""
 
     def encode(images: Tensor) -> Tensor:
         maps = torch.from_numpy(maps_and_slots(encoder, images)[0])
@@ -114,14 +106,7 @@ def map_encoder(encoder: Encoder) -> Callable[[Tensor], Float[Tensor, "B maps h 
 
 
 class TokenCache:
-    """Features and labels of training images; kept in fp16 while they fit, else computed again when they are read.
-
-    Args:
-        source: images with masks.
-        view: gives the features.
-        encode: as in `WindowedView.features`.
-        max_bytes: of all that is kept.
-    """
+    """Features and labels of training images; those beyond `max_bytes` are computed again when they are read."""
 
     def __init__(
         self, source: MaskSource, view: WindowedView, encode: Callable[[Tensor], Tensor], max_bytes: float
@@ -130,7 +115,7 @@ class TokenCache:
         self._kept: dict[int, tuple[Tensor, UInt8[np.ndarray, "H W"]]] = {}
 
     def __getitem__(self, index: int) -> tuple[Float[Tensor, "F h w"], UInt8[np.ndarray, "H W"]]:
-        """Features in fp16, and labels at the resolution that the encoder sees, P x P pixels for each patch."""
+        """Features in fp16, and labels with P x P pixels for each patch."""
         if index in self._kept:
             return self._kept[index]
         image, labels = self.source.read(index)

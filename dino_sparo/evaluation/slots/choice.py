@@ -29,13 +29,7 @@ FORM = (
 
 @dataclass(frozen=True)
 class SlotSelection:
-    """The slots that are kept.
-
-    Attributes:
-        indices: numbers of slots, different from each other.
-        num_slots: L of the model they were chosen in; None: not known.
-        weights_sha256: of the checkpoint they were chosen in; None: not known.
-    """
+    """The indices of the slots that are kept; `num_slots` (L) and hash are of the model whose slots were chosen."""
 
     indices: tuple[int, ...]
     num_slots: int | None = None
@@ -51,7 +45,7 @@ class SlotSelection:
             self.check_fits(self.num_slots)
 
     def check_fits(self, num_slots: int) -> None:
-        """Refuse slots that were chosen among another number of them, or do not exist."""
+        """Refuse slots that do not exist, or that were chosen among another number of slots."""
         if self.num_slots not in (None, num_slots):
             raise UserError(f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}")
         unknown = [index for index in self.indices if not 0 <= index < num_slots]
@@ -72,10 +66,8 @@ class SlotSelection:
 class SlotMask:
     """Weights that multiply the parts of a CLIP's encodings of images.
 
-    Attributes:
-        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
-        encoding_dim: M of the model it was learned for; None: not known.
-        weights_sha256: of the checkpoint it was learned for; None: not known.
+    `values` (P,) are in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P. `encoding_dim` (M) and hash are of
+    the model for which the mask was learned.
     """
 
     values: tuple[float, ...]
@@ -92,7 +84,7 @@ class SlotMask:
             self.check_fits(self.encoding_dim)
 
     def check_fits(self, encoding_dim: int) -> None:
-        """Refuse encodings of another model, or encodings that do not divide into this number of equal parts."""
+        """Refuse encodings of another model, or encodings that do not divide into as many equal parts."""
         if self.encoding_dim not in (None, encoding_dim):
             raise UserError(
                 f"mask was learned for encodings of {self.encoding_dim} numbers, the model's have {encoding_dim}; "
@@ -101,17 +93,14 @@ class SlotMask:
         if encoding_dim % len(self.values):
             raise UserError(
                 f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
-                f"give one weight per slot or per dimension"
+                "give one weight per slot or per dimension"
             )
 
     @property
     def record(self) -> dict[str, Any]:
         """The mask in the result of an evaluation."""
-        return {
-            "kind": "mask",
-            "num_parts": len(self.values),
-            "mean_weight": math.fsum(self.values) / len(self.values),
-        }
+        mean = math.fsum(self.values) / len(self.values)
+        return {"kind": "mask", "num_parts": len(self.values), "mean_weight": mean}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `parse_slots` takes them."""
@@ -119,13 +108,13 @@ class SlotMask:
 
 
 def numbers_in(text: str) -> list[str]:
-    """The numbers of `0,3,7`; empty: this is a path."""
+    """The numbers of `0,3,7`; empty for a path."""
     numbers = text.replace(" ", "").split(",")
     return numbers if all(number.isdecimal() for number in numbers) else []
 
 
 def parse_slots(text: str) -> SlotSelection | SlotMask:
-    """The choice that `--slots` gives: numbers with commas between them, or a file."""
+    """The choice of `--slots`: numbers with commas between them, or a file."""
     if numbers := numbers_in(text):
         return SlotSelection(tuple(map(int, numbers)))
     if not Path(text).is_file():
@@ -143,10 +132,10 @@ def parse_slots(text: str) -> SlotSelection | SlotMask:
 
 
 def open_choice(text: str, weights_sha256: str | None) -> tuple[SlotSelection | SlotMask, dict[str, Any]]:
-    """The choice that `--slots` gives, and its entry in a result: path and hash of a file, and the choice itself.
+    """The choice of `--slots`, and its entry in a result: path and hash of a file, and the choice itself.
 
     Raises:
-        UserError: the slots were chosen in a checkpoint with another SHA-256; None is not compared.
+        UserError: the slots were chosen in a checkpoint with another SHA-256. An unknown SHA-256 (None) is allowed.
     """
     choice = parse_slots(text)
     if None not in (weights_sha256, choice.weights_sha256) and weights_sha256 != choice.weights_sha256:
@@ -158,7 +147,7 @@ def open_choice(text: str, weights_sha256: str | None) -> tuple[SlotSelection | 
 
 
 def open_selection(text: str, weights_sha256: str | None, num_slots: int) -> tuple[SlotSelection, dict[str, Any]]:
-    """As `open_choice`, of `num_slots` slots, where a mask does not apply."""
+    """The choice of `--slots` among `num_slots` slots, as `open_choice`; a mask is refused."""
     choice, record = open_choice(text, weights_sha256)
     if isinstance(choice, SlotMask):
         raise UserError(
@@ -176,13 +165,7 @@ def check_has_slots(config: EncoderConfig) -> None:
 
 
 class KeptSlots(nn.Module):
-    """A read-out reduced to some of its slots.
-
-    Args:
-        readout: tokens -> `ReadoutOutput`.
-        indices: (k,), numbers of the slots that are kept.
-        slot_dim: V.
-    """
+    """A read-out reduced to the k slots of some indices; V is `slot_dim`."""
 
     kept: Tensor
 
@@ -198,7 +181,7 @@ class KeptSlots(nn.Module):
 
 
 def keep_encoder_slots(encoder: Encoder, slots: str, weights_sha256: str | None) -> tuple[Encoder, dict[str, Any]]:
-    """The encoder reduced to the slots that `--slots` names, with shared weights; and the entry of a result file."""
+    """The encoder reduced to the slots of `--slots`, with shared weights; and the entry of a result."""
     check_has_slots(encoder.config)
     selection, record = open_selection(slots, weights_sha256, encoder.config.num_slots)
     readout = KeptSlots(encoder.readout, selection.indices, encoder.config.slot_dim)

@@ -1,23 +1,21 @@
-"""Checkpoint and labelled images -> what each slot alone knows, and how many slots are needed.
+"""Encoder and labelled images -> accuracy of each slot alone, and of the best slots together.
 
     dino-sparo slots study --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     python eval_knn.py    --pretrained_weights output/checkpoint.pth --data_path data/imagenet \
         --slots output/slot_study_checkpoint_imagenet.json
 
-Prints a table, writes slot_study_WEIGHTS_DATA.json (accuracies, how they were found, and the best slots, which every
-evaluation takes as --slots) and a plot of that name.
+Writes slot_study_WEIGHTS_DATA.json, with accuracies, protocol and the best slots, which every evaluation takes as
+--slots, and a plot of that name.
 
-The encoder runs once. A choice of slots is a choice of columns, so every number is that of `eval_knn.py` with these
-`--slots`. Slots are ranked on the training images alone: a seeded part of them, the choosing images, is
-classified by the others. The validation images have no say in the ranking. Source of the question: SPARO, section 5.1
-and table 4, for CLIP.
+The encoder runs once: slots are columns of its features, so every number equals that of `eval_knn.py` with these
+`--slots`. Slots are ranked on the choosing images, a random part of the training images that the other training images
+classify. Source of the question: SPARO, section 5.1 and table 4, for CLIP.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +25,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.features import Features, gather_features
+from dino_sparo.draw.tables import text_table
+from dino_sparo.evaluation.features import Features, gather_features, image_counts, require_memory
 from dino_sparo.evaluation.knn import classify_shards
-from dino_sparo.evaluation.linear.probe import (
-    LinearProbe,
-    ProbeSGD,
-    cached_batches,
-    cosine_factor,
-    probe_accuracy,
-    scaled_learning_rates,
-    train_one_epoch,
-)
+from dino_sparo.evaluation.linear.probe import probe_accuracy, train_on_cached
 from dino_sparo.evaluation.result import spread
 from dino_sparo.evaluation.slots.choice import check_has_slots
 from dino_sparo.evaluation.slots.curve import (
@@ -50,7 +41,7 @@ from dino_sparo.evaluation.slots.curve import (
     number_rule,
 )
 from dino_sparo.evaluation.task import EncoderTask
-from dino_sparo.runtime.collectives import all_or_none, all_reduce_sum
+from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, world_size
 from dino_sparo.runtime.logs import progress
@@ -63,15 +54,9 @@ Accuracies = Callable[[tuple[int, ...]], dict[str, float]]
 
 @dataclass(frozen=True)
 class StudyImages:
-    """This process' share of the images.
+    """This process' share of the encodings (images, L*V), with a mask of the training images that rank the slots.
 
-    Attributes:
-        train: encodings (images, L*V) as the encoder gives them.
-        val: encodings of the validation images.
-        chooses: (images,), which training images rank the slots.
-        num_slots: L.
-        num_classes: of the training images.
-        device: where processes talk to each other and probes are trained.
+    `num_slots` is L; `device` is for collectives and probes.
     """
 
     train: Features
@@ -83,7 +68,7 @@ class StudyImages:
 
 
 def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int) -> Bool[Tensor, " images"]:
-    """Mask of this process' training images that rank the slots: a random part, equal for any number of processes."""
+    """Mask of the random training images that rank the slots, in this process' share."""
     number = min(num_choosing, num_images // MAX_CHOOSING_SHARE)
     if number < 1:
         raise UserError(
@@ -97,7 +82,7 @@ def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int
 def slot_columns(
     features: Features, slots: Sequence[int], num_slots: int, rows: Bool[Tensor, " images"] | None = None
 ) -> Features:
-    """Encodings (images, L*V) -> those of some slots (chosen images, k*V), in the order of `slots`, copied once."""
+    """Encodings (images, L*V) -> some slots of some images (rows, k*V), in the order of `slots`, copied once."""
     values = features.features.unflatten(1, (num_slots, -1))
     if rows is None:
         return replace(features, features=values[:, list(slots)].flatten(1))
@@ -107,7 +92,7 @@ def slot_columns(
 
 
 def knn_accuracies(images: StudyImages, k: int, temperature: float) -> Accuracies:
-    """Slots -> their k-NN accuracy together; each set of slots is measured once."""
+    """Slots -> their k-NN accuracy together; repeated calls use a cache."""
 
     def top1(train: Features, judged: Features) -> float:
         train, judged = train.normalize_(), judged.normalize_()
@@ -124,23 +109,20 @@ def knn_accuracies(images: StudyImages, k: int, temperature: float) -> Accuracie
 
 
 def rank_slots(accuracies: Accuracies, num_slots: int) -> list[dict[str, Any]]:
-    """Rows `slot`, `top1_choosing`, `top1_held_out` of each slot alone, best first on the choosing images.
-
-    Of equally good slots the first comes first.
-    """
+    """Rows `slot`, `top1_choosing`, `top1_held_out` of each slot alone, the best on the choosing images first."""
     rows = [{"slot": slot, **accuracies((slot,))} for slot in progress(range(num_slots), desc="slots alone")]
     return sorted(rows, key=lambda row: (-row["top1_choosing"], row["slot"]))
 
 
 def random_orders(num_slots: int, num_draws: int, seed: int) -> list[list[int]]:
-    """Random orders of the slots; of each the first k are kept, for every k."""
+    """Random orders of the slots."""
     return [np.random.default_rng([seed, draw]).permutation(num_slots).tolist() for draw in range(num_draws)]
 
 
 def accuracy_curve(
     accuracies: Accuracies, orders: Sequence[Sequence[int]], numbers: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Accuracy of the first k slots of the ranking and of random orders, for some k.
+    """Accuracy of the first k slots of each order, for some k; the first order is the ranking, the others are random.
 
     Returns:
         For each k `num_kept`, the ranked slots' accuracies, and `random`, see `spread`.
@@ -156,29 +138,21 @@ def accuracy_curve(
 def probe_slots(
     images: StudyImages, slots: Sequence[int], epochs: int, learning_rates: Sequence[float], seed: int = 0
 ) -> dict[str, float]:
-    """Top-1 accuracy of a linear probe on some slots' values: `lr`, and `top1_choosing` and `top1_held_out` with it.
+    """Accuracy of a linear probe on some slots' values: `lr`, `top1_choosing` and `top1_held_out`.
 
-    The probes see the training images that do not choose; the choosing images pick the learning rate; the validation
-    images judge. Features are cached, un-augmented and not normalised.
+    Probes are trained on the training images that do not choose, un-augmented. The choosing images select the learning
+    rate.
     """
     rows = images.chooses
     train, choosing = (slot_columns(images.train, slots, images.num_slots, part) for part in (~rows, rows))
     val = slot_columns(images.val, slots, images.num_slots)
     train = gather_features(train, images.device)
     batch_size = max(PROBE_BATCH // world_size(), 1)
-    size = train.features.shape[1], images.num_classes, len(learning_rates)
-    probe = LinearProbe(*size, seed).to(images.device)
-    optimizer = ProbeSGD(probe, scaled_learning_rates(learning_rates, batch_size * world_size()))
-    batches = cached_batches(train, images.device, batch_size=batch_size, seed=seed)
-    for epoch in range(epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, epochs)))
+    probe = train_on_cached(train, images.num_classes, learning_rates, epochs, images.device, batch_size, seed)
     top1 = [row["top1"] for row in probe_accuracy(probe, choosing.features, choosing.labels)]
     best = top1.index(max(top1))
     held_out = probe_accuracy(probe, val.features, val.labels)[best]["top1"]
     return {"lr": learning_rates[best], "top1_choosing": top1[best], "top1_held_out": held_out}
-
-
-# The command.
 
 
 def study_slots(args: argparse.Namespace) -> dict[str, Any]:
@@ -218,27 +192,24 @@ def extract(task: EncoderTask) -> tuple[StudyImages, dict[str, Any]]:
     args, encoder = task.args, task.encoder
     num_train, num_val = map(len, task.splits)
     if args.probe:
-        with all_or_none("finding memory for all features"):  # a run without enough memory ends now, not hours later
-            # A probe also needs this process' share, and twice that of the validation images.
-            torch.empty(
-                num_train + (num_train + 2 * num_val) // world_size(), encoder.encoding_dim, device=task.storage
-            )
+        # A probe also needs this process' share, and twice its share of the validation images.
+        num_rows = num_train + (num_train + 2 * num_val) // world_size()
+        require_memory(num_rows, encoder.encoding_dim, task.storage)
     train, val = map(task.features, task.splits)
     chooses = choosing_rows(train, num_train, args.choosing_images, args.seed)
     images = StudyImages(train, val, chooses, encoder.config.num_slots, task.num_classes, task.device)
-    sizes = (len(train.features), len(val.features), int(chooses.sum()), train.num_corrupt, val.num_corrupt)
-    counts = all_reduce_sum(torch.tensor(sizes, device=task.device)).tolist()
-    names = ("num_train", "num_val", "num_choosing", "num_corrupt_train", "num_corrupt_val")
-    return images, task.images_record(dict(zip(names, counts, strict=True)))
+    num_choosing = int(all_reduce_sum(chooses.sum().to(task.device)))
+    counts = image_counts(task.device, train=train, val=val)
+    return images, task.images_record(num_choosing=num_choosing, **counts)
 
 
 def describe(task: EncoderTask, ranking: Rows, curve: Rows, probes: Rows | None) -> dict[str, Any]:
-    """Selection, accuracies and protocol, as the result holds them."""
+    """Selection, accuracies and protocol, for the result."""
     args, subject = task.args, task.subject
     probe = {
         "epochs": args.epochs,
         "lr": list(args.lr),
-        "rule": "trained on the training images that do not choose, un-augmented; the choosing images pick the "
+        "rule": "trained on the training images that do not choose, un-augmented; the choosing images select the "
         "learning rate",
         "curve": probes,
     }
@@ -278,17 +249,18 @@ def curves_of(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The best slots alone, and accuracy against their number, for people."""
+    """The best slots alone, and accuracy against the number of slots, for the terminal."""
     ranking, images = result["ranking"], result["images"]
     names = {"alone, choosing %": "top1_choosing", "alone, held out %": "top1_held_out"}
     columns = {head: [row[name] for row in ranking] for head, name in names.items()}
     lines = best_slots(columns, [row["slot"] for row in ranking])
-    for name, rows in curves_of(result).items():
-        lines += ["", f"{'kept':>4}  {f'{name}, ranked %':>17}  {f'{name}, random %':>17}"]
-        for row in rows:
+    for name, curve in curves_of(result).items():
+        rows = [("kept", f"{name}, ranked %", f"{name}, random %")]
+        for row in curve:
             mean, std = row["random"]["mean"], row["random"]["std"]
             drawn = f"{mean:.2f}" + ("" if std is None else f" ± {std:.2f}")
-            lines.append(f"{row['num_kept']:>4}  {row['top1_held_out']:>17.2f}  {drawn:>17}")
+            rows.append((f"{row['num_kept']}", f"{row['top1_held_out']:.2f}", drawn))
+        lines += ["", text_table(rows)]
     lines += [
         "",
         f"kept {len(result['slots'])} of {result['num_slots']} slots: {result['top1_selected']:.2f} % "
@@ -300,7 +272,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against the number of slots kept, and of each slot alone, as a PNG."""
+    """Plot accuracy against the number of slots kept, and the accuracy of each slot alone."""
     ranking = result["ranking"]
     curves = []
     for name, rows in curves_of(result).items():

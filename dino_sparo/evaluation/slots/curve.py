@@ -1,8 +1,8 @@
-"""Accuracy against the number of slots kept: which number is best, the rows of a table, the panels of a plot.
+"""Accuracy against the number of slots kept: the best number, the lines of a table, the panels of a plot.
 
-`slots study` and `slots select` measure it, for an encoder and for a CLIP. Their results hold the same entries:
-`ranking`, one row per slot, best first; and `curve`, one row per number of slots with `num_kept`, `top1_choosing` (on
-the images that rank the slots) and `top1_held_out`.
+For `slots study` of an encoder and `slots select` of a CLIP. Their results have the same entries: `ranking`, a row per
+slot, best first; and `curve`, a row per number of slots with `num_kept`, `top1_choosing` (on the images that rank the
+slots) and `top1_held_out`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ import numpy as np
 
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.runtime.faults import UserError
 
@@ -29,9 +30,9 @@ def check_number(name: str, number: int, num_slots: int) -> None:
 
 
 def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha256: str | None) -> dict[str, Any]:
-    """The selection as every evaluation takes it, and its accuracy on held-out images.
+    """The selection, as --slots takes it, and its accuracy on held-out images.
 
-    `keep` slots are selected; by default the smallest number at which the choosing images are classified best.
+    The number of slots is `keep`, by default the smallest number with the highest accuracy on the choosing images.
     """
     number = keep or max(curve, key=lambda row: (row["top1_choosing"], -row["num_kept"]))["num_kept"]
     slots = tuple(sorted(int(row["slot"]) for row in ranking[:number]))
@@ -43,31 +44,22 @@ def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha
 
 
 def number_rule(keep: int | None) -> str:
-    """The rule by which the number of slots was found, for the result."""
+    """The rule for the number of slots, for the result."""
     return "asked for" if keep else "the smallest with the highest accuracy on the choosing images"
 
 
 def best_slots(columns: Mapping[str, Sequence[float]], slots: Sequence[int]) -> list[str]:
-    """Lines of a table: rank and number of the best slots, and a column of percentages for each head."""
-    lines = [f"{'rank':>4}  {'slot':>5}  " + "  ".join(columns)]
+    """Lines of a table: rank and number of the best slots, and columns of percentages."""
+    rows = [("rank", "slot", *columns)]
     for rank, (slot, *values) in enumerate(zip(slots[:TABLE_SLOTS], *columns.values(), strict=False), 1):
-        cells = (f"{value:>{len(head)}.2f}" for head, value in zip(columns, values, strict=True))
-        lines.append(f"{rank:>4}  {slot:>5}  " + "  ".join(cells))
-    return lines + ["..."] * (len(slots) > TABLE_SLOTS)
+        rows.append((f"{rank}", f"{slot}", *(f"{value:.2f}" for value in values)))
+    return [text_table(rows)] + ["..."] * (len(slots) > TABLE_SLOTS)
 
 
 class Curve(NamedTuple):
-    """A panel: held-out accuracy of the best slots against their number, beside another curve.
+    """A panel: held-out accuracy of the best slots (`rows`) against their number, beside another curve (`others`).
 
-    Attributes:
-        title: of the panel.
-        score: what the axis shows, percent.
-        rows: accuracies.
-        label: of the best slots' curve.
-        other_label: of the other curve.
-        others: values of the other curve.
-        deviations: their standard deviations.
-        chance: percent, drawn as a line.
+    `score` is the label of the axis; `deviations` are the other curve's standard deviations. All values are percent.
     """
 
     title: str
@@ -83,14 +75,14 @@ class Curve(NamedTuple):
 def draw_slots(
     path: Path, curves: Sequence[Curve], slots: Sequence[int], alone: Sequence[float], kept: int, chance: float, x: str
 ) -> None:
-    """Draw the curves, and bars of each slot's accuracy alone, the first `kept` marked; `x` is the bars' label."""
+    """Draw the curves, and bars of each slot's accuracy alone with the first `kept` marked; `x` is the bars' label."""
     with panels(path, 1, len(curves) + 1) as (axes,):
         for axis, curve in zip(axes, curves, strict=False):
             _draw_curve(axis, curve, kept)
         bars = axes[-1]
         ranked_bars(bars, list(slots), list(alone), kept)
         bars.axhline(chance, color=SOFT, linestyle=DOTTED, linewidth=1, label=f"chance: {chance:.2g} %")
-        # Above the plot: within it the bars may reach any height.
+        # Above the plot, since bars may have any height.
         bars.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
         bars.set_title("Each slot alone", **TITLE)
         bars.set(xlabel=x, ylabel=f"{curves[0].score}, %")

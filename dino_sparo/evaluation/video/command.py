@@ -1,11 +1,11 @@
-"""A checkpoint and a video -> a video of the attention of its slots (sparo) or heads (cls).
+"""Encoder and video -> a video of the attention of slots (sparo) or heads (cls).
 
     python video_generation.py --pretrained_weights output/checkpoint.pth --input_path walk.mp4 --output_path walk
     python video_generation.py --pretrained_weights output/checkpoint.pth --input_path frames --video_format gif
     python video_generation.py --input_path walk/attention --output_path walk --video_only --fps 10
 
 Writes video.mp4 (or avi, gif) and its pictures, attention/attn-FRAME.jpg: the frame, the mean of all maps, and each map
-under its number. A video file is taken apart into the folder frames. Options as in facebookresearch/dino.
+under its number. The frames of a video file are written to the folder frames. Options as in facebookresearch/dino.
 """
 
 import argparse
@@ -27,16 +27,19 @@ from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.evaluation.video.frames import DEFAULT_FPS, extract_frames, list_pictures, save_jpeg, write_video
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.files import refuse_existing
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.released import LONGER, take_released_weights
 
-TILE_HEIGHT, LETTERS = 240, 2  # pixels, of a map; times the size of letters in TensorBoard's grids
-SURVEYED_FRAMES = 8  # whose maps decide which slots or heads are shown, evenly spread
+TILE_HEIGHT, LETTERS = 240, 2  # height of a map, pixels; size of letters as a multiple of that in TensorBoard's grids
+SURVEYED_FRAMES = 8  # evenly spread; their maps decide which slots or heads are shown
 
 
+@on_first_process
 def generate(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the video that the options ask for; returns the content of video.json, empty with --video_only."""
+    """Make the video that the options describe; returns the content of video.json, empty with --video_only."""
     if not args.data_path or not Path(args.data_path).exists():
         raise UserError(
             f"--data_path {args.data_path or 'is empty'}: no such video; give a video or a folder of frames"
@@ -46,9 +49,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     if args.video_only:
         return _join_pictures(args)
     take_released_weights(args, LONGER, patch_size=8)
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return {}
+    task = EncoderTask.start_alone(args)
     file = task.open_figures("video")
     folder, source, fps = file.path.parent, Path(args.data_path), DEFAULT_FPS
     written = ("attention", "frames") if source.is_file() else ("attention",)
@@ -74,11 +75,9 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
 
 def _join_pictures(args: argparse.Namespace) -> dict[str, Any]:
     """Make a video of finished pictures."""
-    folder = Path(args.output_dir)
-    create_output_dir(folder)
+    create_output_dir(folder := Path(args.output_dir))
     video = folder / f"video.{args.video_format}"
-    if video.exists() and not args.overwrite:
-        raise UserError(f"{video} exists; give another --output_dir, or --overwrite")
+    refuse_existing([video], args.overwrite)
     write_video(list_pictures(Path(args.data_path)), video, args.fps or DEFAULT_FPS)
     say(str(video))
     return {}
@@ -96,18 +95,18 @@ def see(task: EncoderTask, path: Path) -> tuple[Picture, Float[np.ndarray, "maps
 def choose_maps(task: EncoderTask, frames: Sequence[Path]) -> dict[int, int]:
     """The maps to show: their places among the encoder's maps -> numbers of slots or heads.
 
-    With --slots they are all of these slots, else the most concentrated maps without near-duplicates.
+    Those of --slots, else the most peaked maps without near-duplicates.
     """
-    places = np.unique(np.linspace(0, len(frames) - 1, SURVEYED_FRAMES).astype(int))
-    maps = np.stack([see(task, frames[place])[1] for place in places.tolist()])
     if task.args.slots:
         return dict(enumerate(task.weights["slots"]["slots"]))
+    places = np.unique(np.linspace(0, len(frames) - 1, SURVEYED_FRAMES).astype(int))
+    maps = np.stack([see(task, frames[place])[1] for place in places.tolist()])
     order = display_order(maps, group_near_duplicates(maps), task.args.max_maps).tolist()
     return {number: number for number in (sorted(order) if task.encoder.config.kind.shows == "head" else order)}
 
 
 def draw_frames(task: EncoderTask, frames: Sequence[Path], shown: Mapping[int, int], folder: Path) -> list[Path]:
-    """Write the picture of every frame, and remove those of an earlier video; their paths."""
+    """Write a picture of every frame, and remove pictures of an earlier video; returns their paths."""
     create_output_dir(folder, option="")
     for path in folder.glob("attn-*.jpg"):
         path.unlink()

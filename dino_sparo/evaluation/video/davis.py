@@ -1,4 +1,4 @@
-"""DAVIS 2017 on the disk: videos of a split, their annotations, and masks with the colours of the annotations."""
+"""DAVIS 2017 on disk: the videos of a split, and their annotations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,7 @@ LAYOUT = (
 
 @dataclass(frozen=True)
 class AnnotatedVideo:
-    """A video of DAVIS.
-
-    Attributes:
-        name: of its folders.
-        frames: paths of the images, in order.
-        annotations: paths of the masks, one per frame.
-    """
+    """A video of DAVIS: name of its folders, paths of the frames, and paths of the masks, one per frame."""
 
     name: str
     frames: Sequence[Path]
@@ -34,18 +28,14 @@ class AnnotatedVideo:
 
 
 def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
-    """The videos of a split.
-
-    Raises:
-        UserError: a file is missing; the message names it, the layout and the source.
-    """
+    """The videos of a split; UserError if a file is missing."""
     if not data_path:
         raise UserError(f"--data_path is empty; give the folder of DAVIS 2017, which holds {LAYOUT}; from {SOURCE}")
     root = Path(data_path)
     listing = root / "ImageSets" / "2017" / f"{split}.txt"
     if not listing.is_file():
         raise _missing(listing, root)
-    names = listing.read_text(encoding="utf-8").split()
+    names = listing.read_text(encoding="utf-8-sig").split()
     if wrong := [name for name in names if Path(name).name != name]:
         raise UserError(f"{listing} names the video {wrong[0]!r}; give the name of a folder")
     if not names:
@@ -55,9 +45,7 @@ def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
 
 def _open_video(root: Path, name: str) -> AnnotatedVideo:
     folders = [root / kind / "480p" / name for kind in ("JPEGImages", "Annotations")]
-    frames, annotations = (
-        sorted(folder.glob(pattern)) for folder, pattern in zip(folders, ("*.jpg", "*.png"), strict=True)
-    )
+    frames, annotations = sorted(folders[0].glob("[!.]*.jpg")), folders[1].glob("[!.]*.png")
     if not frames:
         raise _missing(folders[0] / "*.jpg", root)
     annotated = {path.stem for path in annotations}
@@ -75,27 +63,24 @@ def _missing(path: Path, root: Path) -> UserError:
 
 
 def read_annotations(paths: Sequence[Path]) -> tuple[UInt8[np.ndarray, "T H W"], list[int] | None]:
-    """Number of the object in each pixel of each frame, `VOID` included, and the palette; None for grey images.
+    """Number of the object, or `VOID`, in each pixel of each frame; and the palette, None for grey images.
 
     Raises:
-        UserError: a file is not an image with numbers, sizes differ, or the first annotation holds no object.
+        UserError: a file is not an image of numbers, sizes differ, or the first annotation has no object.
     """
-    images = [_read_annotation(path) for path in paths]
-    for path, image in zip(paths, images, strict=True):
+    images: list[Image.Image] = []
+    for path in paths:
+        try:
+            with Image.open(path, formats=("PNG",)) as image:
+                image.load()
+        except OSError as error:
+            raise UserError(f"{path} is not a readable PNG ({error}); is the download complete?") from error
+        if image.mode not in ("P", "L"):
+            raise UserError(f"{path} has {image.mode} pixels, not the number of an object per pixel; take {SOURCE}")
+        images.append(image)
         if image.size != images[0].size:
             raise UserError(f"{path} has {image.size} pixels, the first annotation of the video {images[0].size}")
     numbers = np.stack([np.array(image) for image in images])
     if not (numbers[0] % VOID).any():
         raise UserError(f"{paths[0]} holds no object: all of its pixels are 0 or {VOID}")
     return numbers, images[0].getpalette() if images[0].mode == "P" else None
-
-
-def _read_annotation(path: Path) -> Image.Image:
-    try:
-        with Image.open(path, formats=("PNG",)) as image:
-            image.load()
-    except OSError as error:
-        raise UserError(f"{path} is not a readable PNG ({error}); is the download complete?") from error
-    if image.mode not in ("P", "L"):
-        raise UserError(f"{path} has {image.mode} pixels, not the number of an object per pixel; take {SOURCE}")
-    return image

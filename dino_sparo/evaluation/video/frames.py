@@ -1,4 +1,4 @@
-"""Videos on the disk: a file or a folder -> frames, and pictures -> a video (mp4 and avi by PyAV, gif by Pillow)."""
+"""A video file or a folder -> frames, and pictures -> a video file (mp4 and avi by PyAV, gif by Pillow)."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,40 +21,27 @@ ANIMATIONS = (".gif", ".webp", ".apng", ".png")  # formats of videos that Pillow
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The images of a folder, all of one size, in the order of the numbers in their names.
-
-    Raises:
-        UserError: there are none, one is unreadable, or their sizes differ.
-    """
+    """The images of a folder, in the order of the numbers in their names; UserError unless all have one size."""
     images = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS and path.name[0] != "."]
     if not images:
         raise UserError(f"{folder} holds no images ({', '.join(IMAGE_EXTENSIONS)}); give a video or a folder of frames")
     images.sort(key=lambda path: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", path.name)])
-    sizes = [_size_of(path) for path in images]
-    for path, size in zip(images, sizes, strict=True):
-        if size != sizes[0]:
+    sizes: list[str] = []
+    for path in images:
+        try:
+            with open_regular(path) as file, Image.open(file) as image:
+                sizes.append(f"{image.width} x {image.height}")
+        except OSError as error:
+            raise UserError(f"{path} is not a readable image ({error})") from error
+        if sizes[-1] != sizes[0]:
             raise UserError(
-                f"{path} has {size[0]} x {size[1]} pixels, {images[0].name} {sizes[0][0]} x {sizes[0][1]}; the frames "
-                "of a video have one size"
+                f"{path} has {sizes[-1]} pixels, {images[0].name} {sizes[0]}; the frames of a video have one size"
             )
     return images
 
 
-def _size_of(path: Path) -> tuple[int, int]:
-    """Width and height of an image, from its first bytes."""
-    try:
-        with open_regular(path) as file, Image.open(file) as image:
-            return image.size
-    except OSError as error:
-        raise UserError(f"{path} is not a readable image ({error})") from error
-
-
 def extract_frames(video: Path, folder: Path) -> float:
-    """Write the frames of a video to FOLDER/frame-0000.jpg and so on, and remove those of an earlier video.
-
-    Returns:
-        Frames per second.
-    """
+    """Write the frames of a video as frame-0000.jpg and so on, remove older frames, and return frames per second."""
     create_output_dir(folder, option="")
     for path in folder.glob("frame-*.jpg"):
         path.unlink()
@@ -97,7 +84,7 @@ def _read_video(path: Path) -> tuple[float, Iterator[Image.Image]]:
         with container:
             try:
                 for frame in container.decode(video=0):
-                    yield frame.to_image().rotate(frame.rotation, expand=True)  # videos of phones lie on their side
+                    yield frame.to_image().rotate(frame.rotation, expand=True)  # phones store videos sideways
             except av.FFmpegError as error:
                 raise UserError(f"{path} is damaged ({error.strerror}); convert it by ffmpeg") from error
 
@@ -105,7 +92,7 @@ def _read_video(path: Path) -> tuple[float, Iterator[Image.Image]]:
 
 
 def save_jpeg(image: Image.Image, path: Path) -> None:
-    """Write a JPEG; an older file stays until all of the new one is written."""
+    """Write a JPEG; an older file stays until the new one is complete."""
     with written_beside(path) as file:
         image.save(file, "JPEG", quality=JPEG_QUALITY)
 
@@ -138,7 +125,7 @@ def _encode(images: Iterator[Picture], file: Path, kind: str, fps: float) -> Non
         else:
             stream.bit_rate = 8_000_000
         for image in images:
-            # Colours are stored for two pixels at once, so sides are even: the last row or column is repeated.
+            # Colours are stored for pairs of pixels, so sides must be even: the last row or column is repeated.
             even = np.pad(image, [(0, side % 2) for side in image.shape[:2]] + [(0, 0)], mode="edge")
             if not stream.codec_context.is_open:
                 stream.height, stream.width = even.shape[:2]

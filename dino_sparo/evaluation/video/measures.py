@@ -1,7 +1,7 @@
-"""Masks of a video's objects -> J, F and J&F, as davisvideochallenge/davis2017-evaluation computes them.
+"""Masks of a video's objects -> J, F and J&F, as in davisvideochallenge/davis2017-evaluation.
 
-Semi-supervised task of DAVIS 2017: the first annotation is given, so the first and the last frame are not scored, and
-an object keeps its number. T frames, H x W pixels.
+Semi-supervised task of DAVIS 2017: the first annotation is given, objects keep their numbers, and the first and the
+last frame are not scored. T frames, H x W pixels.
 """
 
 import math
@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 VOID = 255  # in annotations: scored as background
-BOUNDARY_SHARE = 0.008  # of the diagonal: how far two boundaries may lie apart
-RECALL_FROM = 0.5  # a frame counts in the recall above this score
+BOUNDARY_SHARE = 0.008  # largest distance of matching boundaries, as a share of the diagonal
+RECALL_FROM = 0.5  # frames with a higher score count for the recall
 QUARTERS = 4
 # Names of the official table, in its order; percent.
 MEASURES = ("J&F-Mean", "J-Mean", "J-Recall", "J-Decay", "F-Mean", "F-Recall", "F-Decay")
@@ -24,11 +24,11 @@ def region_similarity(mask: Bool[np.ndarray, "H W"], truth: Bool[np.ndarray, "H 
 
 
 def boundary_similarity(mask: Bool[np.ndarray, "H W"], truth: Bool[np.ndarray, "H W"]) -> float:
-    """F = 2 P R / (P + R) of the boundary pixels that have a pixel of the other boundary within a radius.
+    """F = 2 P R / (P + R) for boundary pixels with a pixel of the other boundary within a radius.
 
-    P is the share of the mask's boundary pixels, R that of the truth's. The radius is `BOUNDARY_SHARE` of the diagonal,
-    rounded up. The official code dilates one boundary by a disk and cuts it with the other, which counts the same
-    pixels. A boundary without pixels matches with precision (or recall) 1, and leaves 0 to the other one.
+    P is the share of such pixels in the mask's boundary, R in the true boundary. The radius is `BOUNDARY_SHARE` of the
+    diagonal, rounded up. The official code intersects one boundary with the other, dilated by a disk, which counts the
+    same pixels. F is 1 without any boundary, and 0 if only one mask has a boundary.
     """
     from scipy.spatial import KDTree
 
@@ -42,7 +42,7 @@ def boundary_similarity(mask: Bool[np.ndarray, "H W"], truth: Bool[np.ndarray, "
 
 
 def boundary(mask: Bool[np.ndarray, "H W"]) -> Bool[np.ndarray, "H W"]:
-    """Pixels that differ from the one to the right, below, or right below; edges repeat their pixels."""
+    """Pixels that differ from the pixel to the right, below, or below right; pixels at edges are repeated."""
     padded = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
     neighbours = (padded[:-1, 1:], padded[1:, :-1], padded[1:, 1:])
     return np.asarray(np.logical_or.reduce([mask ^ neighbour for neighbour in neighbours]))
@@ -51,7 +51,9 @@ def boundary(mask: Bool[np.ndarray, "H W"]) -> Bool[np.ndarray, "H W"]:
 def score_objects(
     masks: UInt8[np.ndarray, "T H W"], truths: UInt8[np.ndarray, "T H W"]
 ) -> dict[int, dict[str, list[float]]]:
-    """J and F of each scored frame, by the number of the object; objects are those of the first annotation.
+    """J and F of each scored frame, for each object of the first annotation.
+
+    The official code also scores numbers below the largest one that no pixel has, with 1. DAVIS has no such numbers.
 
     Args:
         masks: number of the object in each pixel, 0 for the background.
@@ -63,14 +65,15 @@ def score_objects(
             "J": [region_similarity(mask == number, truth == number) for mask, truth in pairs],
             "F": [boundary_similarity(mask == number, truth == number) for mask, truth in pairs],
         }
-        for number in range(1, int((truths[0] % VOID).max()) + 1)
+        for number in np.unique(truths[0] % VOID).tolist()
+        if number > 0
     }
 
 
 def summarize(scores: dict[str, list[float]]) -> dict[str, float]:
     """`MEASURES` of one object, percent.
 
-    Recall is the share of frames above `RECALL_FROM`, decay the mean of the first quarter minus that of the last one.
+    Recall is the share of frames above `RECALL_FROM`, decay the mean of the first minus the mean of the last quarter.
     """
     summary = {}
     for measure, values in scores.items():
@@ -84,5 +87,5 @@ def summarize(scores: dict[str, list[float]]) -> dict[str, float]:
 
 
 def average(summaries: list[dict[str, float]]) -> dict[str, float]:
-    """Mean of each of `MEASURES`; every object counts equally, whatever its video."""
+    """Mean of each of `MEASURES` over objects, which all count equally."""
     return {name: float(np.mean([summary[name] for summary in summaries])) for name in MEASURES}

@@ -79,7 +79,5 @@ def video_parser() -> Parser:
 
 
 def _parser(groups: dict[str, Group]) -> Parser:
-    """The options of one process that encodes frame after frame."""
-    encoder = {**CHECKPOINT, "image_encoder": IMAGE_ENCODER}
-    device = {"device": DEVICE_OPTION}
-    return Parser({"encoder": encoder, "foreign weights": FOREIGN_WEIGHTS, **groups, "device": device})
+    encoder = {"encoder": {**CHECKPOINT, "image_encoder": IMAGE_ENCODER}, "foreign weights": FOREIGN_WEIGHTS}
+    return Parser({**encoder, **groups, "device": {"device": DEVICE_OPTION}})

@@ -1,8 +1,8 @@
 """Features of a video's frames and the first frame's labels -> labels of every frame (DINO, section 4.2.2).
 
-A patch takes the mean label of its k most similar patches in the first frame and in the n frames before it, weighted by
-exp(cosine / temperature). Only patches within a radius of its own place are compared (Jabri et al., 2020). h, w are
-rows and columns of the patch grid; C labels, the background first.
+A patch takes the mean label of its k most similar patches in the first frame and in the preceding n frames, weighted by
+exp(cosine / temperature). Only patches within a radius are compared (Jabri et al., 2020). h, w are rows and columns of
+the patch grid; C labels, the background first.
 """
 
 from collections import deque
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TEMPERATURE = 0.1
-# Side of the squares of patches that are compared at once. A smaller square meets fewer patches beyond the radius, a
-# larger one makes fewer matrix products; 10 to 16 are equally fast with a radius of 12.
+# Side of the squares of patches that are compared at once. A smaller square compares fewer patches beyond the radius, a
+# larger square needs fewer matrix products. 10 to 16 are equally fast with a radius of 12.
 TILE = 13
 
 
@@ -32,11 +32,11 @@ def propagate(
     """Labels of every frame but the first, one by one.
 
     Args:
-        features: of each frame's patches, of length one; the first frame comes first.
+        features: of each frame's patches, of length one.
         labels: of the first frame, one-hot.
-        num_last_frames: number of frames before a frame from which it takes labels, besides the first.
-        radius: greatest distance of compared patches, in rows and in columns; 0: all patches are compared.
-        topk: number of patches whose labels are taken; patches as similar as the last one are taken, too.
+        num_last_frames: preceding frames that give labels, besides the first frame.
+        radius: largest distance of compared patches, in rows and in columns; 0: all patches are compared.
+        topk: patches that give labels, besides all patches that are as similar as the last of them.
     """
     frames = iter(features)
     first = (next(frames), labels.permute(1, 2, 0))
@@ -57,8 +57,8 @@ def propagate_once(
 ) -> Float[Tensor, "h w C"]:
     """Labels of a frame from n labelled frames.
 
-    Each square of patches is compared with the patches that any of its own can reach, so the affinities of all pairs
-    are never formed, and only the chosen ones are exponentiated.
+    Each square of patches is compared with the patches within the radius of any patch of the square, so that the
+    similarities of all pairs never exist together.
     """
     height, width = frame.shape[:2]
     grid = [torch.arange(side, device=frame.device, dtype=torch.int16) for side in (height, width)]
@@ -70,7 +70,7 @@ def propagate_once(
             rows, columns = (slice(max(0, start - radius), start + TILE + radius) for start in (top, left))
             own, others = places[tile].flatten(0, 1), places[rows, columns].flatten(0, 1)
             near = (own[:, None] - others).abs().amax(dim=-1) <= radius
-            # One product per source frame: equal frames get equal similarities, to the last bit.
+            # One product per source frame, so that equal frames get bit-identical similarities.
             keys = sources[:, rows, columns].flatten(1, 2)
             similarity = frame[tile].flatten(0, 1) @ keys.transpose(1, 2)
             similarity = similarity.masked_fill_(~near, -torch.inf).transpose(0, 1).flatten(1)
@@ -81,7 +81,7 @@ def propagate_once(
 
 
 def _most_similar(similarity: Float[Tensor, "patches N"], topk: int) -> tuple[Float[Tensor, "patches k"], Tensor]:
-    """Weights and places of the `topk` largest similarities in each row, and of those that equal the least of them."""
+    """Weights and places of the `topk` largest similarities in each row, and of all that equal the least of them."""
     values, places = similarity.topk(min(topk, similarity.shape[1]), dim=1)
     least = values[:, -1:]
     count = int((similarity >= least).sum(dim=1).max())
@@ -92,9 +92,9 @@ def _most_similar(similarity: Float[Tensor, "patches N"], topk: int) -> tuple[Fl
 
 
 def label_map(labels: Float[Tensor, "C h w"], patch_size: int, size: tuple[int, int]) -> UInt8[np.ndarray, "H W"]:
-    """Number of the strongest label in each pixel: labels are enlarged (bilinear) and each one stretched to [0, 1].
+    """Number of the strongest label in each pixel: labels are upsampled (bilinear) and each is stretched to [0, 1].
 
-    `size` is the width and height of the result, to which the numbers are resized (nearest).
+    `size` is width and height of the result, to which the numbers are resized (nearest).
     """
     maps = F.interpolate(labels[None], scale_factor=patch_size, mode="bilinear", align_corners=False)[0]
     low, high = maps.amin(dim=(1, 2), keepdim=True), maps.amax(dim=(1, 2), keepdim=True)
@@ -106,6 +106,6 @@ def label_map(labels: Float[Tensor, "C h w"], patch_size: int, size: tuple[int, 
 def first_labels(
     annotation: UInt8[np.ndarray, "H W"], num_labels: int, grid: tuple[int, int]
 ) -> Float[Tensor, "C h w"]:
-    """One-hot labels (C, h, w) of an annotation, which is resized to the grid of patches (nearest)."""
+    """One-hot labels of an annotation, which is resized to the grid of patches (nearest)."""
     numbers = Image.fromarray(annotation).resize(grid[::-1], Image.Resampling.NEAREST)
     return F.one_hot(torch.from_numpy(np.array(numbers)).long(), num_labels).permute(2, 0, 1).float()

@@ -1,10 +1,10 @@
-"""A checkpoint and DAVIS 2017 -> masks of every frame by label propagation, and J&F of each video.
+"""Encoder and DAVIS 2017 -> masks of every frame by label propagation, and J&F of each video.
 
     python eval_video_segmentation.py --data_path davis/DAVIS --output_dir masks
     python eval_video_segmentation.py --pretrained_weights sparo.pth --slots 0,3,7 --data_path davis/DAVIS
 
-Writes OUTPUT_DIR/VIDEO/00000.png and so on, which the official evaluation reads, too, and video_segmentation.json with
-its measures. Options as in facebookresearch/dino. Patches are compared by their tokens or, with --slots, by slots.
+Writes OUTPUT_DIR/VIDEO/00000.png and so on, which the official evaluation also reads, and video_segmentation.json with
+the measures. Options as in facebookresearch/dino. Patches are compared by their tokens or, with --slots, by slots.
 """
 
 import argparse
@@ -21,13 +21,15 @@ from torch.nn import functional as F
 from dino_sparo.data.augment import channel_constant, normalize_levels
 from dino_sparo.data.crops import pixels_of
 from dino_sparo.data.sources.decode import read_image
-from dino_sparo.draw.pixels import save_indexed
+from dino_sparo.draw.pixels import save_picture
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.evaluation.video.davis import AnnotatedVideo, open_davis, read_annotations
 from dino_sparo.evaluation.video.measures import MEASURES, VOID, average, score_objects, summarize
 from dino_sparo.evaluation.video.propagation import first_labels, label_map, propagate
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError, require
+from dino_sparo.runtime.launch import on_first_process
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.released import take_released_weights
@@ -36,12 +38,11 @@ from dino_sparo.weights.results import Score
 LONG_SIDE_STEP = 64  # pixels; the reference rounds the long side of a frame down to a multiple
 
 
+@on_first_process
 def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
-    """Segment the videos that the options name; returns the content of video_segmentation.json."""
+    """Segment the videos of a split; returns the content of video_segmentation.json."""
     take_released_weights(args)
-    task = EncoderTask.start_on_first(args)
-    if task is None:
-        return {}
+    task = EncoderTask.start_alone(args)
     require("scipy", "scores of masks")
     videos = open_davis(args.data_path, args.split)
     file = task.open_figures("video_segmentation")
@@ -51,7 +52,7 @@ def segment_videos(args: argparse.Namespace) -> dict[str, Any]:
         masks = segment(task, video, truths[0] % VOID)
         create_output_dir(folder := file.path.parent / video.name)
         for path, mask in zip(video.annotations, masks, strict=True):
-            save_indexed(mask, palette, folder / path.name)
+            save_picture(mask, folder / path.name, palette)
         scores[video.name] = {number: summarize(values) for number, values in score_objects(masks, truths).items()}
     objects = [summary for video_scores in scores.values() for summary in video_scores.values()]
     result: dict[str, Any] = {
@@ -86,11 +87,7 @@ def segment(
 
 
 def view_size(height: int, width: int, short_side: int, patch_size: int) -> tuple[int, int]:
-    """Height and width at which the encoder sees a frame: the reference's, rounded down to whole patches.
-
-    Raises:
-        UserError: the sides are smaller than a patch.
-    """
+    """Height and width of a frame for the encoder, as in the reference, rounded down to whole patches."""
     short, long = min(height, width), max(height, width)
     long_side = short_side * long // short // LONG_SIDE_STEP * LONG_SIDE_STEP
     sides = [side // patch_size * patch_size for side in (short_side, long_side)]
@@ -116,10 +113,9 @@ def resize_frame(pixels: Tensor, size: tuple[int, int]) -> Float[Tensor, "1 C he
 
 @torch.no_grad()
 def patch_features(encoder: Encoder, images: Float[Tensor, "B C H W"], by_slots: bool) -> Float[Tensor, "B h w D"]:
-    """Features of patches, of length one.
+    """Features of patches, of length one: tokens of the last block or, `by_slots`, the slots of each patch alone.
 
-    They are the last block's tokens or, `by_slots`, the slots that the read-out makes of each patch alone: the value
-    that the patch adds to each slot, before attention weighs it.
+    A slot of a patch alone is the value that the patch adds to the slot, before attention weighs it.
     """
     if by_slots:
         tokens = encoder.backbone(images)[:, encoder.backbone.num_prefix_tokens :]
@@ -132,8 +128,8 @@ def patch_features(encoder: Encoder, images: Float[Tensor, "B C H W"], by_slots:
 
 def table(result: dict[str, Any]) -> str:
     """J&F, J and F of each video, and the official measures of all objects."""
-    width = max(map(len, result["videos"]))
-    lines = [f"{'':<{width}}    J&F      J      F"]
+    rows = [("", "J&F", "J", "F")]
     for name, video in result["videos"].items():
-        lines.append(f"{name:<{width}}  {video['J&F-Mean']:5.1f}  {video['J-Mean']:5.1f}  {video['F-Mean']:5.1f}")
-    return "\n".join([*lines, "", *(f"{measure:<9} {result[measure]:5.1f} %" for measure in MEASURES)])
+        rows.append((name, *(f"{video[f'{measure}-Mean']:.1f}" for measure in ("J&F", "J", "F"))))
+    totals = [(measure, f"{result[measure]:.1f} %") for measure in MEASURES]
+    return f"{text_table(rows, num_words=1)}\n\n{text_table(totals, num_words=1)}"

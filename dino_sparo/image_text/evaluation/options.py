@@ -65,8 +65,7 @@ SEVERAL_MODELS: Group = {
     **MODEL,
     "pretrained_weights": Option([], "Checkpoints of CLIP or OC-CLIP training, or OpenCLIP's weights."),
     "model": Option(
-        [],
-        "Any models, side by side: checkpoints, open_clip:NAME/TAG, hf:NAME, or folders of Hugging Face's files.",
+        [], "Any models, side by side: checkpoints, open_clip:NAME/TAG, hf:NAME, or folders of Hugging Face's files."
     ),
 }
 SPLIT = Option(None, "Name of a split of the images, or all. By default val, if there is such a split, else all.", str)
@@ -127,11 +126,7 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
         "A folder of images with a .txt file of the same name for each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
-    result: Group = {
-        **OUTPUT,
-        "figure_format": FIGURE_FORMAT,
-        "device": DEVICE_OPTION,
-    }
+    result: Group = {**OUTPUT, "figure_format": FIGURE_FORMAT, "device": DEVICE_OPTION}
     return Parser(
         {
             "model": {"pretrained_weights": Option("", weights)},

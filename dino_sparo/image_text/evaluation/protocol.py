@@ -1,7 +1,6 @@
 """Images of an evaluation of an image-text model, by data path or named in annotations.
 
-Images come from a data path, or are named in annotations. A benchmark without some of its images is another benchmark,
-so more than a few missing ones are an error.
+A benchmark without some of its images is another benchmark, so more than a few missing ones are an error.
 """
 
 import os

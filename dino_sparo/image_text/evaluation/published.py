@@ -10,7 +10,6 @@ ids keep their padding. A model of one's own is a function in OPENERS; docs/exte
 
 import argparse
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,9 @@ from dino_sparo.runtime.precision import PRECISIONS
 Tokenize = Callable[[list[str], int], Int64[Tensor, "captions tokens"]]
 
 
-@dataclass(frozen=True)
-class View:
-    """The view of an image by the transform of a published model, a function of an RGB image."""
-
-    transform: Callable[[Image.Image], Float[Tensor, "C H W"]]
-
-    def __call__(self, image: Image.Image, rng: object = None) -> list[Tensor]:
-        """One view; nothing is random."""
-        return [self.transform(image)]
+def view_of(transform: Callable[[Image.Image], Tensor], image: Image.Image, rng: object = None) -> list[Tensor]:
+    """The view of an RGB image by the transform of a published model; nothing is random."""
+    return [transform(image)]
 
 
 def tokens_of(tokenize: Tokenize, length: int, texts: list[str]) -> Tokens:
@@ -81,13 +74,13 @@ def dot_product_scorer(
     }
     return DotProductScorer(
         model.eval().to(device),
-        partial(tokens_of, tokenize, context_length),
-        View(transform),
+        partial(view_of, transform),
         device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],
-        record,
+        tokenize=partial(tokens_of, tokenize, context_length),
+        record=record,
         trim=lambda ids: ids,
     )
 

@@ -78,7 +78,6 @@ class PairSource:
         self.name, self.classes, self.labels = self.images.name, self.images.classes, self.images.labels
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.images)
 
     def location(self, index: int) -> str:
@@ -149,11 +148,6 @@ class PairItem:
     corrupt: tuple[tuple[str, str], ...] = ()
     negative: str | None = None
 
-    @property
-    def texts(self) -> list[str]:
-        """The caption, followed by the false caption if there is one."""
-        return [self.caption] if self.negative is None else [self.caption, self.negative]
-
 
 @dataclass
 class PairBatch(DeviceBatch):
@@ -192,7 +186,8 @@ class PairDataset(EpochDataset):
 def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
     """Stack images and tokenise captions."""
     images, indices, corrupt = stack_images(items)
-    tokens = tokenize([text for item in items for text in item.texts], context_length)
+    texts = [text for item in items for text in (item.caption, item.negative) if text is not None]
+    tokens = tokenize(texts, context_length)
     return PairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated)
 
 

@@ -150,7 +150,6 @@ class GraphFile:
     sha256: str = ""
 
     def __len__(self) -> int:
-        """Number of different captions."""
         return len(self.hashes)
 
     def __call__(self, caption: str) -> SceneGraph | None:

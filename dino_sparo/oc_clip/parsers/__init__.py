@@ -1,10 +1,4 @@
-"""Caption -> scene graph, not yet normalised; `command.py` parses all captions of a data set.
-
-templates.py      closed word lists, no weights: exact on our scenes and on the phrasing of benchmarks
-spacy_rules.py    noun chunks and dependency paths of spaCy
-llm.py            any server with OpenAI's protocol, or a local language model
-rows.py           captions of any data; graphs that people drew: Visual Genome, GQA
-"""
+"""Caption -> scene graph, not yet normalised; `command.py` parses all captions of a data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

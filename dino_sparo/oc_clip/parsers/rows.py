@@ -319,5 +319,5 @@ def _plain(phrase: str) -> str:
 
 def _stems(path: str | None) -> set[str]:
     """Image ids of a list: file names without folder and ending."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    lines = Path(path).read_text(encoding="utf-8-sig").splitlines() if path else []
     return {Path(line.strip()).stem for line in lines if line.strip()}

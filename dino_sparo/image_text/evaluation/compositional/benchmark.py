@@ -4,7 +4,7 @@ A new benchmark is a file in `sets/` and one line of the table there.
 
 `accuracy` is our rule: strictly greater, a tie is wrong. `official` treats ties as the benchmark's own code does. A
 95 % interval of our accuracy takes questions as independent, although some share an image: Wilson's for one split, and
-a bootstrap within splits for a mean over splits.
+a combination of these for a mean over splits.
 """
 
 import math
@@ -14,12 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
-NUM_RESAMPLES = 10_000
 
 # Split -> its weight in a mean; the weights of a mean sum to one.
 Weights = dict[str, float]
@@ -146,20 +143,25 @@ def wilson(num_right: int, num_questions: int) -> list[float]:
     return [100 * max(0.0, low), 100 * min(1.0, high)]
 
 
-def bootstrap(
-    num_right: Sequence[int], num_questions: Sequence[int], weights: Sequence[float], seed: int
-) -> list[float]:
-    """95 % interval of a weighted mean of accuracies, in percent, by drawing the questions of each split anew.
+def wilson_of_mean(num_right: Sequence[int], num_questions: Sequence[int], weights: Sequence[float]) -> list[float]:
+    """Low and high end of the 95 % interval of a weighted mean of accuracies, in percent; all lists are per split.
 
-    With k of n answers right, a draw with replacement has Binomial(n, k/n) right answers. All lists are per split.
+        p - sqrt(sum_s w_s² (p_s - l_s)²),   p + sqrt(sum_s w_s² (h_s - p_s)²),   p = sum_s w_s p_s
+
+    with l_s and h_s the ends of Wilson's interval of split s. A bootstrap has no spread if every split is 0 or 100 %,
+    however few its questions are. Source: Zou and Donner, "Construction of confidence limits about effect measures: a
+    general approach", 2008.
     """
-    counts = np.asarray(num_questions)
-    draws = np.random.default_rng(seed).binomial(counts, np.asarray(num_right) / counts, (NUM_RESAMPLES, len(counts)))
-    return (100 * np.quantile(draws / counts @ np.asarray(weights), (0.025, 0.975))).tolist()
+    shares = [100 * right / count for right, count in zip(num_right, num_questions, strict=True)]
+    ends = [wilson(right, count) for right, count in zip(num_right, num_questions, strict=True)]
+    mean = math.fsum(weight * share for weight, share in zip(weights, shares, strict=True))
+    rows = list(zip(weights, shares, ends, strict=True))
+    low, high = (math.hypot(*(weight * (end[side] - share) for weight, share, end in rows)) for side in (0, 1))
+    return [max(0.0, mean - low), min(100.0, mean + high)]
 
 
-def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Accuracies of one benchmark; `seed` is the bootstrap's.
+def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Accuracies of one benchmark.
 
     Returns:
         `splits`: accuracy, interval, the benchmark's own number, chance, and numbers of questions and ties of each.
@@ -185,25 +187,21 @@ def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> d
     is_one_each = len({outcome.question for outcome in outcomes}) == len(outcomes)  # not several scores of each
     if is_one_each:
         weights["micro"] = {split: count / len(outcomes) for split, count in counts.items()}
-    means = {name: _mean(splits, rights, each, seed) for name, each in weights.items()}
+    means = {name: _mean(splits, rights, each) for name, each in weights.items()}
     if is_one_each:
         means["micro"]["interval_95"] = wilson(sum(rights.values()), len(outcomes))
     return {"splits": splits, "means": means}
 
 
-def _mean(
-    splits: Mapping[str, Mapping[str, Any]], rights: Mapping[str, int], weights: Weights, seed: int
-) -> dict[str, Any]:
+def _mean(splits: Mapping[str, Mapping[str, Any]], rights: Mapping[str, int], weights: Weights) -> dict[str, Any]:
     accuracy, official, chance = (
         sum(weight * splits[split][key] for split, weight in weights.items())
         for key in ("accuracy", "official", "chance")
     )
     numbers, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
-    single = len(weights) == 1
-    interval = wilson(numbers[0], counts[0]) if single else bootstrap(numbers, counts, list(weights.values()), seed)
     return {
         "accuracy": accuracy,
-        "interval_95": interval,
+        "interval_95": wilson_of_mean(numbers, counts, list(weights.values())),
         "official": official,
         "chance": chance,
         "num_splits": len(weights),

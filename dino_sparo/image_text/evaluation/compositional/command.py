@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
     ImageRules,
@@ -85,8 +86,10 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
     evaluations: dict[str, Evaluation] = {}
     settings, journals, written = (args.chunk_images, args.seed, args.blind, args.failures), [], []
-    for label, task, file in zip(labels_of(args.pretrained_weights), tasks, files, strict=True):
-        logger.info("%s: %s", label, task.args.pretrained_weights)
+    labels = labels_of(args.pretrained_weights)
+    for number, (label, task, file) in enumerate(zip(labels, tasks, files, strict=True), start=1):
+        logger.info("model %d of %d, %s: %s", number, len(tasks), label, task.args.pretrained_weights)
+        WARNINGS.clear()  # about the model before
         journals.append(Journal.of(file.path, file.options, all_questions(benchmarks, args.seed, args.blind)))
         evaluation = evaluate(task.scorer, benchmarks, *settings, task.limits, journals[-1])
         headlines = headline(evaluation.result, benchmarks)
@@ -126,7 +129,8 @@ def report(
         by_title = {local.title: local.benchmark for local in benchmarks}
         lines = short_lines(results, outcomes, by_title, args.seed)
         written += write_short(lines, args.short, written[0].with_name(f"{written[0].stem}_short"))
-        say(to_markdown(lines))
+        marked = any(line.title.endswith("*") for line in lines)
+        say(to_markdown(lines) + "\n* incomplete: the result files list what is missing\n" * marked)
     else:
         say(table(results))
     say("\n" + "\n".join(map(str, written)))
@@ -195,9 +199,9 @@ def evaluate(
             left_out[local.title] = f"left out: none of the images in {local.images} can be read"
             logger.error("%s: %s", local.title, left_out[local.title])
             continue
-        result, outcomes[local.title] = describe(local, answers, seed)
+        result, outcomes[local.title] = describe(local, answers)
         if blind:
-            add_blind(result, describe(local, answer_lists[len(benchmarks) + number], seed)[0])
+            add_blind(result, describe(local, answer_lists[len(benchmarks) + number])[0])
         if num_failures:
             failures[local.title] = clearest_failures(local.questions, answers, num_failures)
             result["failures"] = failures[local.title].to_json()
@@ -210,13 +214,13 @@ def evaluate(
         "left_out": left_out,
         "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
         "official: ties as in the benchmark's own code",
-        "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
+        "intervals": "95 %: Wilson's for a split and for micro; for other means Wilson's of the splits combined",
         "seed": seed,
     }
     return Evaluation(whole, failures, outcomes)
 
 
-def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> tuple[Result, list[Outcome]]:
+def describe(local: LocalBenchmark, all_answers: Answers) -> tuple[Result, list[Outcome]]:
     """The result of one benchmark, and the comparisons that count in it."""
     benchmark = local.benchmark
     questions, answers = list(compress(local.questions, all_answers)), list(filter(None, all_answers))
@@ -227,7 +231,7 @@ def describe(local: LocalBenchmark, all_answers: Answers, seed: int) -> tuple[Re
     }
     outcomes = benchmark.outcomes(questions, answers)
     is_one_each = len(outcomes) == len(questions)  # else the splits are scores, each of all questions
-    result = summarize(benchmark, outcomes, seed)
+    result = summarize(benchmark, outcomes)
     for split, entry in result["splits"].items():
         marks = [answers[outcome.question].marks for outcome in outcomes if outcome.split == split]
         entry |= {f"num_{name}": sum(answer_marks[name] for answer_marks in marks) for name in marks[0]}

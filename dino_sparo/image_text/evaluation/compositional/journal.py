@@ -2,8 +2,9 @@
 
     compositional_NAME.answers.jsonl   what the answers depend on; then one line per part of the questions
 
-The file is removed when all results of the command are written. An incomplete last line, of a process that was killed
-while it wrote, is ignored. Answers to other questions, or of another model or other options, are dropped.
+The file is removed when all results of the command are written. An incomplete line, of a process that was killed while
+it wrote, and all lines after it are ignored. Answers to other questions, or of another model or other options, are
+dropped.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.image_text.evaluation.compositional.questions import Part, Question
 from dino_sparo.runtime.collectives import broadcast_object
-from dino_sparo.runtime.files import plain
+from dino_sparo.runtime.files import plain, write_text
 from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Journal(NamedTuple):
         parts = broadcast_object(self._valid() if is_main() else [])
         if is_main():
             lines = [json.dumps({"key": self.key}), *(json.dumps(part) for part in parts)]
-            self.path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            write_text("".join(f"{line}\n" for line in lines), self.path)  # whole, even if killed now
         if parts:
             logger.info("%s: %d questions are answered; resuming", self.path, sum(len(part.asked) for part in parts))
         return parts
@@ -54,7 +55,16 @@ class Journal(NamedTuple):
         if lines[:1] != [json.dumps({"key": self.key})]:
             logger.warning("%s is of other questions, weights or options, and is overwritten", self.path)
             return []
-        return [Part(*json.loads(line)) for line in lines[1:]]
+        parts = []
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                parts.append(Part(*json.loads(line)))
+            except (TypeError, ValueError):
+                logger.warning(
+                    "%s: line %d is unreadable; its questions and later ones are asked again", self.path, number
+                )
+                break
+        return parts
 
     def append(self, part: Part) -> None:
         """Write the answers to a part, on rank 0."""

@@ -16,9 +16,11 @@ Questions are sorted by the file of their first image, so that an image that sev
 
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import compress, islice
 from pathlib import Path
@@ -31,6 +33,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.protocol import ROOT, Cell, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.faults import UserError
@@ -341,6 +344,7 @@ class Part(NamedTuple):
         tables: scores of each answered question.
         marks: of each answered question.
         truncated: captions that were truncated.
+        warnings: of the features of the images, for the result.
     """
 
     asked: list[int]
@@ -348,16 +352,18 @@ class Part(NamedTuple):
     tables: list[Table]
     marks: list[Mapping[str, bool]]
     truncated: list[str]
+    warnings: list[str]
 
 
 def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits: ImageLimits) -> Part:
     """Ask some of the questions."""
+    known = len(WARNINGS)
     encoded = encode_questions(scorer, [questions[index] for index in asked], limits)
     if encoded is None:
-        return Part(asked, [], [], [], [])
+        return Part(asked, [], [], [], [], WARNINGS[known:])
     answered = [asked[row] for row in encoded.numbers]
     tables = tables_of(encoded, scorer.score_pairs)
-    return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated))
+    return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated), WARNINGS[known:])
 
 
 @runtime_checkable
@@ -402,14 +408,19 @@ def answer_questions(
 
     open_questions = set(range(len(questions)))
     for part in journal.read() if journal else ():
+        WARNINGS.extend(part.warnings)
         note(part)
         open_questions -= set(part.asked)
     remaining = sorted(open_questions)
     if remaining:
         scorer.expect_texts(captions_of([questions[index] for index in remaining]))
     parts = chunks([questions[index] for index in remaining], chunk_images)
+    begin, done = time.monotonic(), 0
     for number, rows in enumerate(parts):
-        logger.info("part %d of %d: %d questions", number + 1, len(parts), len(rows))
+        left = (time.monotonic() - begin) / max(1, done) * (len(remaining) - done)
+        eta = f", ETA {timedelta(seconds=round(left))}" if done else ""
+        logger.info("part %d of %d: %d questions%s", number + 1, len(parts), len(rows), eta)
+        done += len(rows)
         note(part := ask(scorer, questions, [remaining[row] for row in rows], limits))
         if journal:
             journal.append(part)

@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dino_sparo.draw.tables import latex_table, markdown_table
-from dino_sparo.image_text.evaluation.compositional.benchmark import NUM_RESAMPLES, Benchmark, Outcome, Weights
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, Weights
 from dino_sparo.runtime.faults import require
+
+NUM_RESAMPLES = 10_000
 
 
 class Difference(NamedTuple):
@@ -179,7 +181,10 @@ def draw(lines: Sequence[Line], path: Path) -> None:
             blind = [(line.blind, row) for line, row in zip(model_lines, rows, strict=True) if line.blind is not None]
             if blind:
                 label = "with shuffled images" if number == len(models) - 1 else None
-                axis.plot(*zip(*blind, strict=True), "o", mfc="none", mec=SOFT, markersize=7, label=label)
+                # Wider than the marker of the accuracy, so that it is seen if both are equal.
+                axis.plot(
+                    *zip(*blind, strict=True), "o", mfc="none", mec=SOFT, markersize=11, label=label, clip_on=False
+                )
         chance = {line.title: line.chance for line in lines}
         rows = [titles.index(title) for title in chance]
         axis.plot(list(chance.values()), rows, "|", color=INK, markersize=22, mew=1.6, label="chance", zorder=2)
