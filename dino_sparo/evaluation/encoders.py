@@ -24,10 +24,14 @@ OTHER_SEED = 1_000_003  # far from the seeds of runs, since an untrained encoder
 
 @dataclass(frozen=True)
 class EvaluatedEncoder:
-    """The subject of an evaluation, in eval mode on the CPU, with mean and std of its images' pixels in 0..1.
+    """The subject of an evaluation: an encoder, the mean and std of its images, and its entry in a result file.
 
-    `record` is the entry `encoder` of a result: weights, hash, network, epoch, architecture. In training, `max_value`
-    was white in 16-bit images.
+    Attributes:
+        encoder: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: of these pixels.
+        record: the entry `encoder` of a result file, plain values: weights, hash, key, epoch, architecture.
+        max_value: value of 16-bit images that was white in training.
     """
 
     encoder: Encoder

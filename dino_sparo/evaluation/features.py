@@ -200,8 +200,10 @@ def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> I
 def gather_features(part: Features, device: torch.device, on_rank_0: bool = False) -> Features:
     """All processes' features on every process, in the order of their indices.
 
-    The features of this process may be empty; `device` is that of the collectives. With `on_rank_0`, only rank 0 gets
-    all features, on the CPU, and other ranks get `part`.
+    Args:
+        part: this process' features; may be empty.
+        device: where the processes talk to each other.
+        on_rank_0: only rank 0 gets the features, on the CPU; the others get their own part back.
     """
     if world_size() == 1:
         return part

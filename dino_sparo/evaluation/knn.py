@@ -138,9 +138,13 @@ def checked_features(
 def rank_classes(
     labels: Tensor, similarities: Tensor, ks: list[int], temperature: float
 ) -> dict[int, Int[Tensor, "m 5"]]:
-    """The five classes with most votes, for several k at once; -1 if fewer classes have votes.
+    """The five classes with most votes, for several k at once; -1 where fewer classes have votes.
 
-    Labels and similarities (m, k) are of the neighbours, nearest first; `ks` ascend to k; `temperature` is tau.
+    Args:
+        labels: (m, k), of the neighbours, nearest first.
+        similarities: (m, k).
+        ks: ascending, the last is k.
+        temperature: tau.
     """
     # Relative to the nearest image, so that no temperature overflows; a common factor changes no ranking.
     weights = ((similarities - similarities[:, :1]).double() / temperature).exp()

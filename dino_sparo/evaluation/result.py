@@ -33,8 +33,10 @@ MAX_PART = 40  # letters of each part of a file's name, which systems limit
 class ResultFile:
     """The file of a result.
 
-    Figures have the same stem. `options` is the entry of this name: weights, data and protocol. `protocol` returns the
-    entries that describe the subject: weights, view, versions.
+    Attributes:
+        path: of the JSON file; figures have the same stem.
+        options: the entry `options` of the result: weights, data and protocol, from `options_of`.
+        protocol: gives the entries of the result that describe the subject: weights, view, versions.
     """
 
     path: Path
@@ -44,9 +46,15 @@ class ResultFile:
     def write(
         self, result: Mapping[str, Any], table: str | None = None, *, headline: Sequence[Score]
     ) -> dict[str, Any]:
-        """On rank 0, write the result with protocol, options and warnings, and print the table, if there is one.
+        """Write the result with its protocol, options and warnings, and print the table, on rank 0.
 
-        `headline` has the main scores, which exports, `info` and `report` show. All ranks get the content of the file.
+        Args:
+            result: numbers and protocol.
+            table: the numbers for people; None: prints nothing.
+            headline: the main scores, which exports, `info` and `report` show; none for a figure.
+
+        Returns:
+            The content of the file, on every rank.
         """
         warnings = {"warnings": list(dict.fromkeys(WARNINGS))} if WARNINGS else {}
         protocol = {name: value for name, value in self.protocol().items() if name not in result}
@@ -95,8 +103,13 @@ def open_result(
 ) -> ResultFile:
     """The file STEM.json in the folder of the result.
 
-    `weights` describes the weights, with `sha256`; `protocol` as in `ResultFile`; `unrecorded` are further options that
-    change no number of the result, and `options` further entries of `ResultFile.options`.
+    Args:
+        args: parsed options.
+        stem: name of the file, from `result_stem`, or a fixed one that figures share.
+        weights: description of the weights, with `sha256`.
+        protocol: as in `ResultFile`.
+        unrecorded: further options that change no number of the result.
+        options: further entries of `ResultFile.options`.
 
     Raises:
         UserError: the file holds a result of other weights, data or options, and --overwrite is not given.

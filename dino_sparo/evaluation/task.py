@@ -40,7 +40,12 @@ Task = TypeVar("Task", bound="EvaluationTask")
 
 
 class EvaluationTask(ABC):
-    """Options, device, images and result of one evaluation; the subject and the images are opened on first use."""
+    """Options, device, images and result of one evaluation; the subject and the images are opened on first use.
+
+    Args:
+        args: parsed options. An option that a command lacks takes its default.
+        device: where to compute.
+    """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
@@ -114,9 +119,16 @@ class EvaluationTask(ABC):
     def open_result(
         self, name: str, features: Mapping[str, Any] | None = None, unrecorded: Collection[str] = (), **options: Any
     ) -> ResultFile:
-        """The file NAME_WEIGHTS_DATA.json, with NAME of the evaluation; otherwise as `result.open_result`.
+        """The file NAME_WEIGHTS_DATA.json.
 
-        The record of features on disk, `features`, describes the subject in its place.
+        Args:
+            name: of the evaluation, such as "knn".
+            features: record of cached features, which then describes the subject.
+            unrecorded: options that change no number of the result.
+            options: further entries of the result's `options`.
+
+        Raises:
+            UserError: the file holds a result of other weights, data or options, and --overwrite is not given.
         """
         weights = self.weights if features is None else subject_of(features)
         protocol = self.protocol if features is None else lambda: features
@@ -185,7 +197,14 @@ class EncoderTask(EvaluationTask):
         gather: bool = False,
         view: Callable[..., list[Tensor]] | None = None,
     ) -> Features:
-        """Features of un-augmented images by the encoder; arguments as `extract_split`'s, `view` is its transform."""
+        """Features of un-augmented images: this process' share, or those of all processes with `gather`.
+
+        Args:
+            source: the images.
+            encode: images (B, C, H, W) -> features (B, F), by the encoder; None: the encoder itself.
+            gather: return the features of all processes.
+            view: (image, rng) -> [what the encoder sees]; None: `transform`.
+        """
         return extract_split(
             self.encoder,
             source,

@@ -87,12 +87,18 @@ def build_atlas(
     channels: Sequence[int] = (),
     num_workers: int = 0,
 ) -> tuple[Atlas, list[list[Tile]]]:
-    """For each slot choose the images of a source that activate it most; unreadable images are skipped.
+    """Look at every image of a source and choose those that light up each slot most; unreadable images are left out.
 
-    The encoder is in eval mode and on its device. Pictures show `channels`, as in `view_pixels`.
+    Args:
+        encoder: in eval mode, on its device; any but one that averages all tokens.
+        source: the images.
+        view: the part of an image that the encoder sees.
+        images_per_slot: number of images to choose.
+        channels: that pictures show, as in `view_pixels`.
+        num_workers: processes that load images.
 
     Returns:
-        Numbers of each slot, by peakedness, and each slot's images with its maps on them, best first.
+        The numbers of each slot, by peakedness, and each slot's images with its maps on them, best first.
     """
     readout, kind = encoder.config.readout, encoder.config.kind.shows
     if kind == "average":

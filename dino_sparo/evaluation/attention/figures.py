@@ -30,9 +30,16 @@ NUMBERS_IN_WORDS = "Beside each: its effective patches, and the share of its att
 
 @dataclass(frozen=True)
 class MapSet:
-    """The raw maps of some images by one encoder, with the locations (`names`) and views (`pictures`) of the images.
+    """The maps of some images by one encoder, with what a figure says about them.
 
-    `run` is the encoder's name, `model` a line about the encoder, `kind` that of a map: "slot", "head" or "average".
+    Attributes:
+        run: what the encoder is called.
+        model: how it is built and how long it was trained, one line.
+        kind: "slot", "head" or "average": what one map is.
+        patch_size: of the encoder, pixels.
+        maps: (B, maps, h, w), raw.
+        names: where the images lie.
+        pictures: their views, large.
     """
 
     run: str
@@ -113,10 +120,13 @@ def painter(heatmap: Float[np.ndarray, "h w"], threshold: float | None = None) -
 def maps_figure(
     sides: Sequence[MapSet], images: Sequence[int], max_maps: int | None = None, threshold: float | None = None
 ) -> Figure:
-    """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder in `sides`.
+    """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder.
 
-    `images` are numbers of images. `max_maps` is per encoder and image, see `display_order`; None shows all maps of a
-    single image, but fewer of several images. A `threshold` shows the fewest patches with this share of a map's mass.
+    Args:
+        sides: the maps of one encoder, or of two for the same images.
+        images: numbers of the images to show.
+        max_maps: per encoder and image, see `display_order`; None: all maps of a single image, fewer of several.
+        threshold: show the patches that hold this share of a map's mass instead of the map.
     """
     if max_maps is None and (len(sides) > 1 or len(images) > 1):
         max_maps = TWO_ENCODERS_MAPS if len(sides) > 1 else SEVERAL_IMAGES_MAPS

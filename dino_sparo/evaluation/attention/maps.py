@@ -89,11 +89,14 @@ def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "
 
 
 def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
-    """The group of each map; maps of one group look the same on all images.
+    """Group maps that look the same on all images.
 
     Maps are taken in the order of `rank_by_peakedness`. A map joins the group whose first member is most similar to it,
-    if their cosine similarity, averaged over the images, is at least `NEAR_DUPLICATE`; otherwise it begins a group. So
-    no group grows by a chain of small differences. Groups are numbered from 0, by their most peaked member.
+    if their cosine similarity, averaged over the images, is at least `NEAR_DUPLICATE`; otherwise the map opens a new
+    group. So no group grows by a chain of small differences.
+
+    Returns:
+        (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
     """
     similarity = map_similarity(maps)
     groups = np.full(maps.shape[1], -1)

@@ -103,7 +103,11 @@ def feature_shapes(
 
 
 def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B C H W"]) -> dict[str, Tensor]:
-    """The kinds `what` of encoding (B, L*V), slots (B, L, V), cls (B, D), patches (B, N - prefix, D), mean (B, D)."""
+    """Several kinds of features in one pass.
+
+    Returns:
+        encoding (B, L*V), slots (B, L, V), cls (B, D), patches (B, N - prefix, D), mean (B, D); those asked for.
+    """
     tokens = encoder.backbone(images)
     patches = tokens[:, encoder.backbone.num_prefix_tokens :]
     slots = encoder.readout(tokens).slots

@@ -22,9 +22,13 @@ SHOWN_PARTS, SHOWN_IMAGES, PER_LINE = 50, 12, 6  # queries or groups on a page, 
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of embeddings on disk; pictures show `channels`, as in `rgb_pixels`.
+    """The images of embeddings, on disk.
 
-    `has_moved` says whether the images are in other folders than during embedding.
+    Attributes:
+        source: the images.
+        embeddings: whose rows are shown.
+        channels: that pictures show, as in `rgb_pixels`.
+        has_moved: whether only the names of the files are those of the embeddings.
     """
 
     source: ImageSource

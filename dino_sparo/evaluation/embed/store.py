@@ -46,10 +46,13 @@ BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings on disk; `record` is the content of embedding.json.
+    """Embeddings on disk.
 
-    `arrays` has a memory-mapped array (images, ...) for each kind of feature. `index` has "path" and "label" of each
-    row, for captions also "caption".
+    Attributes:
+        arrays: kind of feature -> memory-mapped array, (images, ...).
+        index: "path" and "label" of each row; of captions also "caption".
+        record: how the embeddings were made.
+        folder: where they lie.
     """
 
     arrays: dict[str, np.ndarray]
@@ -147,7 +150,13 @@ def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:
 class EmbeddingWriter:
     """Writes a folder of embeddings, chunk by chunk, from several processes.
 
-    `shapes` has the shape of one image's feature for each kind of feature. A row is a `unit`: images or captions.
+    Args:
+        folder: of the result.
+        shapes: kind of feature -> shape of one image's feature.
+        dtype: of the arrays.
+        num_images: of the source.
+        batch_size: images per batch.
+        unit: name of what has a row: images or captions.
     """
 
     def __init__(

@@ -93,14 +93,19 @@ def build_readout(config: EncoderConfig, encoder: Encoder) -> nn.Module:
 
 
 class ReadoutProbes(Probes):
-    """Read-outs with a classifier each, on the same tokens; for each kind one probe per learning rate.
+    """Read-outs with a classifier each, on the same tokens; one of each kind per learning rate.
 
         logits = W BatchNorm(concat(slots)) + b
 
-    Probes of one kind start from the same weights.
+    Probes of one kind start from the same weights: they differ in their learning rate alone.
 
-    `configs` are from `probe_configs`, `token_shape` is N and D of the tokens, and `num_rates` the number of probes per
-    kind.
+    Args:
+        encoder: whose tokens are read.
+        configs: kind of a probe -> its configuration, see `probe_configs`.
+        token_shape: N and D of the tokens.
+        num_classes: outputs of a classifier.
+        num_rates: learning rates, and so probes, per kind.
+        seed: of all initial weights.
     """
 
     min_batch = 2  # batch norm needs a variance

@@ -115,10 +115,14 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class ProbeTask:
-    """An evaluation's task with the features of its probes.
+    """The features of a probe on top of an evaluation's task: what training and testing have in common.
 
-    `encode` maps images (B, C, H, W) to features (B, F). With --probe, `configs` has the configuration of the read-out
-    for each kind of probe. Saved probes with another `identity` belong to other features.
+    Attributes:
+        encode: images (B, C, H, W) -> the probe's features (B, F).
+        feature_dim: F.
+        global_batch_size: training images per step.
+        configs: with --probe, kind of a probe -> the configuration of its read-out; else empty.
+        identity: plain values that tell whether saved probes belong to these features.
     """
 
     def __init__(self, task: EncoderTask) -> None:

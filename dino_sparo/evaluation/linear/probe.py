@@ -278,9 +278,10 @@ def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor
 def probe_accuracy(
     probe: Probes, features: Float[Tensor, "images F"], labels: Int[Tensor, " images"]
 ) -> list[dict[str, float]]:
-    """For each probe `top1` and `top5` in percent and `loss` in nats, over all processes' shares of the images.
+    """Accuracy of each probe over the images of all processes, of which this process has a share.
 
-    With fewer than five classes, `top5` counts all classes.
+    Returns:
+        For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` counts all.
     """
     sums = torch.zeros(probe.num_probes, 4, dtype=torch.float64, device=probe.device)
     probe.eval()

@@ -36,7 +36,11 @@ MIN_MATCH_IMAGES = 20
 
 @on_first_process
 def score_slots(args: argparse.Namespace) -> dict[str, Any]:
-    """Score the maps of an encoder, write and plot the result; returns the content of slot_score.json."""
+    """Score the maps of the encoder that the options name, write the result and the plots, print the table.
+
+    Returns:
+        The content of slot_score.json; None on processes other than the first.
+    """
     task = EncoderTask.start_alone(args)
     require_matplotlib()
     if args.match:

@@ -51,9 +51,12 @@ class ObjectMasks(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectSource:
-    """Images with their objects, by index, and the names of the objects' classes, if there are any.
+    """Images with their objects, by index.
 
-    `objects` raises CorruptImageError if the objects are unreadable.
+    Attributes:
+        images: any images.
+        classes: names of the objects' classes; empty where there are none.
+        objects: index -> the objects of that image; raises CorruptImageError if they cannot be read.
     """
 
     images: ImageSource
@@ -85,9 +88,12 @@ def view_objects(
 def check_mask_size(
     mask_shape: tuple[int, ...], location: str, image_size: tuple[int, int], stored_size: tuple[int, int] | None
 ) -> None:
-    """CorruptImageError unless the masks have `image_size`, width and height.
+    """Refuse masks that are not those of an image of width and height `image_size`.
 
-    An image that was turned upright had `stored_size` before. Masks of this size are refused in any case.
+    `stored_size` is that of an image which was turned upright.
+
+    Raises:
+        CorruptImageError: the masks are of another size, or may be of the image before it was turned.
     """
     height, width = mask_shape
     if (width, height) == stored_size:

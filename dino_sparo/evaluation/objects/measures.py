@@ -100,9 +100,9 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
         I = sum_os C(n_os, 2),  E = sum_o C(a_o, 2) sum_s C(b_s, 2) / C(n, 2),
         M = (sum_o C(a_o, 2) + sum_s C(b_s, 2)) / 2,      ARI = (I - E) / (M - E),  1 if M = E
 
-    1 for equal partitions, 0 on average for random ones, possibly negative, NaN if no pixel has exactly one object.
-    Equal to scikit-learn's adjusted_rand_score of these pixels, which may be millions. Sources: Hubert and Arabie,
-    "Comparing partitions"; for the foreground, Greff et al., IODINE.
+    1 for equal partitions, 0 in the mean for random ones, possibly negative, NaN if no pixel has exactly one object.
+    Equal to scikit-learn's adjusted_rand_score of all these pixels, which may be millions.
+    Source: Hubert and Arabie, "Comparing partitions"; the foreground alone: Greff et al., IODINE.
     """
     table = _flat(objects.alone) @ _flat(segments).T.astype(np.float64)
     total = table.sum()

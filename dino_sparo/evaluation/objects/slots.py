@@ -136,9 +136,12 @@ def slot_similarity(
         X (images, V), Y (images, V'), the values of two slots, centered over the images
         s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
 
-    For V = V' = 1, s is the squared correlation. Rotating a slot's value does not change s; correlations of single
-    coordinates would compare axes that mean nothing across seeds. With few images, s is above 0 by chance. A constant
-    slot has 0. Source: Kornblith et al., "Similarity of neural network representations revisited"; the RV coefficient.
+    It is the squared correlation where V = V' = 1. Rotating a slot's value does not change it; a correlation coordinate
+    by coordinate would compare axes that mean nothing across seeds. With few images it is above 0 by chance.
+    Source: Kornblith et al., "Similarity of neural network representations revisited"; the RV coefficient.
+
+    Returns:
+        (L, others), in [0, 1]; 0 for a slot that has one value on all images.
     """
     first, second = (values.astype(np.float64) - values.mean(axis=0, dtype=np.float64) for values in (first, second))
     norms, other_norms = (
@@ -155,10 +158,13 @@ def slot_similarity(
 def match_held_out(
     first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
 ) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"], Float[np.ndarray, "L others"]]:
-    """Slots of the first model, their partners, and the similarities of all slots.
+    """Match slots on every second image, so that the total similarity is largest, and compare them on the other images.
 
-    Every second image chooses the matching, with the largest total similarity. Similarities are of the other images,
-    since on the images that choose a matching they are too large, even for noise.
+    On the images that chose it even a matching of noise looks better than its slots are. Where one model has more
+    slots, some of them stay alone.
+
+    Returns:
+        Slots of the first model, their partners, and the similarities of all slots on the other images.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -37,7 +37,15 @@ NO_SCORE = dict.fromkeys(measures.MEASURES, float("nan"))
 
 
 class SeenImage(NamedTuple):
-    """An image: index in the source, normalised pixels, objects in view and their classes, number of other objects."""
+    """One image as an encoder takes it.
+
+    Attributes:
+        number: its place in the source.
+        tensor: (C, H, W), normalised.
+        objects: counted by patches.
+        classes: (objects,), their classes.
+        out_of_view: number of the image's other objects, which the view does not show.
+    """
 
     number: int
     tensor: Float[Tensor, "C H W"]

@@ -64,7 +64,11 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def open_revisited(data_path: str, dataset: str, limits: ImageLimits) -> SearchSet:
-    """Revisited Oxford or Paris with its three protocols; UserError if files are missing or damaged."""
+    """Revisited Oxford or Paris with its three protocols.
+
+    Raises:
+        UserError: files are missing or damaged.
+    """
     folder = Path(data_path, dataset)
     truth = folder / f"gnd_{dataset}.pkl"
     if not truth.is_file():
@@ -101,7 +105,11 @@ def labelled_set(source: ImageSource) -> SearchSet:
 
 
 def open_copydays(data_path: str, limits: ImageLimits) -> SearchSet:
-    """Strong copies as queries among the originals; UserError without the folders, or for a copy without original."""
+    """Strong copies as queries among the originals; distractors are appended to the database by the caller.
+
+    Raises:
+        UserError: the folders are missing, or a copy has no original.
+    """
     names = {}
     for part in ("original", "strong"):
         folder = Path(data_path, part)

@@ -21,9 +21,12 @@ class Query(NamedTuple):
 
 
 class Precision(NamedTuple):
-    """Means over the `num_queries` queries with an answer, in percent: mean average precision, and precision at k.
+    """Means over all queries that have an answer, in percent.
 
-    The latter is the share of right images among the first k of `KAPPAS`, but not beyond the last right image.
+    Attributes:
+        map: mean average precision.
+        at: the share of right images among the first 1, 5 and 10 (`KAPPAS`), at most up to the last right one.
+        num_queries: queries with an answer.
     """
 
     map: float
@@ -44,8 +47,9 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
 
         AP = sum_i (p_i + q_i) / (2 num_positives),  p_i = i / r_i (1 if r_i = 0),  q_i = (i + 1) / (r_i + 1)
 
-    with r_i the positions of right images in a ranking; r and i begin with 0. A shortened ranking may lack some of the
-    `num_positives` right images in the database.
+    Args:
+        positions: r_i, positions of right images in a ranking, from 0, ascending; i counts them from 0.
+        num_positives: right images in the database, of which a shortened ranking may lack some.
     """
     found = np.arange(len(positions))
     before = np.where(positions == 0, 1.0, found / np.maximum(positions, 1))

@@ -57,9 +57,13 @@ UNRECORDED = ("images", "pictures", "cache_gb")  # options that change no number
 
 @dataclass(frozen=True)
 class Segmenter:
-    """An encoder with a head in eval mode: image -> label of each pixel.
+    """An encoder with a head: image -> label of each pixel.
 
-    `encode` maps windows of the view to patch features. `classes` has numbers and names, in the order of the outputs.
+    Attributes:
+        head: on the encoder's device, in eval mode.
+        view: the windows of the image.
+        encode: windows -> patch features.
+        classes: class number -> name, in the order of the head's outputs.
     """
 
     head: nn.Module
@@ -76,7 +80,11 @@ class Segmenter:
 
 @on_first_process
 def segment(args: argparse.Namespace) -> dict[str, Any]:
-    """Train or read a head, measure it, predict masks of new images; returns the content of the result."""
+    """Train a head or read one, measure it, predict masks of new images.
+
+    Returns:
+        The content of the result file; None on processes other than the first.
+    """
     task = EncoderTask.start_alone(args)
     require_matplotlib()
     is_saved = args.head not in HEADS

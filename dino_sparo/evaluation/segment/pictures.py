@@ -20,9 +20,15 @@ TILE = 190  # pixels, of a picture on a sheet
 
 
 class SegmentedImage(NamedTuple):
-    """An image with labels (H, W) from 0, predicted and true, and the number of the slot at each pixel.
+    """An image with its labels, all (H, W).
 
-    `truth`, which may have VOID, is None for new images. `miou` is the mean IoU of this image, percent.
+    Attributes:
+        location: where the image lies.
+        image: the image.
+        predicted: numbers of classes, from 0 in their order.
+        truth: the same, or VOID; None for new images.
+        slots: number of the slot at each pixel; None where slots are not shown.
+        miou: mean IoU of this image, percent.
     """
 
     location: str

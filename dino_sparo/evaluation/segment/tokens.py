@@ -28,7 +28,14 @@ class WindowedView:
     The short side is resized to `img_size`, and both sides to whole patches. Windows of `window` x `window` pixels
     move by half a window; the last window of a row or column ends at the edge. Features of overlaps are averaged.
 
-    `patch_size` is P in pixels, `mean` and `std` are of pixels in 0..1. `batch_size` windows are encoded together.
+    Attributes:
+        img_size: short side of the resized image, pixels.
+        window: side of a window, pixels.
+        patch_size: P, pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        batch_size: windows that are encoded together.
+        device: where the encoder is.
     """
 
     img_size: int
@@ -106,7 +113,14 @@ def map_encoder(encoder: Encoder) -> Callable[[Tensor], Float[Tensor, "B maps h 
 
 
 class TokenCache:
-    """Features and labels of training images; those beyond `max_bytes` are computed again when they are read."""
+    """Features and labels of training images; kept in fp16 while they fit, else computed again when they are read.
+
+    Args:
+        source: images with masks.
+        view: gives the features.
+        encode: as in `WindowedView.features`.
+        max_bytes: of all that is kept.
+    """
 
     def __init__(
         self, source: MaskSource, view: WindowedView, encode: Callable[[Tensor], Tensor], max_bytes: float

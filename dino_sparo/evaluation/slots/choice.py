@@ -29,7 +29,13 @@ FORM = (
 
 @dataclass(frozen=True)
 class SlotSelection:
-    """The indices of the slots that are kept; `num_slots` (L) and hash are of the model whose slots were chosen."""
+    """The slots that are kept.
+
+    Attributes:
+        indices: numbers of slots, different from each other.
+        num_slots: L of the model they were chosen in; None: not known.
+        weights_sha256: of the checkpoint they were chosen in; None: not known.
+    """
 
     indices: tuple[int, ...]
     num_slots: int | None = None
@@ -66,8 +72,10 @@ class SlotSelection:
 class SlotMask:
     """Weights that multiply the parts of a CLIP's encodings of images.
 
-    `values` (P,) are in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P. `encoding_dim` (M) and hash are of
-    the model for which the mask was learned.
+    Attributes:
+        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
+        encoding_dim: M of the model it was learned for; None: not known.
+        weights_sha256: of the checkpoint it was learned for; None: not known.
     """
 
     values: tuple[float, ...]
@@ -165,7 +173,13 @@ def check_has_slots(config: EncoderConfig) -> None:
 
 
 class KeptSlots(nn.Module):
-    """A read-out reduced to the k slots of some indices; V is `slot_dim`."""
+    """A read-out reduced to some of its slots.
+
+    Args:
+        readout: tokens -> `ReadoutOutput`.
+        indices: (k,), numbers of the slots that are kept.
+        slot_dim: V.
+    """
 
     kept: Tensor
 

@@ -54,9 +54,15 @@ Accuracies = Callable[[tuple[int, ...]], dict[str, float]]
 
 @dataclass(frozen=True)
 class StudyImages:
-    """This process' share of the encodings (images, L*V), with a mask of the training images that rank the slots.
+    """This process' share of the images.
 
-    `num_slots` is L; `device` is for collectives and probes.
+    Attributes:
+        train: encodings (images, L*V) as the encoder gives them.
+        val: encodings of the validation images.
+        chooses: (images,), which training images rank the slots.
+        num_slots: L.
+        num_classes: of the training images.
+        device: where processes talk to each other and probes are trained.
     """
 
     train: Features

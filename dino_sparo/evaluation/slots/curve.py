@@ -57,9 +57,17 @@ def best_slots(columns: Mapping[str, Sequence[float]], slots: Sequence[int]) -> 
 
 
 class Curve(NamedTuple):
-    """A panel: held-out accuracy of the best slots (`rows`) against their number, beside another curve (`others`).
+    """A panel: held-out accuracy of the best slots against their number, beside another curve.
 
-    `score` is the label of the axis; `deviations` are the other curve's standard deviations. All values are percent.
+    Attributes:
+        title: of the panel.
+        score: what the axis shows, percent.
+        rows: accuracies.
+        label: of the best slots' curve.
+        other_label: of the other curve.
+        others: values of the other curve.
+        deviations: their standard deviations.
+        chance: percent, drawn as a line.
     """
 
     title: str

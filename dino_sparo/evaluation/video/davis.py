@@ -20,7 +20,13 @@ LAYOUT = (
 
 @dataclass(frozen=True)
 class AnnotatedVideo:
-    """A video of DAVIS: name of its folders, paths of the frames, and paths of the masks, one per frame."""
+    """A video of DAVIS.
+
+    Attributes:
+        name: of its folders.
+        frames: paths of the images, in order.
+        annotations: paths of the masks, one per frame.
+    """
 
     name: str
     frames: Sequence[Path]
@@ -28,7 +34,11 @@ class AnnotatedVideo:
 
 
 def open_davis(data_path: str, split: str) -> list[AnnotatedVideo]:
-    """The videos of a split; UserError if a file is missing."""
+    """The videos of a split.
+
+    Raises:
+        UserError: a file is missing; the message names it, the layout and the source.
+    """
     if not data_path:
         raise UserError(f"--data_path is empty; give the folder of DAVIS 2017, which holds {LAYOUT}; from {SOURCE}")
     root = Path(data_path)

@@ -21,7 +21,11 @@ ANIMATIONS = (".gif", ".webp", ".apng", ".png")  # formats of videos that Pillow
 
 
 def list_pictures(folder: Path) -> list[Path]:
-    """The images of a folder, in the order of the numbers in their names; UserError unless all have one size."""
+    """The images of a folder, all of one size, in the order of the numbers in their names.
+
+    Raises:
+        UserError: there are none, one is unreadable, or their sizes differ.
+    """
     images = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS and path.name[0] != "."]
     if not images:
         raise UserError(f"{folder} holds no images ({', '.join(IMAGE_EXTENSIONS)}); give a video or a folder of frames")
@@ -41,7 +45,11 @@ def list_pictures(folder: Path) -> list[Path]:
 
 
 def extract_frames(video: Path, folder: Path) -> float:
-    """Write the frames of a video as frame-0000.jpg and so on, remove older frames, and return frames per second."""
+    """Write the frames of a video to FOLDER/frame-0000.jpg and so on, and remove those of an earlier video.
+
+    Returns:
+        Frames per second.
+    """
     create_output_dir(folder, option="")
     for path in folder.glob("frame-*.jpg"):
         path.unlink()

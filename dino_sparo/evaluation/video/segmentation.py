@@ -87,7 +87,11 @@ def segment(
 
 
 def view_size(height: int, width: int, short_side: int, patch_size: int) -> tuple[int, int]:
-    """Height and width of a frame for the encoder, as in the reference, rounded down to whole patches."""
+    """Height and width at which the encoder sees a frame: the reference's, rounded down to whole patches.
+
+    Raises:
+        UserError: the sides are smaller than a patch.
+    """
     short, long = min(height, width), max(height, width)
     long_side = short_side * long // short // LONG_SIDE_STEP * LONG_SIDE_STEP
     sides = [side // patch_size * patch_size for side in (short_side, long_side)]
