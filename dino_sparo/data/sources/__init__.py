@@ -11,7 +11,15 @@
     scenes, scenes:NUM:SIZE           procedural images, see `data/scenes/`
     PREFIX:ANYTHING                   any entry of `OPENERS`, also from a file of yours; docs/extending.md
 
-`image_source.py` has the interface of a source; `decode.py` turns bytes into pixels, within limits.
+The files of this folder, in the order of the data flow:
+
+    folders.py           folder -> its splits; files, classes by subfolder
+    tables.py            list or table -> files, classes by column
+    tars.py              tar shards -> members at their offsets, classes by `.cls` members
+    indexes.py           all members of many shards -> one table, in the user's cache
+    torchvision_sets.py  name of a torchvision set -> its images
+    image_source.py      the interface of a source; images that are files; a subset of a source
+    decode.py            bytes -> pixels, or a CorruptImageError; limits of what is read
 """
 
 # ruff: noqa: F401
@@ -21,6 +29,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 
 from dino_sparo.data.scenes.images import Scenes, parse_scenes_spec
 from dino_sparo.data.sources.decode import (
@@ -36,7 +45,13 @@ from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolv
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
-from dino_sparo.data.sources.tars import TarSource, expand_shards, images_kind, open_shards, refuse_compressed
+from dino_sparo.data.sources.tars import (
+    TarSource,
+    expand_shards,
+    images_kind,
+    open_shards,
+    refuse_compressed,
+)
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
 from dino_sparo.runtime.faults import UserError
 
@@ -91,7 +106,8 @@ def open_source(
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
     start = time.perf_counter()
-    opened = _open(data_path, split, download, max_corrupt, default_split, columns, limits)
+    open_it = opener_of(data_path, split, download, max_corrupt, default_split, columns, limits)
+    opened = open_it()
     source, how = opened if isinstance(opened, tuple) else (opened, "ready")
     require_channels(source, limits)
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
@@ -119,10 +135,10 @@ def _open_scenes(data_path: str, split: str) -> ImageSource:
 
 # The data path before its first colon -> data path and split ("train", "val" or `ALL`) to images.
 OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
-Opened = ImageSource | tuple[ImageSource, str]  # with the log's words for how it was opened
+Opener = Callable[[], ImageSource | tuple[ImageSource, str]]  # with the log's words for how it was opened
 
 
-def _open(
+def opener_of(
     data_path: str,
     split: str | None,
     download: bool,
@@ -130,12 +146,12 @@ def _open(
     default_split: str,
     columns: TableColumns,
     limits: ImageLimits,
-) -> Opened:
-    """Open a data path, by the kind of the path; arguments as `open_source`'s."""
+) -> Opener:
+    """The function that opens a data path, by the kind of the path; arguments as `open_source`'s."""
     opener = OPENERS.get(data_path.partition(":")[0])
     if opener is not None and not os.path.exists(data_path):
         columns.refuse_for(data_path)
-        return opener(data_path, split or default_split)
+        return partial(opener, data_path, split or default_split)
     refuse_remote(data_path)
     path = data_path
     if os.path.isdir(path):
@@ -143,19 +159,19 @@ def _open(
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) > 1:
             columns.refuse_for(data_path)
-            return open_shards(chosen, f"{split} shards in {path}", max_lost, limits)
+            return partial(open_shards, chosen, f"{split} shards in {path}", max_lost, limits)
         path, split = chosen[0], None
     if os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        return open_table(path, split, default_split, columns, limits)
+        return partial(open_table, path, split, default_split, columns, limits)
     columns.refuse_for(data_path)
     if os.path.isdir(path):
-        return open_folder(path, max_lost, limits)
+        return partial(open_folder, path, max_lost, limits)
     if os.path.isfile(path):
         refuse_compressed(path)
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
             raise UserError(f"data_path={path!r} is a single image; give the folder that holds the images")
         if not path.lower().endswith(".tar"):
-            return open_list(path, split, limits)
+            return partial(open_list, path, split, limits)
     elif os.path.exists(path):
         raise UserError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
@@ -165,14 +181,14 @@ def _open(
                 "val-*.tar into one folder and give that folder"
             )
         shards = [path] if os.path.isfile(path) else expand_shards(path)
-        return open_shards(shards, f"shards {data_path}", max_lost, limits)
-    return _open_named_set(data_path, split, default_split, download, limits)
+        return partial(open_shards, shards, f"shards {data_path}", max_lost, limits)
+    return _opener_of_named_set(data_path, split, default_split, download, limits)
 
 
-def _open_named_set(
+def _opener_of_named_set(
     data_path: str, split: str | None, default_split: str, download: bool, limits: ImageLimits
-) -> TorchvisionSource:
-    """Open a torchvision set; UserError for any other name."""
+) -> Opener:
+    """The function that opens a torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name not in TORCHVISION_SETS:
         raise UserError(
@@ -181,7 +197,8 @@ def _open_named_set(
         )
     if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
         split = default_split
-    return open_torchvision(name, folder or "data", None if split == ALL else split, download, limits)
+    chosen = None if split == ALL else split
+    return partial(open_torchvision, name, folder or "data", chosen, download, limits)
 
 
 def refuse_remote(data_path: str) -> None:
