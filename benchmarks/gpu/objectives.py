@@ -80,9 +80,8 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
 
     """
     objective_class, get_args_parser = OBJECTIVES[name]
-    options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes}
-    if name != "DINO":
-        options.pop("drop_path_rate")
+    options = {"epochs": 4, "num_workers": 0, "device": device}
+    options |= ({"drop_path_rate": 0, "cuda_graph": "off"} if name == "DINO" else {}) | sizes
     words = [word for key, value in options.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
     args = get_args_parser().parse_args(words)
     objective_class.check_options(args)

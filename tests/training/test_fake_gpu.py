@@ -54,7 +54,7 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
 def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[DINOObjective, Batch]:
     """The default model, loss and crops at batch 64 on the GPU."""
     monkeypatch.setattr("dino_sparo.distillation.objective.choose_precision", lambda *_: PRECISIONS[precision])
-    args = dino_options.get_args_parser().parse_args([])
+    args = dino_options.get_args_parser().parse_args(["--cuda_graph", "off"])
     dino_options.fill_in_defaults(args)
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there
     monkeypatch.setattr("dino_sparo.distillation.objective.open_crops", lambda *_: no_data(10, 64))

@@ -55,7 +55,7 @@ def test_an_old_run_goes_on_as_it_would_have_then(
     monkeypatch.chdir(tmp_path)
     record = record_of("checkpoints", name)
     words = ["train" if name == "dino" else "train-clip", *words_of(RUNS[name]), "--output_dir", "."]
-    assert shlex.join(words) == record["run"]
+    assert sorted(words) == sorted(shlex.split(record["run"]))
     with caplog.at_level(logging.INFO):
         command(*words, "--exif", "ignore")  # as every version before the option; otherwise a warning
     assert "1 epochs, 12 steps done" in caplog.text
