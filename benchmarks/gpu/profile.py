@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a device, eager and compiled, and how far it is from the floor.
+"""Where the time of a step goes on a device, eager, compiled and recorded, and how far it is from the floor.
 
     python -m benchmarks.gpu.profile
 

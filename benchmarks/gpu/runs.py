@@ -74,7 +74,6 @@ def measure_tests(section: Section, args: argparse.Namespace, folder: Path) -> N
 def measure_resume(section: Section, args: argparse.Namespace, folder: Path) -> None:
     """A whole run; one that is stopped by SIGTERM; one that is killed; both started again."""
     words: dict[str, object] = {"device": args.device, "epochs": 3, "saveckp_minutes": 0.02, "compile": "off"}
-    words["cuda_graph"] = "on"
     if args.quick:
         words |= {**SMALL["DINO"], "data_path": "scenes:120:32", "precision": "fp32", "num_workers": 0}
     else:

@@ -72,7 +72,7 @@ class DistillationObjective(Objective[Batch]):
     loss_key: ClassVar[str]
     fill_in_defaults: ClassVar[Callable[[argparse.Namespace], dict[str, Any]]] = options.fill_in_defaults
     fixed_options: ClassVar[Sequence[str]] = ("optimizer", "layer_decay", "use_bn_in_head", "head_hidden_dim")
-    harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer")
+    harmless_options: ClassVar[Sequence[str]] = ("knn_freq", "init_head", "init_optimizer", "cuda_graph")
     source: ImageSource
     loss: nn.Module
     recorder = Recorder([])

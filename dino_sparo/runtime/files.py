@@ -94,7 +94,7 @@ def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    import hashlib  # here, as others that --help does not need
+    import hashlib  # not above, as further modules below: --help would load them
 
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -837,3 +837,8 @@ def test_the_references_names_of_attention_stay() -> None:
     args = parser_of("attention").parse_args(["--image_path", "a.png", "--image_size", "480", "480"])
     assert (args.data_path, args.img_size) == ("a.png", [480, 480])
     assert parse_keywords("attention", {"image_size": [480, 480]}).img_size == [480, 480]
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = "import sys, dino_sparo, dino_sparo.clip; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)

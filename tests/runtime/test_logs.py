@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -468,3 +468,24 @@ def test_on_a_gpu_the_peak_memory_is_the_gpus() -> None:
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.ones(2**20, device=device)
     assert peak_memory(device) >= held.numel() * 4
+
+
+def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: a file server that was away for a moment ended a run for good, before it had saved."""
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    log = RunLog(TrackedRun(tmp_path))
+    writer: Any = log.trackers.open["tensorboard"].writer
+    monkeypatch.setattr(type(writer), "add_scalar", stale)
+    for step in (1, 2):
+        log.scalars({"train/loss": 1.0}, step)
+    log.image("maps", np.zeros((4, 4, 3), dtype=np.uint8), 2)
+    log.write_epoch({"epoch": 0})
+    log.close()
+    writer.close()  # its thread would write into a folder that is gone
+    assert caplog.text.count("--report_to tensorboard failed, so training continues without tensorboard") == 1
+    assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}

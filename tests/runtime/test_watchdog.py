@@ -101,3 +101,13 @@ def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
     checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
     assert (checkpoint["step"], checkpoint["epoch"]) == (36, 1)
     assert checkpoint["unlogged_epoch"]["loss"] > 0
+
+
+def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.05)
+    with Watchdog(timeout_min=0.0):
+        pass
+    time.sleep(0.2)
+    assert not statuses

@@ -14,8 +14,9 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -255,15 +256,19 @@ def _allow_files_of_1_mib(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
 
+def _assert_save_fails(output_dir: Path, log: Path, message: str, spoil: Callable[[int], None] | None = None) -> float:
+    begin = time.monotonic()
+    with Ranks(log, options(output_dir), spoil=spoil) as ranks:
+        return assert_ended(ranks, [1, 1], begin, message, PATIENCE)
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, max_steps=18)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     before = {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint*.pth")}
     (tmp_path / "rank0.log").unlink()
     message = "could not write .*checkpoint.pth.* the previous checkpoint is kept"
-    begin = time.monotonic()
-    with Ranks(tmp_path, options(tmp_path), spoil=_allow_files_of_1_mib) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, message, PATIENCE)
+    seconds = _assert_save_fails(tmp_path, tmp_path, message, _allow_files_of_1_mib)
     assert (tmp_path / "checkpoint.pth").read_bytes() == before["checkpoint.pth"]
     assert assert_whole_checkpoints(tmp_path) == 18
     assert not is_saving(tmp_path)
@@ -271,6 +276,25 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, whole: Path) -> Iterator[Path]:
+    """A disk with room for two checkpoints and half of a third."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    size = 5 * (whole / "checkpoint.pth").stat().st_size // 2
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk, and not everywhere")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Path) -> None:
+    seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* previous checkpoint is kept; free some")
+    assert assert_whole_checkpoints(small_disk) > 0
+    record("the disk is full", seconds_from_start=round(seconds, 2))
 
 
 SAVES_SIZE = 16_000_000  # numbers in the checkpoint that is killed while it is written: 64 MB

@@ -322,6 +322,34 @@ def test_a_run_that_had_failed_saves_with_an_older_version_gets_its_fallbacks_ba
     assert not list(checkpoints.folder.glob(".*"))
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for three checkpoints of `content` and half of a fourth."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    torch.save(content(0), tmp_path / "one.pth")
+    size = 7 * (tmp_path / "one.pth").stat().st_size // 2
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk, and not everywhere")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_on_a_full_disk_no_save_uses_up_a_fallback(small_disk: Path) -> None:
+    checkpoints = CheckpointFolder(small_disk, KEEP)
+    for step in range(1, KEEP + 1):
+        checkpoints.save(content(step))
+    before = bytes_in(small_disk)
+    for step in range(4, 8):
+        with pytest.raises(CheckpointError, match=r"No space left.*previous checkpoint is kept; free some space"):
+            checkpoints.save(content(step))
+        assert bytes_in(small_disk) == before
+    assert steps_in(small_disk) == [3, 2, 1]
+    (small_disk / "checkpoint.pth").write_bytes(b"damaged")
+    assert checkpoints.find() == small_disk / NAMES[1]
+
+
 # Files that take more memory than they have bytes.
 
 

@@ -39,7 +39,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any]:
     """Score the maps of the encoder that the options name, write the result and the plots, print the table.
 
     Returns:
-        The content of slot_score.json; None on processes other than the first.
+        The content of slot_score.json; {} on processes other than the first.
     """
     task = EncoderTask.start_alone(args)
     require_matplotlib()

@@ -83,7 +83,7 @@ def segment(args: argparse.Namespace) -> dict[str, Any]:
     """Train a head or read one, measure it, predict masks of new images.
 
     Returns:
-        The content of the result file; None on processes other than the first.
+        The content of the result file; {} on processes other than the first.
     """
     task = EncoderTask.start_alone(args)
     require_matplotlib()
