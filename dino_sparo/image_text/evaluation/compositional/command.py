@@ -41,6 +41,7 @@ from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.results import Score
 
@@ -84,6 +85,9 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     files = [each.open_result(RESULT, unrecorded=UNRECORDED) for each in tasks]
     if len({file.path for file in files}) < len(files):
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
+    for each in tasks[1:]:  # a model that cannot be opened ends the command now, not after hours
+        logger.info("%s can be opened; its score is a %s", each.args.pretrained_weights, each.scorer.measure)
+        del each.scorer
     evaluations: dict[str, Evaluation] = {}
     settings, journals, written = (args.chunk_images, args.seed, args.blind, args.failures), [], []
     labels = labels_of(args.pretrained_weights)
@@ -142,7 +146,7 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
     texts = captions_of([question for local in benchmarks for question in local.questions])
     captions = dict.fromkeys(" ".join(text.splitlines()) for text in texts)
     if is_main():
-        path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
+        write_text("".join(f"{caption}\n" for caption in captions), path)
         say(f"{len(captions)} captions: {path}")
     return []
 

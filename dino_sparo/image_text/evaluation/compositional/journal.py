@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.image_text.evaluation.compositional.questions import Part, Question
 from dino_sparo.runtime.collectives import broadcast_object
-from dino_sparo.runtime.files import plain, write_text
+from dino_sparo.runtime.files import plain, write_text, writing
 from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Journal(NamedTuple):
     def append(self, part: Part) -> None:
         """Write the answers to a part, on rank 0."""
         if is_main():
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(part) + "\n")
 
     def remove(self) -> None:
