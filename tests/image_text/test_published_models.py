@@ -101,6 +101,7 @@ def test_a_folder_of_hugging_face_stands_beside_our_checkpoint_and_a_name_withou
     options = ("--data_root", root, "--benchmarks", "vismin", "spec", "--output_dir", tmp_path / "out")
     results = evaluate("compositional", *options, "--model", folder, ours)
     assert "model.safetensors" in results[0]["model"]["files"]
+    assert " at 0x" not in results[0]["view"]  # an address of this process
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"compositional_siglip_model.safetensors_drawn.json", "compositional_clip_checkpoint_drawn.json"}
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["siglip", "clip"]

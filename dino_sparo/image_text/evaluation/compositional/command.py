@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.draw.tables import markdown_table
 from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
@@ -35,7 +36,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.short import main_entry, short_lines, to_markdown, write_short
+from dino_sparo.image_text.evaluation.compositional.short import main_entry, short_lines, table_rows, write_short
 from dino_sparo.image_text.evaluation.published import PublishedTask, is_published
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
@@ -134,7 +135,7 @@ def report(
         lines = short_lines(results, outcomes, by_title, args.seed)
         written += write_short(lines, args.short, written[0].with_name(f"{written[0].stem}_short"))
         marked = any(line.title.endswith("*") for line in lines)
-        say(to_markdown(lines) + "\n* incomplete: the result files list what is missing\n" * marked)
+        say(markdown_table(table_rows(lines)) + "\n* incomplete: the result files list what is missing\n" * marked)
     else:
         say(table(results))
     say("\n" + "\n".join(map(str, written)))

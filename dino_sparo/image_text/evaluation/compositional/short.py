@@ -14,7 +14,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ HEAD = ("benchmark", "model", "questions", "accuracy, %", "95 % interval", "chan
 COMPARED = ("difference", "95 % interval of the difference", "p")
 
 
-def cells(lines: Sequence[Line]) -> list[list[str]]:
+def table_rows(lines: Sequence[Line]) -> list[list[str]]:
     """Head and rows of the table; columns that no line needs are left out."""
     rows = [list(HEAD + COMPARED)]
     for line in lines:
@@ -145,16 +145,6 @@ def cells(lines: Sequence[Line]) -> list[list[str]]:
     return [[cell for cell, is_used in zip(row, is_needed, strict=True) if is_used] for row in rows]
 
 
-def to_markdown(lines: Sequence[Line]) -> str:
-    """A table of Markdown."""
-    return markdown_table(cells(lines))
-
-
-def to_latex(lines: Sequence[Line]) -> str:
-    """A table of LaTeX with the rules of booktabs."""
-    return latex_table(cells(lines), num_words=2)
-
-
 def to_csv(lines: Sequence[Line]) -> str:
     """Comma-separated values, numbers in full."""
     file = io.StringIO()
@@ -162,9 +152,6 @@ def to_csv(lines: Sequence[Line]) -> str:
     writer.writerow((*Line._fields[:-1], "difference", "difference_low", "difference_high", "p"))
     writer.writerows((*line[:-1], *(line.difference or ("",) * 4)) for line in lines)
     return file.getvalue()
-
-
-FORMATS = {"markdown": (".md", to_markdown), "latex": (".tex", to_latex), "csv": (".csv", to_csv)}
 
 
 def draw(lines: Sequence[Line], path: Path) -> None:
@@ -209,8 +196,8 @@ def draw_column(axis: Any, lines: Sequence[Line], titles: Sequence[str], models:
             style = {"mfc": "none", "mec": SOFT, "markersize": 11, "clip_on": False}
             axis.plot(*zip(*blind, strict=True), "o", label="with shuffled images", **style)
     chance = {line.title: line.chance for line in lines if line.title in titles}
-    rows = np.array([titles.index(title) for title in chance])
-    axis.vlines(list(chance.values()), rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=2)
+    ticks = np.array([titles.index(title) for title in chance])
+    axis.vlines(list(chance.values()), ticks - 0.42, ticks + 0.42, color=INK, linewidth=1.6, zorder=2)
     axis.plot([], [], "|", color=INK, markersize=14, mew=1.6, label="chance")
     axis.set_yticks(range(len(titles)), titles, fontsize=13)
     axis.tick_params(axis="x", labelsize=12)
@@ -219,15 +206,20 @@ def draw_column(axis: Any, lines: Sequence[Line], titles: Sequence[str], models:
     axis.grid(axis="x", color=SOFT, alpha=0.25)
 
 
+# Format -> ending of its file, and the function that writes the file.
+FORMATS: dict[str, tuple[str, Callable[[Sequence[Line], Path], None]]] = {
+    "markdown": (".md", lambda lines, path: write_text(markdown_table(table_rows(lines)), path)),
+    "latex": (".tex", lambda lines, path: write_text(latex_table(table_rows(lines), num_words=2), path)),
+    "csv": (".csv", lambda lines, path: write_text(to_csv(lines), path)),
+    "plot": (".png", draw),
+}
+
+
 def write_short(lines: Sequence[Line], formats: Sequence[str], stem: Path) -> list[Path]:
-    """Write the formats, including the plot; returns the files, whose names begin with `stem`."""
+    """Write the formats; returns the files, whose names begin with `stem`."""
     paths = []
     for name in formats:
-        ending, render = FORMATS.get(name, (".png", None))
-        path = stem.with_name(stem.name + ending)
-        if render is None:
-            draw(lines, path)
-        else:
-            write_text(render(lines), path)
-        paths.append(path)
+        ending, write = FORMATS[name]
+        paths.append(stem.with_name(stem.name + ending))
+        write(lines, paths[-1])
     return paths
