@@ -177,7 +177,9 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
         "student forward": student,
         "loss forward": loss,
         "backward": lambda: found["loss"].backward(),
-        "clip": lambda: clip_gradients_(weights, training.clip_grad, gradient_norms(weights)),
+        "clip": lambda: clip_gradients_(
+            weights, training.clip_grad, gradient_norms(weights), training.updater.scale_gradients
+        ),
         "optimizer": training.updater.optimizer.step,
         "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
     }

@@ -11,6 +11,7 @@ from torch import nn
 
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.training.objective import Objective
+from dino_sparo.training.optim import scale_
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def compile_networks(objective: Objective[Any]) -> None:
         module.compile(dynamic=False)
     for module in objective.dynamic_modules:
         module.compile(dynamic=True)
+    if objective.updater.device.type == "cuda":
+        objective.updater.scale_gradients = torch.compile(scale_, dynamic=False)
     logger.info("the first step compiles the networks, which takes a minute or two")
 
 
