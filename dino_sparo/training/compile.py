@@ -15,6 +15,7 @@ from dino_sparo.training.optim import scale_
 
 logger = logging.getLogger(__name__)
 
+MAX_SCALED = 200  # gradients; to compile the scaling of more takes longer than it saves
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
 
@@ -47,8 +48,9 @@ def compile_networks(objective: Objective[Any]) -> None:
         module.compile(dynamic=False)
     for module in objective.dynamic_modules:
         module.compile(dynamic=True)
-    if objective.updater.device.type == "cuda":
-        objective.updater.scale_gradients = torch.compile(scale_, dynamic=False)
+    updater = objective.updater
+    if updater.device.type == "cuda" and len(updater.parameters) <= MAX_SCALED:
+        updater.scale_gradients = torch.compile(scale_, dynamic=False)
     logger.info("the first step compiles the networks, which takes a minute or two")
 
 
