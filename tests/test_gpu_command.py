@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(gpu.os, "killpg", lambda group, number: killed.append(group))
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
 
     def wait(self: FakeProcess, limit: float | None = None) -> int:
         if limit is not None:

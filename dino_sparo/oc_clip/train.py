@@ -109,6 +109,11 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """The image encoder; the number and length of phrases change with every batch."""
         return [self.network.image.backbone]
 
+    @property
+    def dynamic_modules(self) -> list[nn.Module]:
+        """Binding and scoring of all pairs, in the padded form of a GPU."""
+        return [self.network.binding, self.network.scoring]
+
     def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
         """Keys and values of the images, entities and relations of the phrases."""
         with self.updater.autocast():
