@@ -146,7 +146,7 @@ def cosine_schedule(
     return np.concatenate((warmup, cosine))
 
 
-def scale_(tensors: Sequence[Tensor], factors: Sequence[Float[Tensor, ""]]) -> None:
+def scale_(tensors: list[Tensor], factors: tuple[Float[Tensor, ""], ...]) -> None:
     """Multiply each tensor by its factor, in place; compiled it takes one launch on a GPU, else one for each tensor."""
     torch._foreach_mul_(tensors, factors)
 
@@ -156,7 +156,7 @@ def clip_gradients_(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     norms: Float[Tensor, " parameters"],
-    scale: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = scale_,
+    scale: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_,
 ) -> None:
     """Scale down, in place, every gradient whose norm exceeds `max_norm`.
 

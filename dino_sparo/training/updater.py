@@ -57,7 +57,7 @@ class Updater:
     step: int = 0
     step_seed: int = field(init=False, default=0)
     scaler: torch.amp.GradScaler | None = field(init=False)
-    scale_gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = scale_
+    scale_gradients: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_
     nonfinite: Tensor = field(init=False)
     overflow: Tensor = field(init=False)
 
