@@ -57,6 +57,7 @@ class IBOTObjective(DistillationObjective):
     loss: IBOTLoss
     network: IBOTNetwork
     gram_teacher: AnyBackbone | None = None
+    gram_weight: float = 0.0
 
     step = train_step
 
