@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.embed.store import load_embeddings
-from dino_sparo.runtime.cli import Option, Parser, option_words, say
+from dino_sparo.runtime.cli import Option, Parser, option_words
 from dino_sparo.runtime.files import git_hash, write_json
 from dino_sparo.weights.results import scores_of
 from studies.drawn_uses import SIZE, draw_data
-from studies.plans import DINO_DEMO, EQUAL_RATE, SLOT_SIZES, Trained, with_random_slots
+from studies.plans import DINO_DEMO, EQUAL_RATE, SLOT_SIZES, with_random_slots
 from studies.report import differences, markdown, mean_and_deviation, t_interval
-from studies.runs import RESULTS, Run, is_finished, reported_rows
+from studies.runs import FOLDERS, Run, is_finished, reported_rows
 
 STUDY, NUM_SEEDS = "scenes", 3
 SPARO, RANDOM = "sparo", f"{EQUAL_RATE}, random slots"
@@ -114,8 +114,7 @@ USES = (
 def get_args_parser() -> Parser:
     """The options of the study."""
     options = {
-        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        **FOLDERS,
         "report": Option(False, "Measure nothing: the table of the results so far."),
     }
     return Parser({"study": options}, "studies uses", __doc__)
@@ -168,7 +167,7 @@ def measure_missing(args: argparse.Namespace, command: RunCommand) -> None:
         folder.mkdir(parents=True)
         weights, before = trained / "checkpoint.pth", time.process_time()
         if row == RANDOM:
-            weights = with_random_slots(Trained(folder, run.variant, seed, ""), weights=weights)
+            weights = with_random_slots(weights, folder, seed)
         scores = measure(weights, folder, draw_data(place / "data"), seed, read, command)
         seconds = round(time.process_time() - before)
         write_json({"encoder": row, "seed": seed, "scores": scores, "processor_s": seconds, "commit": git_hash()}, path)
@@ -183,17 +182,8 @@ def report(results: Path) -> str:
     lines = []
     for name in dict.fromkeys([*(row for use in USES for row in use.rows), SEARCH]):
         of = {row: {seed: scores[name] for seed, scores in found[row].items() if name in scores} for row in READ}
-        cells = [mean_and_deviation([*by_seed.values()]) if by_seed else "" for by_seed in of.values()]
-        gains = [[*differences(of[SPARO], of[other]).values()] for other in (EQUAL_RATE, RANDOM)]
-        if any(cells):
-            lines.append([name, *cells, *(t_interval(gain) if gain else "" for gain in gains)])
+        cells = [mean_and_deviation([*by_seed.values()]) for by_seed in of.values()]
+        gains = [t_interval([*differences(of[SPARO], of[other]).values()]) for other in (EQUAL_RATE, RANDOM)]
+        lines += [[name, *cells, *gains]] if any(cells) else []
     titles = ["%", *READ, f"{SPARO} - cls [95 % interval]", f"{SPARO} - random slots [95 % interval]"]
     return markdown(titles, lines) if lines else ""
-
-
-def run_uses(args: argparse.Namespace, command: RunCommand) -> str:
-    """Measure what is missing, print and return the table."""
-    if not args.report:
-        measure_missing(args, command)
-    say(table := report(args.results))
-    return table

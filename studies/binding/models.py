@@ -27,6 +27,7 @@ from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.runtime.cli import option_words
 from dino_sparo.weights.checkpoint import load_checkpoint
+from studies.binding.probes import standardized
 from studies.binding.scenes import PROBED_SHAPES
 from studies.plans import DINO_RECIPE
 
@@ -156,8 +157,7 @@ def best_part(train: Float[Tensor, "B parts width"], y: Tensor, validation: Tens
     """The slot whose ridge regression leaves the smallest error of the validation images' bindings."""
     errors = []
     for part in range(train.shape[1]):
-        mean, deviation = train[:, part].mean(dim=0), train[:, part].std(dim=0).clamp_min(1e-6)
-        z, z_validation = ((x[:, part] - mean) / deviation for x in (train, validation))
+        z, z_validation = standardized([train[:, part], validation[:, part]])
         weights = torch.linalg.solve(z.t() @ z + torch.eye(z.shape[1]), z.t() @ (y - y.mean(dim=0)))
         errors.append((z_validation @ weights + y.mean(dim=0) - y_validation).square().mean().item())
     return errors.index(min(errors))

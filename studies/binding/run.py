@@ -99,10 +99,11 @@ def tables(results: Results, entropy: float) -> str:
 
     def table(columns: Sequence[str]) -> str:
         head = ["", "weights", "seeds", *columns]
-        cells = {row: [measures.get(column, {}) for column in columns] for row, measures in values.items()}
-        return markdown(
-            head, [[*row, str(len(measures["binding"])), *map(_cell, cells[row])] for row, measures in values.items()]
-        )
+        rows = []
+        for row, measures in values.items():
+            cells = [mean_and_deviation([*measures.get(column, {}).values()]) for column in columns]
+            rows.append([*row, str(len(measures["binding"])), *cells])
+        return markdown(head, rows)
 
     parts = {
         "The demos' scores, %:": score_table(results),
@@ -113,10 +114,6 @@ def tables(results: Results, entropy: float) -> str:
         "Differences of these percentages, paired by seed:": interval_table("difference", MEASURES, _pairs(values)),
     }
     return "\n\n".join(text for part in parts.items() for text in part)
-
-
-def _cell(values: Mapping[int, float]) -> str:
-    return mean_and_deviation([*values.values()]) if values else ""
 
 
 def _pairs(values: Values) -> dict[str, list[dict[int, float]]]:
