@@ -242,7 +242,7 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path) -> None:
         (["--images", "EMBEDDINGS", "--output", "p.json"], "p.json names the table"),
         (["--images", "EMBEDDINGS", "--output", "config.csv"], "config.json exists already"),
         (["--output", "config.csv"], "config.json exists already"),
-        (["--folds", "1"], "--folds 1: cross-validation needs at least 2"),
+        (["--folds", "1"], "--folds: 1: give at least 2 for the cross-validation"),
     ],
 )
 def test_predict_overwrites_no_json_and_not_its_own_table(

@@ -31,6 +31,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import Features, image_counts, require_memory
+from dino_sparo.evaluation.linear import probe
 from dino_sparo.evaluation.linear.attentive import (
     ProbeLARS,
     ReadoutProbes,
@@ -38,23 +39,6 @@ from dino_sparo.evaluation.linear.attentive import (
     probe_configs,
     save_readouts,
     warmup_cosine,
-)
-from dino_sparo.evaluation.linear.probe import (
-    MOMENTUM,
-    REFERENCE_BATCH,
-    Batches,
-    LinearProbe,
-    ProbeRun,
-    Probes,
-    ProbeSampler,
-    ProbeSGD,
-    cached_batches,
-    check_same_record,
-    live_batches,
-    load_heads,
-    probe_accuracy,
-    reference_heads,
-    scaled_learning_rates,
 )
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError
@@ -157,11 +141,11 @@ class ProbeTask:
             **{f"probe {kind}": asdict(config) for kind, config in self.configs.items()},
         }
 
-    def new_probes(self, num_rates: int) -> Probes:
+    def new_probes(self, num_rates: int) -> probe.Probes:
         """Probes with initial weights, one per learning rate and kind."""
         task, seed = self.task, self.task.args.seed
         if not self.configs:
-            return LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
+            return probe.LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
         probes = ReadoutProbes(task.encoder, self.configs, self.token_shape, task.num_classes, num_rates, seed)
         return probes.to(task.device)
 
@@ -187,18 +171,18 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
         **{name: getattr(args, name) for name in ("epochs", "fast", "val_freq", "seed")},
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
-    probes, scaled = probed.new_probes(len(args.lr)), scaled_learning_rates(args.lr, probed.global_batch_size)
-    optimizer: ProbeLARS | ProbeSGD = ProbeSGD(probes, scaled)
+    probes, scaled = probed.new_probes(len(args.lr)), probe.scaled_learning_rates(args.lr, probed.global_batch_size)
+    optimizer: ProbeLARS | probe.ProbeSGD = probe.ProbeSGD(probes, scaled)
     if isinstance(probes, ReadoutProbes):
         optimizer = ProbeLARS(probes, probes.rates(scaled))
-    run = ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
+    run = probe.ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
     run.resume(args.overwrite)
     if run.epoch < args.epochs:
         val, num_val = probed.val_features()
         batches, num_train = training_batches(probed)
         run.counts = {**num_train, **num_val}
         if args.probe:
-            num_steps = len(ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
+            num_steps = len(probe.ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
             run.factors = lambda epoch: warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
         run.train(batches, val, args.val_freq)
     rows = run.table()
@@ -215,21 +199,21 @@ def warmup_epochs(args: argparse.Namespace) -> float:
     return float(number)
 
 
-def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], Counts]:
+def training_batches(probed: ProbeTask) -> tuple[Callable[[int], probe.Batches], Counts]:
     """Epoch -> batches of features, cached with --fast, else of augmented images; and the numbers of images."""
     task, args = probed.task, probed.task.args
     source = task.splits[0]
     if args.fast:
         require_memory(len(source), probed.feature_dim, task.storage)
         train = task.features(source, probed.encode, gather=True)
-        batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
+        batches = probe.cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     augmentation = ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std)
     dataset = ImageDataset(source, augmentation, seed=args.seed)  # crops depend on seed, epoch and image alone
-    sampler = ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
+    sampler = probe.ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
     is_cuda = task.device.type == "cuda"
     loader = create_loader(dataset, sampler, num_workers=args.num_workers, pin_memory=is_cuda)
-    batches = live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
+    batches = probe.live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
     # Unreadable images are replaced by their neighbours when they are read, so their number is unknown.
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
@@ -250,15 +234,15 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]],
     """Test the probes at `path`, or the reference's linear head, on the validation images."""
     task, weights, rates = probed.task, None, [math.nan]
     if not probed.configs:
-        weights = reference_heads(path, task.args.avgpool_patchtokens)
+        weights = probe.reference_heads(path, task.args.avgpool_patchtokens)
     if weights is None:
-        state = load_heads(path)
-        check_same_record(state["record"], probed.identity, path)
+        state = probe.load_heads(path)
+        probe.check_same_record(state["record"], probed.identity, path)
         weights, rates = state["state_dict"], state["learning_rates"]
     probes = probed.new_probes(len(rates) // max(len(probed.configs), 1))
     load_strictly(probes, weights, str(path))
     val, counts = probed.val_features()
-    accuracies = probe_accuracy(probes, val.features, val.labels)
+    accuracies = probe.probe_accuracy(probes, val.features, val.labels)
     pairs = enumerate(zip(rates, accuracies, strict=True))
     return [{**probes.describe(index), "lr": rate, **accuracy} for index, (rate, accuracy) in pairs], counts
 
@@ -270,9 +254,9 @@ def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: Counts) -> d
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
-        "optimizer": f"{optimizer}, momentum {MOMENTUM}, no weight decay, {schedule} to 0",
+        "optimizer": f"{optimizer}, momentum {probe.MOMENTUM}, no weight decay, {schedule} to 0",
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
-        "lr_scale": f"batch / {REFERENCE_BATCH}",
+        "lr_scale": f"batch / {probe.REFERENCE_BATCH}",
         "global_batch_size": probed.global_batch_size,
         "seed": args.seed,
     }
