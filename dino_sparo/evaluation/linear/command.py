@@ -31,15 +31,7 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import Features, image_counts, require_memory
-from dino_sparo.evaluation.linear import probe
-from dino_sparo.evaluation.linear.attentive import (
-    ProbeLARS,
-    ReadoutProbes,
-    best_of_each,
-    probe_configs,
-    save_readouts,
-    warmup_cosine,
-)
+from dino_sparo.evaluation.linear import attentive, probe
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -93,7 +85,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
     rows, counts = evaluate_saved(probed, saved_probes(args, saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
-    best = best_of_each(rows) if args.probe else {"": result["best"]}
+    best = attentive.best_of_each(rows) if args.probe else {"": result["best"]}
     headline = [Score(f"{kind} top-{n}".strip(), row[f"top{n}"]) for kind, row in best.items() for n in (1, 5)]
     return file.write(result, table(result), headline=headline)
 
@@ -115,7 +107,7 @@ class ProbeTask:
         if args.num_labels not in (None, task.num_classes):
             raise UserError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
-        self.configs = probe_configs(task.encoder, args) if args.probe else {}
+        self.configs = attentive.probe_configs(task.encoder, args) if args.probe else {}
         # As in the reference: several layers of a vision transformer, the last layer of any other network.
         args.n_last_blocks = args.n_last_blocks or (LAYERS if args.probe or task.encoder.backbone.has_layers else 1)
         self.encode: Callable[[Tensor], Tensor] = partial(
@@ -143,11 +135,10 @@ class ProbeTask:
 
     def new_probes(self, num_rates: int) -> probe.Probes:
         """Probes with initial weights, one per learning rate and kind."""
-        task, seed = self.task, self.task.args.seed
-        if not self.configs:
-            return probe.LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
-        probes = ReadoutProbes(task.encoder, self.configs, self.token_shape, task.num_classes, num_rates, seed)
-        return probes.to(task.device)
+        task, sizes = self.task, (self.task.num_classes, num_rates, self.task.args.seed)
+        if self.configs:
+            return attentive.ReadoutProbes(task.encoder, self.configs, self.token_shape, *sizes).to(task.device)
+        return probe.LinearProbe(self.feature_dim, *sizes).to(task.device)
 
     def val_features(self) -> tuple[Features, dict[str, int]]:
         """This process' share of the validation features, and the numbers of images."""
@@ -172,9 +163,9 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
     probes, scaled = probed.new_probes(len(args.lr)), probe.scaled_learning_rates(args.lr, probed.global_batch_size)
-    optimizer: ProbeLARS | probe.ProbeSGD = probe.ProbeSGD(probes, scaled)
-    if isinstance(probes, ReadoutProbes):
-        optimizer = ProbeLARS(probes, probes.rates(scaled))
+    optimizer: attentive.ProbeLARS | probe.ProbeSGD = probe.ProbeSGD(probes, scaled)
+    if isinstance(probes, attentive.ReadoutProbes):
+        optimizer = attentive.ProbeLARS(probes, probes.rates(scaled))
     run = probe.ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
     run.resume(args.overwrite)
     if run.epoch < args.epochs:
@@ -183,11 +174,11 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
         run.counts = {**num_train, **num_val}
         if args.probe:
             num_steps = len(probe.ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
-            run.factors = lambda epoch: warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
+            run.factors = lambda epoch: attentive.warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
         run.train(batches, val, args.val_freq)
     rows = run.table()
-    if isinstance(probes, ReadoutProbes):
-        save_readouts(probes, rows, task.subject, path)
+    if isinstance(probes, attentive.ReadoutProbes):
+        attentive.save_readouts(probes, rows, task.subject, path)
     return rows, run.counts
 
 
@@ -285,7 +276,7 @@ def table(result: dict[str, Any]) -> str:
     best, training = result["best"], f"training: {result['training']['mode']}"
     if "probe" in best:
         rows = [("probe", "parameters", "of read-out", "lr", "top-1 %", "top-5 %")]
-        for kind, row in best_of_each(result["results"]).items():
+        for kind, row in attentive.best_of_each(result["results"]).items():
             numbers = f"{row['parameters']:,}", f"{row['readout_parameters']:,}", f"{row['lr']:g}"
             rows.append((kind, *numbers, f"{row['top1']:.2f}", f"{row['top5']:.2f}"))
         return "\n".join([text_table(rows, num_words=1), result["selection"], training])

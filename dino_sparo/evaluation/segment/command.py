@@ -26,7 +26,6 @@ from dino_sparo.data.sources.folders import ALL
 from dino_sparo.draw.figure import describe_model, file_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.draw.tables import text_table
-from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.segment import head as heads
 from dino_sparo.evaluation.segment.data import MaskSource, open_splits
 from dino_sparo.evaluation.segment.pictures import SegmentedImage, save_mask, segmentation_figure
@@ -121,7 +120,7 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
     window = args.window or record.get("window") or img_size
     view = WindowedView(img_size, window, config.patch_size, subject.mean, subject.std, args.batch_size, task.device)
     blocks = record.get("n_last_blocks") or args.n_last_blocks or 1
-    encode = frozen(task, token_encoder(task.encoder, blocks))
+    encode = token_encoder(task, blocks)
     if head is None:
         samples = TokenCache(splits[0], view, encode, args.cache_gb * 1e9)
         options = {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "seed")}
@@ -142,16 +141,6 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
     return Segmenter(head.to(task.device), view, encode, record["classes"]), shown
 
 
-def frozen(task: EncoderTask, encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function `encode` without gradients, in eval mode and in the precision of the task."""
-
-    def encode_frozen(images: Tensor) -> Tensor:
-        with inference(task.encoder, task.device, task.dtype):
-            return encode(images)
-
-    return encode_frozen
-
-
 def measure(
     task: EncoderTask, segmenter: Segmenter, train: MaskSource, val: MaskSource
 ) -> tuple[list[SegmentedImage], dict[str, Any]]:
@@ -159,7 +148,7 @@ def measure(
     train, val = (replace(source, classes=segmenter.classes) for source in (train, val))
     names, slots = list(segmenter.classes.values()), None
     if task.args.slot_masks:
-        slots = Segmenter(nn.Identity(), segmenter.view, frozen(task, map_encoder(task.encoder)), {})
+        slots = Segmenter(nn.Identity(), segmenter.view, map_encoder(task), {})
         class_of_slot = name_slots(slots, train)
     counts, slot_counts = (np.zeros((len(names), len(names)), dtype=np.int64) for _ in range(2))
     worst: list[SegmentedImage] = []
