@@ -27,7 +27,6 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import Features, image_counts, require_memory
@@ -113,20 +112,18 @@ class ProbeTask:
         self.encode: Callable[[Tensor], Tensor] = partial(
             task.encoder.probe_features, n_last_blocks=args.n_last_blocks, avgpool_patchtokens=args.avgpool_patchtokens
         )
-        side = task.transform.img_size
-        blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
         with torch.inference_mode():
             if args.probe:
-                self.token_shape = task.encoder.backbone(blank).shape[1:]
+                self.token_shape = task.encoder.backbone(task.blank).shape[1:]
                 self.encode = lambda images: task.encoder.backbone(images).flatten(1)
-            self.feature_dim = self.encode(blank).shape[1]
+            self.feature_dim = self.encode(task.blank).shape[1]
         self.identity = {
             "weights": record["sha256"],
             "checkpoint_key": record["checkpoint_key"],
             "encoder_seed": record.get("seed"),
             **{f"encoder {name}": value for name, value in asdict(task.encoder.config).items()},
             **{name: getattr(args, name) for name in FEATURE_OPTIONS},
-            "img_size": side,
+            "img_size": task.transform.img_size,
             "num_classes": task.num_classes,
             # No entry means all slots, so that probes of version 0.1 can be resumed.
             **({"slots": record["slots"]["slots"]} if "slots" in record else {}),
@@ -201,9 +198,7 @@ def training_batches(probed: ProbeTask) -> tuple[Callable[[int], probe.Batches],
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     augmentation = ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std)
     dataset = ImageDataset(source, augmentation, seed=args.seed)  # crops depend on seed, epoch and image alone
-    sampler = probe.ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
-    is_cuda = task.device.type == "cuda"
-    loader = create_loader(dataset, sampler, num_workers=args.num_workers, pin_memory=is_cuda)
+    loader = task.loader(dataset, probe.ProbeSampler(len(source), args.batch_size_per_gpu, args.seed))
     batches = probe.live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
     # Unreadable images are replaced by their neighbours when they are read, so their number is unknown.
     return batches, {"num_train": len(source), "num_corrupt_train": None}
