@@ -144,15 +144,10 @@ def get_args_parser() -> Parser:
     return Parser(OPTIONS, "studies oc-splits")
 
 
-def chosen_amount(args: argparse.Namespace) -> Amount:
-    """The amount that the options choose."""
-    amounts = {name: getattr(args, name) for name in Amount._fields}
-    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in amounts.items() if value})
-
-
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
-    amount = chosen_amount(args)
+    chosen = {name: value for name in Amount._fields if (value := getattr(args, name))}
+    amount = (SHORT if args.short else FULL)._replace(**chosen)
     args.seeds, args.models = [*dict.fromkeys(args.seeds)], [*dict.fromkeys(args.models)]
     if args.curve:
         require_matplotlib()

@@ -91,11 +91,11 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
     for folder, embeddings in {args.folder: labelled, **others}.items():
         warnings += store.check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
-    accuracy_on = {
-        folder: _accuracy(classifier, other, args.what, folder)
-        for folder, other in others.items()
-        if folder == args.val or any(other.index["label"])
-    }
+    accuracy_on = {}
+    for folder, other in others.items():
+        if folder == args.val or any(other.index["label"]):
+            held_out, truths = _labelled_rows(other, args.what, folder)  # images of unknown classes are wrong
+            accuracy_on[folder] = 100 * float(np.mean(classifier.predict(held_out) == np.array(truths)))
     scores = [Score("accuracy by cross-validation", accuracy["accuracy"])]
     scores += [Score(f"accuracy on {folder}", value) for folder, value in accuracy_on.items()]
     result = {
@@ -174,12 +174,6 @@ def fit_classifier(
     record = {"folds": folds.n_splits, "accuracy": float(accuracies.max()), "accuracies": by_strength}
     classifier = LogisticRegression(max_iter=MAX_STEPS, **search.best_params_).fit(features, labels)
     return classifier, {**record, "left_out_classes": single}
-
-
-def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:
-    """Accuracy on labelled embeddings, percent; images of unknown classes are wrong."""
-    features, labels = _labelled_rows(embeddings, kind, folder)
-    return 100 * float(np.mean(classifier.predict(features) == np.array(labels)))
 
 
 def _prediction_rows(classifier: Any, new: Embeddings, kind: str, top: int) -> Iterator[tuple[Any, ...]]:
