@@ -49,65 +49,55 @@ class Use(NamedTuple):
         reads: the part of the encoder that it reads.
         command: its name.
         options: its options besides encoder and folder; `{data}` is the folder of the drawn data.
-        rows: row of the table -> scores in the command's result; their mean stands in the table.
+        scores: what is measured -> scores in the command's result; their mean stands in the table.
     """
 
     reads: str
     command: str
     options: dict[str, Any]
-    rows: dict[str, list[str]]
+    scores: dict[str, list[str]]
+
+    @property
+    def rows(self) -> dict[str, list[str]]:
+        """Row of the table -> scores."""
+        return {f"{self.command}, {name}": scores for name, scores in self.scores.items()}
 
 
 FEW_LABELS = {"data_path": f"scenes:1000:{SIZE}", "img_size": 32, "label_share": [0.02, 0.2], "classifiers": "logistic"}
+FEW_SCORES = {f"{share} per class: top-1": [f"logistic, {share} % of labels"] for share in (2, 20)}
 TABLE = {"data_path": "{data}/table.csv", "img_size": 32, "tags": "tags", "binary": "two", "numbers": ["x", "y"]}
+TABLE_SCORES = {f"{tag}: mAP": [f"AP {name}" for name in names] for tag, names in TAGS.items()}
+TABLE_SCORES |= {"two objects: AP": ["AP two"], "position: R²": ["R2 x", "R2 y"]}
 SAME_CLASS = {"data_path": SEARCHED, "dataset": "labelled", "imsize": 32, "batch_size_per_gpu": 100}
 COPIES = {"data_path": "{data}/copies", "imsize": 32, "batch_size_per_gpu": 100}
 FINETUNE = {"data_path": f"scenes:500:{SIZE}", "img_size": 32, "epochs": 5, "val_freq": 5, "batch_size_per_gpu": 20}
 UNMIXED = {"lr": 0.01, "mixup": 0, "cutmix": 0, "random_erasing": 0}
-MASKS = {"val_path": f"scenes:100:{SIZE}", "img_size": 64}
+MASKS = {number: {"data_path": f"scenes:{number}:{SIZE}", "val_path": f"scenes:100:{SIZE}"} for number in (20, 100)}
 CLIPS = {"data_path": "{data}/clips", "img_size": 192}
 USES = (
+    Use(ENCODING, "few-labels", {**FEW_LABELS, "C": STRENGTH}, FEW_SCORES),
+    Use(ENCODING, "table-probe", {**TABLE, "C": STRENGTH, "resamples": 1}, TABLE_SCORES),
+    Use(ENCODING, "image-retrieval", SAME_CLASS, {"same class: mAP": ["mAP same class"]}),
+    Use(ENCODING, "copy-detection", {**COPIES, "parts": ["encoding"]}, {"encoding: mAP": ["mAP strong"]}),
     Use(
         ENCODING,
-        "few-labels",
-        {**FEW_LABELS, "C": STRENGTH},
-        {f"few-labels, {share} per class: top-1": [f"logistic, {share} % of labels"] for share in (2, 20)},
+        "copy-detection",
+        {**COPIES, "parts": ["encoding", "gem"]},
+        {"encoding and patches: mAP": ["mAP strong"]},
     ),
-    Use(
-        ENCODING,
-        "table-probe",
-        {**TABLE, "C": STRENGTH, "resamples": 1},
-        {f"table-probe, {tag}: mAP": [f"AP {name}" for name in names] for tag, names in TAGS.items()}
-        | {"table-probe, two objects: AP": ["AP two"], "table-probe, position: R²": ["R2 x", "R2 y"]},
-    ),
-    Use(ENCODING, "image-retrieval", SAME_CLASS, {"image-retrieval, same class: mAP": ["mAP same class"]}),
+    Use(ENCODING, "finetune", {**FINETUNE, **UNMIXED}, {"500 labels: top-1": ["fine-tuned top-1"]}),
     *(
-        Use(ENCODING, "copy-detection", {**COPIES, "parts": parts}, {f"copy-detection, {name}: mAP": ["mAP strong"]})
-        for name, parts in {"encoding": ["encoding"], "encoding and patches": ["encoding", "gem"]}.items()
-    ),
-    Use(ENCODING, "finetune", {**FINETUNE, **UNMIXED}, {"finetune, 500 labels: top-1": ["fine-tuned top-1"]}),
-    *(
-        Use(
-            TOKENS,
-            "segment",
-            {"data_path": f"scenes:{number}:{SIZE}", **MASKS, "steps": 200},
-            {f"segment, {number} masks: mIoU": ["mIoU"]},
-        )
-        for number in (20, 100)
+        Use(TOKENS, "segment", {**masks, "img_size": 64, "steps": 200}, {f"{number} masks: mIoU": ["mIoU"]})
+        for number, masks in MASKS.items()
     ),
     Use(
         MAPS,
         "segment",
-        {"data_path": f"scenes:100:{SIZE}", **MASKS, "steps": 1, "slot_masks": "true"},
-        {"segment, slots or heads as masks: mIoU": ["mIoU of slots"]},
+        {**MASKS[100], "img_size": 64, "steps": 1, "slot_masks": "true"},
+        {"slots or heads as masks: mIoU": ["mIoU of slots"]},
     ),
-    Use(TOKENS, "video-segmentation", CLIPS, {"video-segmentation, tokens: J&F": ["J&F-Mean"]}),
-    Use(
-        SLOTS,
-        "video-segmentation",
-        {**CLIPS, "slots": ALL_SLOTS},
-        {"video-segmentation, slots of patches: J&F": ["J&F-Mean"]},
-    ),
+    Use(TOKENS, "video-segmentation", CLIPS, {"tokens: J&F": ["J&F-Mean"]}),
+    Use(SLOTS, "video-segmentation", {**CLIPS, "slots": ALL_SLOTS}, {"slots of patches: J&F": ["J&F-Mean"]}),
 )
 
 
