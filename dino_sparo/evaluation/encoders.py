@@ -16,7 +16,6 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import activation_of, max_value_of, network_name, normalization_of
-from dino_sparo.weights.options import FOREIGN_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def untrained_encoder(
 
 def foreign_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that describe foreign weights: architecture, patch size and activation."""
-    return {name: getattr(args, name) for name in FOREIGN_WEIGHTS}
+    return {name: getattr(args, name) for name in ("arch", "patch_size", "quick_gelu")}
 
 
 def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:
