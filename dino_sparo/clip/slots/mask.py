@@ -28,6 +28,7 @@ from dino_sparo.clip.slots.subsets import ReducedClip, mask_features
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
@@ -215,9 +216,9 @@ def change_elsewhere(
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
         "data_path": data_path,
-        "initial": results[0].top1,
-        "masked": results[1].top1,
-        "num_images": results[0].num_images,
+        "initial": results[0]["top1"],
+        "masked": results[1]["top1"],
+        "num_images": results[0]["images"]["num_images"],
         "num_classes": len(classes.names),
         "classnames": classes.origin,
         "templates": list(templates),
@@ -337,20 +338,17 @@ def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, A
 
 def table(result: dict[str, Any]) -> str:
     """The accuracies as a table to print."""
-    rows = [("pairs of the fit", result["accuracy"])]
-    rows += [(each["data_path"], each) for each in result["elsewhere"]]
-    rows += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{'':<{width}}  {'initial %':>9}  {'masked %':>9}  {'relative change':>15}"]
-    for name, row in rows:
-        change = row.get("relative_change")
-        lines.append(
-            f"{name:<{width}}  {row['initial']:>9.2f}  {row['masked']:>9.2f}  "
-            f"{'' if change is None else format(change, '+.3f'):>15}"
-        )
+    named = [("pairs of the fit", result["accuracy"])]
+    named += [(each["data_path"], each) for each in result["elsewhere"]]
+    named += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
+    rows = [("", "initial %", "masked %", "relative change")]
+    for name, each in named:
+        change = each.get("relative_change")
+        changed = "" if change is None else f"{change:+.3f}"
+        rows.append((name, f"{each['initial']:.2f}", f"{each['masked']:.2f}", changed))
     fit = result["fit"]
-    lines.append(f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}")
-    return "\n".join(lines)
+    above = f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}"
+    return f"{text_table(rows, num_words=1)}\n{above}"
 
 
 def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:

@@ -118,6 +118,7 @@ def open_zero_shot_probe(
     (images,) = disjoint_subsets(labelled, (PROBE_IMAGES,))
 
     def accuracy(scorer: Scorer) -> float:
-        return evaluate_zero_shot(scorer, images, classes.names, scorer.default_templates or templates).top1
+        result = evaluate_zero_shot(scorer, images, classes.names, scorer.default_templates or templates)
+        return float(result["top1"])
 
     return accuracy
