@@ -28,7 +28,6 @@ from torch import Tensor
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
-from dino_sparo.data.sources.decode import to_image
 from dino_sparo.data.views import ClipView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat
@@ -159,7 +158,7 @@ def clip_scorer(
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
     """The view of an image of any kind, as in our evaluations."""
-    return view(to_image(image, 3))[0]
+    return view.batch(image)[0]
 
 
 def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:

@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from dino_sparo.data.shares import share_loader
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.data.sources.decode import to_image
 from dino_sparo.draw.figure import Tile
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.towers import Tokens, without_padding
 from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
 
@@ -191,7 +191,7 @@ class ImageRows(ABC):
 
     Attributes:
         model: on `device`, in eval mode.
-        transform: (image, rng) -> [view].
+        transform: (image, rng) -> [view]; an `EvalTransform`, if images are given without a source.
         device: where to compute.
         batch_size: images, or texts, per process and step.
         num_workers: processes that load images, per process.
@@ -236,9 +236,7 @@ class ImageRows(ABC):
 
     def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
         """The views of images of any size and mode; views stay as they are."""
-        if isinstance(images, Tensor):
-            return images
-        return torch.stack([self.transform(to_image(image, 3))[0] for image in images])
+        return images if isinstance(images, Tensor) else self.transform.batch(images)
 
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""
@@ -284,8 +282,15 @@ class DotProductScorer(ImageRows):
         return torch.cat(features)
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """Features of all images of a source, on every process; on `storage`, by default the device."""
-        return self._rows(source, self.encode_image, storage)
+        """Features of all images of a source, on every process; on `storage`, by default the device.
+
+        Raises:
+            UserError: no image can be read.
+        """
+        images = self._rows(source, self.encode_image, storage)
+        if not len(images.features):
+            raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+        return images
 
     def _shared(
         self, ids: Int64[Tensor, "rows ..."], encode: Callable[[Tensor], Float[Tensor, "part M"]]

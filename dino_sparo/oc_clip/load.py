@@ -302,11 +302,8 @@ def scorer_of(
     max_missing: float = MAX_MISSING,
     **settings: Any,
 ) -> GraphScorer:
-    """The scorer of a loaded model."""
-    if isinstance(graphs, str):
-        caption_graphs = open_graphs(graphs, max_missing=max_missing)
-    else:
-        caption_graphs = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
+    """The scorer of a loaded model; for `graphs` see `open_graphs`."""
+    caption_graphs = open_graphs(graphs, max_missing=max_missing)
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}

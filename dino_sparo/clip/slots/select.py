@@ -41,7 +41,6 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.weights.results import scores_in_percent
 
@@ -79,7 +78,7 @@ def score_slots(
         the first first; `curve`, of the k best together, k = 1 .. L; `images`; `prompts`.
     """
     classes = scorer.encode_classes(names, templates)
-    images, others = _image_features(scorer, source), _image_features(scorer, held_out)
+    images, others = (scorer.image_features(part, torch.device("cpu")) for part in (source, held_out))
     by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     units = F.normalize(by_slot, dim=2)
     alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
@@ -105,14 +104,6 @@ def score_slots(
         },
         "prompts": {"num_classes": len(names), "num_truncated": classes.num_truncated, "templates": list(templates)},
     }
-
-
-def _image_features(scorer: DotProductScorer, source: ImageSource) -> Features:
-    """The images' features on the CPU."""
-    images = scorer.image_features(source, torch.device("cpu"))
-    if not len(images.features):
-        raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
-    return images
 
 
 def _accuracies(

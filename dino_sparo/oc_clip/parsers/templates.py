@@ -40,13 +40,16 @@ SIDES = _words("left right")
 _POSITIONS = sorted(_words("top front back side middle center centre edge bottom corner end"))
 
 # The longest that fits is taken.
-PREPOSITIONS = frozenset(
-    (
-        *RELATIONS,
-        *(f"{word} the {side}{of}" for word in ("to", "on", "at") for side in SIDES for of in (" of", " side of")),
-        *(f"{word} {the}{name} of" for word in ("in", "on", "at") for the in ("", "the ") for name in _POSITIONS),
+PREPOSITIONS = (
+    frozenset(
+        (
+            *RELATIONS,
+            *(f"{word} the {side}{of}" for word in ("to", "on", "at") for side in SIDES for of in (" of", " side of")),
+            *(f"{word} {the}{name} of" for word in ("in", "on", "at") for the in ("", "the ") for name in _POSITIONS),
+        )
     )
-) | WORDS["prepositions"]
+    | WORDS["prepositions"]
+)
 VERBS, PARTICIPLES = WORDS["verbs"], WORDS["participles"]
 COPULAS = _words("am are be been being is was were")
 # After these "and" joins a second object ("with a hat and a coat"); after other relations it begins anew.
