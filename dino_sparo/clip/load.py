@@ -33,12 +33,11 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation
+from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation, computation_of
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -141,16 +140,8 @@ def clip_scorer(
     }
     is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
-    return kind(
-        model.to(device),
-        transform,
-        device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
-        tokenize=partial(tokenize, context_length=config.text.context_length),
-        record=record,
-    )
+    tokenizer = partial(tokenize, context_length=config.text.context_length)
+    return kind(model.to(device), transform, device, tokenize=tokenizer, record=record, **computation_of(args))
 
 
 # LAION's CLIP benchmark.

@@ -12,6 +12,7 @@ evaluation never looks into the payload of a scorer. It takes rows of the payloa
 A class with the methods of `Scorer` can be evaluated by every command.
 """
 
+import argparse
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +185,12 @@ class ExplainableScorer(Protocol):
 
         A model may show what distinguishes one caption from the others.
         """
+
+
+def computation_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of an `ImageRows` that the options of an evaluation name."""
+    dtype = PRECISIONS[args.precision]
+    return {"batch_size": args.batch_size_per_gpu, "num_workers": args.num_workers, "dtype": dtype}
 
 
 @dataclass(frozen=True)
