@@ -140,8 +140,8 @@ def clip_scorer(
     }
     is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
-    tokenizer = partial(tokenize, context_length=config.text.context_length)
-    return kind(model.to(device), transform, device, tokenize=tokenizer, record=record, **computation_of(args))
+    settings = computation_of(args)
+    return kind(model.to(device), transform, device, tokenize=loaded.model.text.tokenize, record=record, **settings)
 
 
 # LAION's CLIP benchmark.

@@ -24,7 +24,6 @@ from dino_sparo.image_text.objective import PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import batch_accuracy
-from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
@@ -89,8 +88,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     @property
     def scorer(self) -> DotProductScorer:
         """The model as evaluations use it."""
-        tokenizer = partial(tokenize, context_length=self.args.context_length)
-        return DotProductScorer(self.network, *self.scorer_settings, tokenize=tokenizer)
+        return DotProductScorer(self.network, *self.scorer_settings, tokenize=self.network.text.tokenize)
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, text_h
 from dino_sparo.evaluation.features import inference
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.evaluation.task import ModelTask
-from dino_sparo.image_text.towers import LoadedModel, tokenize
+from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
@@ -82,7 +82,7 @@ def _encode(
     encoder: LoadedModel, device: torch.device, dtype: torch.dtype, batch_size: int, captions: list[str]
 ) -> Float[Tensor, "B F"]:
     """Features of a batch, filled up to `batch_size` so that all products have one size."""
-    ids = tokenize(captions, encoder.model.config.text.context_length).ids
+    ids = encoder.model.text.tokenize(captions).ids
     filled = torch.cat((ids, ids[:1].expand(batch_size - len(ids), -1))).to(device)
     with inference(encoder.model, device, dtype):
         return encoder.model.encode_text(filled)[: len(ids)].float()
