@@ -177,7 +177,7 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
     grid = tuple(side // patch_size for side in pair.image.shape[-2:])
     numbers = (cosines[0], true, turned, shares.unflatten(1, grid), defaults.unflatten(1, grid))
     on_host = (tensor.float().cpu().numpy() for tensor in numbers)
-    return PairMaps(pair, graph, float(score), *on_host, binding.competition)
+    return PairMaps(pair, graph, float(score), *on_host, competition=binding.competition)
 
 
 # The tiles.
