@@ -140,12 +140,14 @@ class PairObjective(Objective[AnyBatch]):
         """The parts of the model with their learning rates and warm-ups; by default the whole model is one part."""
         return [(("",), self.args.lr, self.args.warmup_steps)]
 
-    @abstractmethod
-    def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
+    def encode(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
 
         Features of several batches can be concatenated along the first dimension.
         """
+        with self.updater.autocast():
+            features: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
+        return features
 
     @abstractmethod
     def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
