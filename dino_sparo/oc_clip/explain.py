@@ -175,9 +175,9 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
     shares, defaults = binding.attention(graphs.entities[0], keys[0])
     patch_size = model.image.backbone.patch_size
     grid = tuple(side // patch_size for side in pair.image.shape[-2:])
-    numbers = (cosines[0], true, turned, shares.unflatten(1, grid), defaults.unflatten(1, grid))
-    on_host = (tensor.float().cpu().numpy() for tensor in numbers)
-    return PairMaps(pair, graph, float(score), *on_host, competition=binding.competition)
+    tensors = (cosines[0], true, turned, shares.unflatten(1, grid), defaults.unflatten(1, grid))
+    of_entities, of_relations, of_turned, maps, rest = (tensor.float().cpu().numpy() for tensor in tensors)
+    return PairMaps(pair, graph, float(score), of_entities, of_relations, of_turned, maps, rest, binding.competition)
 
 
 # The tiles.
