@@ -187,6 +187,16 @@ class ExplainableScorer(Protocol):
         """
 
 
+def encode_batch(
+    model: Any, token_ids: Int64[Tensor, "B N"], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "B M"]:
+    """A model's features of at most `batch_size` captions, fp32; filled up, so that all products have one size."""
+    filled = torch.cat((token_ids, token_ids[:1].expand(batch_size - len(token_ids), -1))).to(device)
+    with inference(model, device, dtype):
+        features: Tensor = model.encode_text(filled)[: len(token_ids)].float()
+    return features
+
+
 def computation_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of an `ImageRows` that the options of an evaluation name."""
     dtype = PRECISIONS[args.precision]
@@ -279,15 +289,10 @@ class DotProductScorer(ImageRows):
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
         """Features of captions, of length one in fp32."""
-        features = []
-        with inference(self.model, self.device, self.dtype):
-            for ids in progress(token_ids.split(self.batch_size), desc=desc):
-                # Filled up with the first caption, so that all products have one size.
-                padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
-                encoded = self.model.encode_text(padded)[: len(ids)]
-                features.append(F.normalize(encoded.float(), dim=-1))
-        # Put together outside of inference mode, so that a mask can be trained on the features.
-        return torch.cat(features)
+        settings = self.batch_size, self.device, self.dtype
+        parts = progress(token_ids.split(self.batch_size), desc=desc)
+        # Normalised outside of inference mode, so that a mask can be trained on the features.
+        return torch.cat([F.normalize(encode_batch(self.model, ids, *settings), dim=-1) for ids in parts])
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
         """Features of all images of a source, on every process; on `storage`, by default the device.
