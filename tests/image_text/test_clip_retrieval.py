@@ -61,8 +61,8 @@ def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
         for row, own in zip(scores.tolist(), matches, strict=True):
             nearest = sorted(range(29), key=lambda c: (-row[c], c in own))[:k]  # of equals the wrong one first
             numbers.append(sum(candidate in own for candidate in nearest))
-        assert found[k].any == pytest.approx(100 * sum(n > 0 for n in numbers) / 13)
-        assert found[k].share == pytest.approx(100 * sum(n / k for n in numbers) / 13)
+        assert found[k]["any"] == pytest.approx(100 * sum(n > 0 for n in numbers) / 13)
+        assert found[k]["share"] == pytest.approx(100 * sum(n / k for n in numbers) / 13)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -77,8 +77,8 @@ def test_equal_images_tie_in_whichever_block_they_are(monkeypatch, seed):
     images[8], texts[8] = images[0], texts[0]
     found = recall(colour_encoder(), images, texts, torch.arange(9)[:, None].expand(-1, 2), [1, 2])
     for direction in found:
-        assert direction[1].any == pytest.approx(100 * 7 / 9)
-        assert direction[2].any == 100
+        assert direction[1]["any"] == pytest.approx(100 * 7 / 9)
+        assert direction[2]["any"] == 100
 
 
 def test_captions_that_differ_in_case_and_white_space_alone_are_one_text():

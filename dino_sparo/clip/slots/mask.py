@@ -12,7 +12,7 @@ SPARO, section 5.2, table 5 and appendix 0.C.1.
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +86,6 @@ class Mask(nn.Module):
         return torch.sigmoid(scale / 4 * self.theta), scale
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """The best mask, and the course of its fit.
-
-    Attributes:
-        weights: (parts,), after the epoch with the highest accuracy.
-        epoch: that epoch, from 1; of several the first.
-        losses: mean loss of every epoch, nats.
-        accuracies: on the pairs after every epoch, mean over the splits, percent.
-    """
-
-    weights: Float[Tensor, " parts"]
-    epoch: int
-    losses: list[float]
-    accuracies: list[float]
-
-
 def part_products(pairs: EncodedQuestions, num_parts: int) -> Float[Tensor, "3 pairs parts"]:
     """Scalar products of normalised encodings, part by part; the number of parts divides M.
 
@@ -142,11 +125,15 @@ def fit_mask(
     batch_size: int,
     seed: int,
     bound: str,
-) -> FitResult:
+) -> tuple[Float[Tensor, " parts"], dict[str, Any]]:
     """Learn a mask on frozen encodings by SGD, and keep the mask of the best epoch.
 
     After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
     splits. Pairs of all splits are put together without balancing them.
+
+    Returns:
+        The weights after the epoch with the highest accuracy, of several the first; and the course of the fit, for the
+        result: this epoch, from 1, the mean loss of every epoch, nats, and the accuracy after every epoch, percent.
     """
     products = part_products(pairs, num_parts)
     mask = Mask(num_parts, bound).to(pairs.images.device)
@@ -169,7 +156,13 @@ def fit_mask(
         losses.append(float(total) / len(pairs.questions))
         accuracies.append(macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs)))
     best = accuracies.index(max(accuracies))
-    return FitResult(masks[best], best + 1, losses, accuracies)
+    return masks[best], {
+        "num_parts": num_parts,
+        "parts_above_half": int((masks[best] > 0.5).sum()),
+        "best_epoch": best + 1,
+        "losses": losses,
+        "accuracies": accuracies,
+    }
 
 
 def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
@@ -266,14 +259,21 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     pairs = encode_pairs(scorer, local, args.max_missing, task.limits)
     before = split_results(pairs, scorer.score_pairs)
     settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
-    fit_result = fit_mask(pairs, num_parts, *settings)
-    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, task.weights["sha256"])
-    after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
+    weights, course = fit_mask(pairs, num_parts, *settings)
+    mask = SlotMask(tuple(weights.tolist()), config.embed_dim, task.weights["sha256"])
+    after = split_results(masked_pairs(pairs, weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download, task.limits) for where in args.evaluate]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
-        "fit": describe_fit(fit_result, args),
+        "fit": {
+            "parts": args.parts,
+            "optimizer": "SGD, constant learning rate, no weight decay",
+            **{name: getattr(args, name) for name in ("lr", "momentum", "epochs", "seed")},
+            "batch_size": args.mask_batch_size,
+            "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
+            **course,
+        },
         "pairs": {
             "images": str(local.images),
             "files": {file.removesuffix(".json"): record for file, record in local.file_records().items()},
@@ -284,7 +284,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         },
     }
     if is_main():
-        draw_mask(fit_result, result["accuracy"]["initial"], file.path.with_suffix(".png"))
+        draw_mask(weights, course, result["accuracy"]["initial"], file.path.with_suffix(".png"))
     names = {"initial": "accuracy without mask", "masked": "accuracy with mask"}
     return file.write(result, table(result), headline=scores_in_percent(result["accuracy"], names))
 
@@ -319,23 +319,6 @@ def describe(
     }
 
 
-def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, Any]:
-    """Settings and course of the fit."""
-    return {
-        "parts": args.parts,
-        "num_parts": len(fit_result.weights),
-        "parts_above_half": int((fit_result.weights > 0.5).sum()),
-        "optimizer": "SGD, constant learning rate, no weight decay",
-        **{name: getattr(args, name) for name in ("lr", "momentum", "epochs")},
-        "batch_size": args.mask_batch_size,
-        "seed": args.seed,
-        "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
-        "best_epoch": fit_result.epoch,
-        "losses": fit_result.losses,
-        "accuracies": fit_result.accuracies,
-    }
-
-
 def table(result: dict[str, Any]) -> str:
     """The accuracies as a table to print."""
     named = [("pairs of the fit", result["accuracy"])]
@@ -351,12 +334,11 @@ def table(result: dict[str, Any]) -> str:
     return f"{text_table(rows, num_words=1)}\n{above}"
 
 
-def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
-    """Draw the course of the fit, and the mask, heaviest part first."""
-    order = fit_result.weights.argsort(descending=True, stable=True).tolist()
-    weights = fit_result.weights[order].tolist()
-    above = sum(weight > 0.5 for weight in weights)
-    epoch, accuracies = fit_result.epoch, fit_result.accuracies
+def draw_mask(values: Float[Tensor, " parts"], course: dict[str, Any], initial: float, path: Path) -> None:
+    """Draw the course of the fit, and the weights, heaviest part first."""
+    order = values.argsort(descending=True, stable=True).tolist()
+    weights = values[order].tolist()
+    above, epoch, accuracies = (course[name] for name in ("parts_above_half", "best_epoch", "accuracies"))
     best = accuracies[epoch - 1]
     with panels(path, 1, 2) as axes:
         fit, mask = axes[0]

@@ -20,7 +20,7 @@ caption, `share` of five images is at most 0.2, and the table has up to 0.85.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +41,7 @@ from dino_sparo.weights.results import Score
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
 
 
-class Recall(NamedTuple):
-    """Recall@k in percent, by both definitions."""
-
-    any: float
-    share: float
+Recall = dict[str, float]  # in percent, by the names of both definitions
 
 
 @torch.no_grad()
@@ -95,7 +91,7 @@ def _mean_recall(
         shares.append(is_hit.sum(dim=1).double() / numbers)
     share = torch.cat(shares)
     means = 100 * torch.stack((share > 0, share), dim=2).sum(dim=0) / len(share)
-    return {number: Recall(*row) for number, row in zip(k, means.tolist(), strict=True)}
+    return {number: {"any": some, "share": mean} for number, (some, mean) in zip(k, means.tolist(), strict=True)}
 
 
 @torch.no_grad()
@@ -119,8 +115,8 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
     matches = torch.unique(torch.stack((image_of[readable], text_of), dim=1), dim=0)
     text, image = recall(scorer, images.payload, encoded.payload, matches, k)
     return {
-        "text_recall": {f"@{k}": recall._asdict() for k, recall in text.items()},
-        "image_recall": {f"@{k}": recall._asdict() for k, recall in image.items()},
+        "text_recall": {f"@{k}": recall for k, recall in text.items()},
+        "image_recall": {f"@{k}": recall for k, recall in image.items()},
         "similarity": f"{scorer.measure}, fp32",
         "images": {
             "num_images": len(images.indices),

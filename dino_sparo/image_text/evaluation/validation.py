@@ -51,8 +51,8 @@ def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compare
     by_image, by_text = recall(scorer, images.payload, texts.payload, matches, (1,))
     return {
         "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, num_compared),
-        "val_text_r1": by_image[1].any,
-        "val_image_r1": by_text[1].any,
+        "val_text_r1": by_image[1]["any"],
+        "val_image_r1": by_text[1]["any"],
     }
 
 
