@@ -146,6 +146,10 @@ class TextEncoder(nn.Module):
         """Slots (B, L, V) and their attention (B, L, N), zero after the end token."""
         return self.readout(self(token_ids), end_token_mask(token_ids))
 
+    def tokenize(self, texts: Sequence[str]) -> "Tokens":
+        """Captions -> ids, at most as many as the context has."""
+        return tokenize(texts, self.config.context_length)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass; see `Backbone.set_grad_checkpointing`."""
         self.grad_checkpointing = enable

@@ -24,7 +24,7 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLi
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
-from dino_sparo.image_text.pairs.tars import captions_in_json
+from dino_sparo.image_text.pairs.tars import captions_in
 from dino_sparo.runtime.faults import UserError, require
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ class PairStream(IterableDataset):
         if kind is None or content is None:
             members = ", ".join(name for name in sample if not name.startswith("__"))[:80]
             raise CorruptImageError(location, f"without {'image' if kind is None else 'caption'}: it has {members}")
-        text = content.decode("utf-8", "replace")
-        texts = [text] if self.caption_key is None else captions_in_json(text, self.caption_key, location)
+        texts = captions_in(content.decode("utf-8", "replace"), self.caption_key, location)
         captions = [caption for caption in texts if caption.strip()]
         if not captions:
             raise CorruptImageError(location, "the caption is missing or empty")

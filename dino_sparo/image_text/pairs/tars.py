@@ -58,9 +58,7 @@ class TarCaptions:
 
     def __call__(self, index: int) -> list[str]:
         """The captions of image `index`; raises CorruptImageError as `json_of`."""
-        if self.key is None:
-            return [self._read(index)]
-        return captions_in_json(self._read(index), self.key, self.location(index))
+        return captions_in(self._read(index), self.key, self.location(index))
 
     def json_of(self, index: int) -> dict[str, Any]:
         """The JSON object of image `index`.
@@ -87,8 +85,14 @@ class TarCaptions:
         return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
 
 
-def captions_in_json(text: str, key: str, location: str) -> list[str]:
-    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it has no such key."""
+def captions_in(text: str, key: str | None, location: str) -> list[str]:
+    """The captions in a member: the text itself, or with a key the text, or the list of texts, of a JSON object.
+
+    Raises:
+        CorruptImageError: the object has no such key.
+    """
+    if key is None:
+        return [text]
     content = _json_object(text, location)
     if key not in content:
         raise CorruptImageError(
