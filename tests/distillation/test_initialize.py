@@ -231,6 +231,17 @@ def test_a_second_phase_at_a_higher_resolution_takes_heads_and_moments_but_for_t
     assert torch.equal(new.loss.center, old.loss.center)
 
 
+def test_the_scale_of_fp16_gradients_comes_with_the_optimizers_state(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    dino = build("--init_from", path, "--init_optimizer", "true")
+    dino.updater.scaler = torch.amp.GradScaler("cpu")
+    saved = torch.amp.GradScaler("cpu", init_scale=128.0).state_dict()
+    for extra, scale in (({}, 65536), ({"fp16_scaler": saved}, 128)):  # a run in another precision saved none
+        save_checkpoint({**load_checkpoint(source), **extra}, path)
+        dino.initialize()
+        assert dino.updater.scaler.get_scale() == scale
+
+
 def as_the_reference_saves(source: Path, folder: Path, **changes: Any) -> Path:
     """`*_full_checkpoint.pth` of facebookresearch/dino: a student in DDP, options as a Namespace, unnamed groups."""
     checkpoint = load_checkpoint(source)
