@@ -64,7 +64,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(path: Path, *words: object) -> DINOObjective:
     """The objective of the run whose checkpoint this is, before its next step."""
     dino = build(*words)
-    run = Run(dino, vars(options(*words)), CheckpointFolder(path.parent), Agreement(StopSignals(), 30.0, CPU))
+    run = Run(dino, vars(options(*words)), CheckpointFolder(path.parent, keep=1), Agreement(StopSignals(), 30.0, CPU))
     run.load(load_checkpoint(path), str(path))
     return dino
 
