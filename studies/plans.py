@@ -49,22 +49,22 @@ class Trained:
     data: str
 
 
-def with_random_slots(trained: Trained, one_block_less: bool = False, weights: Path | str | None = None) -> Path:
+def with_random_slots(weights: Path | str, folder: Path, seed: int, one_block_less: bool = False) -> Path:
     """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide, untrained slots.
 
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
-    `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
+    `gap`; otherwise all their blocks are kept. The checkpoint is written to a subfolder of `folder`.
     """
     from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.entries import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 
-    source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
-    path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
+    source = trained_encoder(str(weights))
+    path = folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
     base = source.encoder.config
     sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
     config = replace(base, readout="sparo", replace_block=base.replaces_block or one_block_less, **sizes)
-    encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
+    encoder = untrained_encoder(config, seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
     encoder.backbone.load_state_dict({name: blocks[name] for name in names})
     path.parent.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
     found = {"untrained": measures("--untrained"), "trained": measures()}
     for one_block_less, name, nearest, linear in RANDOM_CONTROLS:
         if trained.variant in RANDOM_READERS and not (one_block_less and trained.variant == "sparo"):
-            random = with_random_slots(trained, one_block_less)
+            random = with_random_slots(path, trained.folder, trained.seed, one_block_less)
             found["trained"] |= {nearest: knn(random, name), linear: probe(random, name, *alone)}
     return found
 

@@ -109,6 +109,11 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """The image encoder; the number and length of phrases change with every batch."""
         return [self.network.image.backbone]
 
+    @property
+    def dynamic_modules(self) -> list[nn.Module]:
+        """Binding and scoring of all pairs, in the padded form of a GPU."""
+        return [self.network.binding, self.network.scoring]
+
     def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
         """The contrastive loss and the local loss of relations; see the top of `loss.py`.
 

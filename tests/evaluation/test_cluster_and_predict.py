@@ -12,6 +12,7 @@ from PIL import Image
 from refusals import refused
 
 from dino_sparo.__main__ import run
+from dino_sparo.commands import parser_of
 from dino_sparo.evaluation.embed import cluster
 from dino_sparo.evaluation.embed.store import load_embeddings
 
@@ -242,7 +243,6 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path) -> None:
         (["--images", "EMBEDDINGS", "--output", "p.json"], "p.json names the table"),
         (["--images", "EMBEDDINGS", "--output", "config.csv"], "config.json exists already"),
         (["--output", "config.csv"], "config.json exists already"),
-        (["--folds", "1"], "--folds 1: cross-validation needs at least 2"),
     ],
 )
 def test_predict_overwrites_no_json_and_not_its_own_table(
@@ -254,6 +254,14 @@ def test_predict_overwrites_no_json_and_not_its_own_table(
         run("predict", [str(labelled), *[str(labelled) if word == "EMBEDDINGS" else word for word in words]])
     assert Path("config.json").read_text() == "mine"
     assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize("name", ["predict embeddings", "few-labels", "table-probe"])
+def test_one_fold_is_refused_when_options_are_parsed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = name.split()
+    with pytest.raises(SystemExit):
+        parser_of(command).parse_args([*words, "--folds", "1"])
+    assert "--folds: 1: give at least 2 for the cross-validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         found = nearest(store, vectors, query[0], queries, args.top)
         results[SEARCH] = write_nearest(store, query, found, record, out, args)
     if args.duplicates is not None:
-        results[DUPLICATES] = write_groups(
-            store, vectors, record, out, args.duplicates, args.data_path, args.show_channels
-        )
+        results[DUPLICATES] = write_groups(store, vectors, record, out, args)
         counts = [results[DUPLICATES][name] for name in ("num_images", "num_groups")]
         say("{:,} images in {:,} groups of near copies".format(*counts))
     say("\n".join(str(path) for stem in stems for path in sorted(out.glob(f"{stem}.*"))))
