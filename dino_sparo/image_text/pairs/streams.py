@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,7 @@ class PairStream(IterableDataset):
         pairs, corrupt = self._pairs(rng), list[tuple[str, str]]()
         for _ in range(worker, len(sampler), count):
             items = [self._item(pairs, corrupt, rng) for _ in range(sampler.batch_size)]
-            batch = collate_pairs(items, self.context_length)
-            yield PairBatch(batch.images, batch.token_ids, batch.indices, corrupt, batch.num_truncated)
+            yield replace(collate_pairs(items, self.context_length), corrupt=corrupt)
             corrupt = []
 
     def _item(self, pairs: Iterator[tuple[int, Sample]], corrupt: list[tuple[str, str]], rng: Any) -> PairItem:
