@@ -12,12 +12,7 @@ from dino_sparo.dino.step import train_step
 from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
 from dino_sparo.distillation.network import EncoderWithHead
-from dino_sparo.distillation.objective import (
-    DistillationObjective,
-    encoder_config,
-    loss_of_crops,
-    may_warn_of_collapse,
-)
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config, loss_of_crops, may_warn_of_collapse
 from dino_sparo.models.encoder import encoder_from_config
 from dino_sparo.runtime.launch import Distributed
 
