@@ -24,9 +24,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from dino_sparo.data.sources.decode import read_image
-from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.draw.figure import Section, short_name
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.near_copies import DUPLICATES, write_groups
@@ -103,7 +100,7 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
     task = open_encoder(store, args, device)
     query = Embeddings({}, {}, {**store.record, "encoder": plain(dict(task.weights))}, Path(args.images))
     require_same_encoder(store, query)
-    source = open_images(task, args.images)
+    source = task.open_split("all")
     kind, shape = args.what, store.array(args.what).shape[1:]
     features = task.features(source, lambda images: features_of(task.encoder, [kind], images)[kind].flatten(1))
     if not len(features.features):
@@ -115,14 +112,6 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
         record={**query.record, "num_unreadable": features.num_corrupt},
     )
     return query, Pictures(source, query, args.show_channels)
-
-
-def open_images(task: EncoderTask, path: str) -> ImageSource:
-    """All images of a path, or a single image."""
-    if not (Path(path).is_file() and path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))):
-        return task.open_split("all")
-    read_image(path, path, limits=task.limits)  # refuses an unreadable image
-    return FileSource(f"image {path}", "", [path], limits=task.limits)
 
 
 def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
