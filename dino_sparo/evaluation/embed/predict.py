@@ -52,7 +52,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         paths = dict.fromkeys(filter(None, (args.folder, args.images, args.val)))
         if args.pretrained_weights and all(map(is_store, paths)):
             raise UserError("--pretrained_weights: all folders hold embeddings already; leave it out")
-        stores = {path: open_store(path, args, Path(temporary, str(n))) for n, path in enumerate(paths)}
+        stores: dict[str, Embeddings] = {}
+        for number, path in enumerate(paths):
+            stores[path] = open_store(path, args, Path(temporary, str(number)), stores.get(args.folder))
         return predict_from(stores, args, output)
 
 
@@ -61,8 +63,8 @@ def is_store(path: str) -> bool:
     return Path(path, RECORD).is_file()
 
 
-def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
-    """The embeddings at a path, or of the images at a path, which are embedded into `folder`."""
+def open_store(path: str, args: argparse.Namespace, folder: Path, labelled: Embeddings | None) -> Embeddings:
+    """The embeddings at a path, or of the images at a path, which are embedded into `folder` as `labelled` were."""
     if is_store(path):
         return store.load_embeddings(path)
     if not args.pretrained_weights:
@@ -72,7 +74,9 @@ def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
         )
     options = {"data_path": path, "output_dir": str(folder), "split": "all", "what": [args.what]}
     options |= {"pretrained_weights": args.pretrained_weights, "checkpoint_key": args.checkpoint_key}
-    options |= {"img_size": args.img_size, "device": args.device, "num_workers": args.num_workers}
+    options |= {"device": args.device, "num_workers": args.num_workers}
+    options |= {} if labelled is None else store.options_of(labelled)
+    options |= {"img_size": args.img_size} if args.img_size is not None else {}
     embed_images(embed_parser().parse_keywords(options))
     return store.load_embeddings(folder)
 

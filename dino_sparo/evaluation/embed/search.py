@@ -34,6 +34,7 @@ from dino_sparo.evaluation.embed.store import (
     Embeddings,
     check_sample,
     load_embeddings,
+    options_of,
     require_same_encoder,
     write_csv,
 )
@@ -116,8 +117,7 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
 
 def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
     """The encoder and the view of a store, for the images of --images."""
-    settings, encoder = store.record["settings"], store.record["encoder"]
-    limits = settings.get("limits", {})
+    encoder = store.record["encoder"]
     remedy = f"embed {args.images} with the options of {store.folder}, and give the folder"
     if encoder.get("untrained"):
         raise UserError(f"{store.folder} is of random weights; {remedy}")
@@ -125,10 +125,7 @@ def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.devi
         "pretrained_weights": args.pretrained_weights or encoder["pretrained_weights"],
         "checkpoint_key": encoder.get("checkpoint_key"),
         "data_path": args.images,
-        "max_image_mb": limits.get("max_mb"),
-        "max_image_mpix": limits.get("max_mpix"),
-        **{name: limits.get(name) for name in ("max_value", "exif")},
-        **{name: settings.get(name) for name in ("img_size", "fast_views", "precision")},
+        **options_of(store),
         **{name: getattr(args, name) for name in ("device", "num_workers")},
     }
     task = EncoderTask(embed_parser().parse_keywords(options), device)
