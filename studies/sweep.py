@@ -145,7 +145,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(points: Sequence[SweepPoint], metric: str) -> str:
     """One line per model."""
-    rows = [("readout", "L", "V", "M", "parameters", f"{metric} %")]
+    rows: list[tuple[str, ...]] = [("readout", "L", "V", "M", "parameters", f"{metric} %")]
     for point in points:
         slots = ("" if number is None else f"{number}" for number in (point.num_slots, point.slot_dim))
         sizes = (*slots, f"{point.encoding_dim}", f"{point.num_parameters:,}")

@@ -50,5 +50,5 @@ def test_every_kind_of_run_gives_a_row(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_page_shows_the_tables_of_the_result_files() -> None:
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    page = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/results.md", "studies/README.md"))
     assert all(table in page for table in ibot.report(RESULTS).split("\n\n"))

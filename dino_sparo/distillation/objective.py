@@ -27,7 +27,8 @@ from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
-from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
+from dino_sparo.distillation.loss import DINOLoss
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead, has_batch_norm, synchronize_batch_norm
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
@@ -372,10 +373,19 @@ def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
     return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)
 
 
-def require_neighbours(args: argparse.Namespace) -> None:
-    """Refuse KoLeo on batches of one image."""
+def loss_of_crops(args: argparse.Namespace, chunk_size: int = 0) -> DINOLoss:
+    """DINO's loss from the options, with a center of zeros; UserError for KoLeo on batches of one image."""
     if args.koleo_weight and args.batch_size_per_gpu * world_size() == 1:
         raise UserError(
             f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
             "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
         )
+    return DINOLoss(
+        args.out_dim,
+        args.local_crops_number + NUM_TEACHER_CROPS,
+        args.warmup_teacher_temp,
+        args.teacher_temp,
+        args.warmup_teacher_temp_epochs or 0,  # iBOT's is None until `fill_in_defaults`
+        args.epochs,
+        chunk_size=chunk_size,
+    )

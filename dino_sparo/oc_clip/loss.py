@@ -61,7 +61,7 @@ def local_loss(
     """L_rel of this rank's matched pairs: the slots are bound once, and only the relations' scores differ."""
     slots = network.binding.bind_matched(encoded.entities, encoded.entity_mask, keys, values)[None]
     true, swapped, shuffled = (
-        network.scoring.scores(encoded._replace(subjects=subjects, objects=objects), slots)[0]
+        network.scoring(*encoded._replace(subjects=subjects, objects=objects).tensors, slots)[0]
         for subjects, objects in graphs.ends.to(keys.device, non_blocking=True)
     )
     is_altered = graphs.is_altered.to(keys.device, non_blocking=True)

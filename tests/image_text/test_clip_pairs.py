@@ -23,7 +23,7 @@ from dino_sparo.data.scenes.graphs import Ties
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource
-from dino_sparo.image_text.objective import number_pairs
+from dino_sparo.image_text.objective import open_data
 from dino_sparo.image_text.pairs import tars as pair_tars
 from dino_sparo.image_text.pairs.batches import (
     LeftOut,
@@ -491,7 +491,7 @@ def open_numbered_pairs(data_path: str) -> int:
     options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]
     args = get_args_parser().parse_args(options)
     process = Distributed(launch.rank(), 2, torch.device("cpu"))
-    return len(number_pairs(args, process, 1, partial(collate_pairs, context_length=8))[1])
+    return len(open_data(args, process, partial(collate_pairs, context_length=8))[1])
 
 
 def test_ranks_with_different_pairs_are_told(tmp_path: Path, two_ranks: TwoRanks) -> None:

@@ -8,10 +8,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jaxtyping
 import pytest
 import torch
 from oc_clip_fakes import bind_all
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from dino_sparo.image_text.step import contrastive_loss
@@ -244,7 +246,7 @@ def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("training", "pads"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("training", "pads"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("chunk_mb", "kept_share"), [(256, 1), (256, 0), (1e-9, 0)], ids=["kept", "large", "single"])
 def test_scores_of_all_pairs_are_those_of_the_equations(
     kind: str, training: bool, chunk_mb: float, kept_share: float, pads: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +257,26 @@ def test_scores_of_all_pairs_are_those_of_the_equations(
     case.binding.pads_on = ("cpu",) if pads else ()
     ours = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
     assert_same(case, ours, expected_scores(case))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+def test_the_padded_form_is_compiled_once_for_graphs_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
+    case, counter = problem(), CompileCounter()
+    case.binding.pads_on = ("cpu",)
+    patches = [tensor.detach() for tensor in case.binding.encode_patches(case.patches)]
+    narrow = [[tensor[:, :width].contiguous() for tensor in case.graphs.tensors] for width in (2, 3)]
+    counts = tuple(tuple(min(count, width) for count in ENTITIES) for width in (2, 3))
+    graphs = [
+        case.graphs,
+        *(EncodedGraphs(*t[:3], t[3] % 1, t[4] % 1, t[5], c, c) for t, c in zip(narrow, counts, strict=True)),
+    ]
+    expected = [score_all_pairs(case.binding, case.scoring, one, *patches) for one in graphs]
+    for module in (case.binding, case.scoring):
+        module.compile(dynamic=True, backend=counter)
+    for one, scores in zip(graphs, expected, strict=True):
+        torch.testing.assert_close(score_all_pairs(case.binding, case.scoring, one, *patches), scores, **EXACT)
+    assert counter.frame_count == 2
 
 
 def padded_scores(case: Problem, graphs: EncodedGraphs) -> Tensor:

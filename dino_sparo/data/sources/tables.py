@@ -385,8 +385,7 @@ def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: 
     remedy = f"paths are absolute or relative to the {kind}'s folder"
     require_first_files(f"{kind} {listing!r}", root, paths, remedy)
     classes, numbers = encode_labels(labels)
-    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    return FileSource(f"{kind} {listing}", root, packed, classes, numbers, limits)
+    return FileSource(f"{kind} {listing}", root, paths, classes, numbers, limits)
 
 
 def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:
