@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation
-from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.examples import Examples, draw_examples
 from dino_sparo.data.labels import require_labels
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.data.shares import training_loader
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
@@ -319,9 +318,6 @@ def open_crops(
         columns=TableColumns(args.path_column, args.label_column, args.split_column),
         limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
     )
-    sampler = EpochSampler(
-        len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
-    )
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,
@@ -333,13 +329,7 @@ def open_crops(
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    loader = create_loader(
-        ImageDataset(source, augmentation(defer), args.seed),
-        sampler,
-        num_workers=args.num_workers,
-        pin_memory=process.device.type == "cuda",
-        timeout_min=args.dist_timeout_min,
-    )
+    sampler, loader = training_loader(source, augmentation(defer), args, process)
     distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     examples = draw_examples(source, augmentation(False), square, args.seed) if is_main() else None

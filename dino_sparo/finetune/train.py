@@ -24,11 +24,10 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 
 from dino_sparo.data.batch import Batch
-from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.data.shares import training_loader
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
@@ -93,22 +92,8 @@ class FinetuneObjective(Objective[Batch]):
         if args.val_freq:
             self.val = align_classes(open_labelled(args, args.val_split, config.in_chans), self.classes)
         self.num_left_out = getattr(self.source, "num_left_out", 0)
-        self.sampler = EpochSampler(
-            len(self.source),
-            args.batch_size_per_gpu,
-            process.rank,
-            process.world_size,
-            args.grad_accum_steps,
-            args.seed,
-        )
         view = ProbeAugmentation(args.img_size, self.mean, self.std, InterpolationMode.BICUBIC)
-        self.loader = create_loader(
-            ImageDataset(self.source, view, args.seed),
-            self.sampler,
-            num_workers=args.num_workers,
-            pin_memory=process.device.type == "cuda",
-            timeout_min=args.dist_timeout_min,
-        )
+        self.sampler, self.loader = training_loader(self.source, view, args, process)
         self.erase = RandomErasing(args.random_erasing, mode="pixel", device=process.device)
         self.mix = None
         if args.mixup or args.cutmix:  # the loss smooths the labels
