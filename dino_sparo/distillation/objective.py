@@ -19,10 +19,10 @@ from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.examples import Examples, draw_examples
 from dino_sparo.data.labels import require_labels
-from dino_sparo.data.ranks import open_images
+from dino_sparo.data.ranks import open_training_images
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.shares import training_loader
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
@@ -310,14 +310,7 @@ def open_crops(
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
         distorts), and examples (None except on rank 0).
     """
-    source = open_images(
-        args.data_path,
-        args.split,
-        args.download,
-        max_corrupt=args.max_corrupt,
-        columns=TableColumns(args.path_column, args.label_column, args.split_column),
-        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
-    )
+    source = open_training_images(args, args.split, args.in_chans)
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,

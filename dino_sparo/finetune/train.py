@@ -25,10 +25,10 @@ from torchvision.transforms import InterpolationMode
 
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.labels import align_classes, require_labels
-from dino_sparo.data.ranks import open_images
+from dino_sparo.data.ranks import open_training_images
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.shares import training_loader
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
 from dino_sparo.distillation.options import REFERENCE_BATCH
@@ -221,11 +221,7 @@ def complete_options(args: argparse.Namespace, encoder: Encoder, max_value: int)
 
 def open_labelled(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
     """The labelled images of a split."""
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    source = open_images(
-        args.data_path, split, args.download, max_corrupt=args.max_corrupt, columns=columns, limits=limits
-    )
+    source = open_training_images(args, split, in_chans)
     require_labels(source)
     return source
 
