@@ -1,12 +1,11 @@
 """The same images on all ranks: ranks index shards together, rank 0 opens first, and all ranks compare the images."""
 
-import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, index_images, open_source
+from dino_sparo.data.sources import ImageSource, index_images, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.runtime.collectives import all_or_none, rank_0_first, require_same
@@ -24,14 +23,6 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
         source = open_source(data_path, split, download, **options)
     require_same_source(source)
     return source
-
-
-def open_training_images(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
-    """`open_images` of a split, as the options of a training say."""
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
-    options = {"max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
-    return open_images(args.data_path, split, args.download, **options)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
-"""A source -> batches of this process' share of its images: of a training in random order, else each once, in order."""
+"""A source -> this process' share of its images, each once and in order, without unreadable images."""
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +12,9 @@ from torch.utils.data import DataLoader
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
-from dino_sparo.data.samplers import EpochSampler, ShardSampler
+from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.runtime.launch import Distributed, rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -38,24 +37,6 @@ def share_loader(
     sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
     is_cuda = device.type == "cuda"
     return create_loader(ImageDataset(source, transform), sampler, num_workers=num_workers, pin_memory=is_cuda)
-
-
-def training_loader(
-    source: ImageSource, transform: Callable, args: argparse.Namespace, process: Distributed
-) -> tuple[EpochSampler, DataLoader]:
-    """The order of a training's images, and its batches.
-
-    Args:
-        source: the images.
-        transform: (image, rng) -> views.
-        args: options of the training: batch, accumulated steps, seed, workers and their time limit.
-        process: this process among its peers.
-    """
-    sizes = args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps
-    sampler = EpochSampler(len(source), *sizes, args.seed)
-    settings = {"num_workers": args.num_workers, "timeout_min": args.dist_timeout_min}
-    dataset, is_cuda = ImageDataset(source, transform, args.seed), process.device.type == "cuda"
-    return sampler, create_loader(dataset, sampler, pin_memory=is_cuda, **settings)
 
 
 def readable_batches(loader: Any, desc: str) -> Iterator[tuple[Batch, Int[Tensor, " kept"]]]:

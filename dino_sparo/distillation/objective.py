@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation
+from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.examples import Examples, draw_examples
 from dino_sparo.data.labels import require_labels
-from dino_sparo.data.ranks import open_training_images
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.shares import training_loader
-from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
@@ -296,6 +297,32 @@ class DistillationObjective(Objective[Batch]):
 # What the options say.
 
 
+def open_images_of(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
+    """The images of a split on all ranks, as the options of a training say."""
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
+    options = {"max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
+    return open_images(args.data_path, split, args.download, **options)
+
+
+def open_loader(
+    source: ImageSource, transform: Callable, args: argparse.Namespace, process: Distributed
+) -> tuple[EpochSampler, DataLoader]:
+    """The order of a training's images, and its batches.
+
+    Args:
+        source: the images.
+        transform: (image, rng) -> views.
+        args: options of the training: batch, accumulated steps, seed, workers and their time limit.
+        process: this process among its peers.
+    """
+    sizes = args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps
+    sampler = EpochSampler(len(source), *sizes, args.seed)
+    settings = {"num_workers": args.num_workers, "timeout_min": args.dist_timeout_min}
+    dataset, is_cuda = ImageDataset(source, transform, args.seed), process.device.type == "cuda"
+    return sampler, create_loader(dataset, sampler, pin_memory=is_cuda, **settings)
+
+
 def open_crops(
     args: argparse.Namespace, process: Distributed, crop_scale: int = 1
 ) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
@@ -310,7 +337,7 @@ def open_crops(
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
         distorts), and examples (None except on rank 0).
     """
-    source = open_training_images(args, args.split, args.in_chans)
+    source = open_images_of(args, args.split, args.in_chans)
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,
@@ -322,7 +349,7 @@ def open_crops(
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    sampler, loader = training_loader(source, augmentation(defer), args, process)
+    sampler, loader = open_loader(source, augmentation(defer), args, process)
     distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     examples = draw_examples(source, augmentation(False), square, args.seed) if is_main() else None

@@ -25,12 +25,11 @@ from torchvision.transforms import InterpolationMode
 
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.labels import align_classes, require_labels
-from dino_sparo.data.ranks import open_training_images
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.shares import training_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
+from dino_sparo.distillation.objective import open_images_of, open_loader
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.encoders import encoder_of_options
 from dino_sparo.evaluation.features import Features, extract_split
@@ -93,7 +92,7 @@ class FinetuneObjective(Objective[Batch]):
             self.val = align_classes(open_labelled(args, args.val_split, config.in_chans), self.classes)
         self.num_left_out = getattr(self.source, "num_left_out", 0)
         view = ProbeAugmentation(args.img_size, self.mean, self.std, InterpolationMode.BICUBIC)
-        self.sampler, self.loader = training_loader(self.source, view, args, process)
+        self.sampler, self.loader = open_loader(self.source, view, args, process)
         self.erase = RandomErasing(args.random_erasing, mode="pixel", device=process.device)
         self.mix = None
         if args.mixup or args.cutmix:  # the loss smooths the labels
@@ -221,7 +220,7 @@ def complete_options(args: argparse.Namespace, encoder: Encoder, max_value: int)
 
 def open_labelled(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
     """The labelled images of a split."""
-    source = open_training_images(args, split, in_chans)
+    source = open_images_of(args, split, in_chans)
     require_labels(source)
     return source
 
