@@ -3,7 +3,6 @@
 Controls are scores for the width of the encoding and for random weights.
 """
 
-import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.demo.run import RunCommand, evaluate, read_recipe, write_pairs
+from dino_sparo.evaluation.embed.store import write_csv
 from dino_sparo.runtime.cli import option_words
 
 # State of the weights -> score -> percent.
@@ -231,8 +231,7 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
                 )
             rows += [(str(path.resolve()), label.name, split) for path in paths[:500]]
     table = folder / "evaluated.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
+    write_csv(table, rows)
     return str(Path(data_path, "train")), str(table)
 
 
