@@ -32,7 +32,7 @@ from studies.runs import FOLDERS, make_runs
 logger = logging.getLogger(__name__)
 
 
-def measured(study: ModuleType) -> tuple[Callable[[], Parser], Callable[..., Any]]:
+def measurement(study: ModuleType) -> tuple[Callable[[], Parser], Callable[..., Any]]:
     """Entry of an experiment that measures what is missing, unless --report is given, and prints its tables."""
 
     def body(args: argparse.Namespace, command: RunCommand) -> str:
@@ -48,11 +48,11 @@ def measured(study: ModuleType) -> tuple[Callable[[], Parser], Callable[..., Any
 EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "binding": (binding.get_args_parser, binding.run_binding),
     "drawn-sets": (drawn_sets.parser, lambda args, _: drawn_sets.main(args)),
-    "ibot": measured(ibot),
+    "ibot": measurement(ibot),
     "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
-    "probes": measured(probes),
+    "probes": measurement(probes),
     "sweep": (sweep.get_args_parser, lambda args, _: sweep.collect(args)),
-    "uses": measured(uses),
+    "uses": measurement(uses),
 }
 
 

@@ -297,6 +297,32 @@ class DistillationObjective(Objective[Batch]):
 # What the options say.
 
 
+def open_images_of(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
+    """The images of a split on all ranks, as the options of a training say."""
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
+    options = {"max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
+    return open_images(args.data_path, split, args.download, **options)
+
+
+def open_loader(
+    source: ImageSource, transform: Callable, args: argparse.Namespace, process: Distributed
+) -> tuple[EpochSampler, DataLoader]:
+    """The order of a training's images, and its batches.
+
+    Args:
+        source: the images.
+        transform: (image, rng) -> views.
+        args: options of the training: batch, accumulated steps, seed, workers and their time limit.
+        process: this process among its peers.
+    """
+    sizes = args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps
+    sampler = EpochSampler(len(source), *sizes, args.seed)
+    settings = {"num_workers": args.num_workers, "timeout_min": args.dist_timeout_min}
+    dataset, is_cuda = ImageDataset(source, transform, args.seed), process.device.type == "cuda"
+    return sampler, create_loader(dataset, sampler, pin_memory=is_cuda, **settings)
+
+
 def open_crops(
     args: argparse.Namespace, process: Distributed, crop_scale: int = 1
 ) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
@@ -311,17 +337,7 @@ def open_crops(
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
         distorts), and examples (None except on rank 0).
     """
-    source = open_images(
-        args.data_path,
-        args.split,
-        args.download,
-        max_corrupt=args.max_corrupt,
-        columns=TableColumns(args.path_column, args.label_column, args.split_column),
-        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
-    )
-    sampler = EpochSampler(
-        len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
-    )
+    source = open_images_of(args, args.split, args.in_chans)
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,
@@ -333,13 +349,7 @@ def open_crops(
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    loader = create_loader(
-        ImageDataset(source, augmentation(defer), args.seed),
-        sampler,
-        num_workers=args.num_workers,
-        pin_memory=process.device.type == "cuda",
-        timeout_min=args.dist_timeout_min,
-    )
+    sampler, loader = open_loader(source, augmentation(defer), args, process)
     distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     examples = draw_examples(source, augmentation(False), square, args.seed) if is_main() else None

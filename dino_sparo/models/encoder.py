@@ -272,6 +272,13 @@ def encoder_from_config(
     if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(config, drop_path_rate)
+    if kind.reads_class_token_only and not backbone.has_class_token:
+        raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
+    return Encoder(backbone, build_readout(backbone, config, codebook), config)
+
+
+def build_readout(backbone: AnyBackbone, config: EncoderConfig, codebook: nn.Parameter | None = None) -> nn.Module:
+    """The read-out of a configuration on a backbone, with random weights; `codebook` as in `encoder_from_config`."""
     sizes = ReadoutSizes(
         backbone.embed_dim,
         config.num_slots,
@@ -282,10 +289,7 @@ def encoder_from_config(
         backbone.num_prefix_tokens,
         norm_eps=backbone.norm_eps,
     )
-    if kind.reads_class_token_only and not backbone.has_class_token:
-        raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
-    readout = kind.build(sizes)
-    return Encoder(backbone, readout, config)
+    return config.kind.build(sizes)
 
 
 def create_backbone(config: EncoderConfig, drop_path_rate: float = 0.0) -> AnyBackbone:

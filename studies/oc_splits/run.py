@@ -195,16 +195,11 @@ def model_result(
     Raises:
         ValueError: the folder holds a result of other options.
     """
-    settings: dict[str, Any] = {
-        "model": name,
-        **{"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed},
-        **{"num_images": amount.num_images, "num_questions": amount.num_questions},
-        **{
-            "command": MODELS[name].command,
-            "graphs": MODELS[name].graphs,
-            "options": recipe(name, split.seed, amount, args),
-        },
-    }
+    model, options = MODELS[name], recipe(name, split.seed, amount, args)
+    cell = {"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed}
+    sizes = {"num_images": amount.num_images, "num_questions": amount.num_questions}
+    training = {"command": model.command, "graphs": model.graphs, "options": options}
+    settings: dict[str, Any] = {"model": name, **cell, **sizes, **training}
     path = folder / "result.json"
     devices = {"device": args.device, "num_workers": args.num_workers}
     if path.is_file():
@@ -218,7 +213,7 @@ def model_result(
         begin = time.monotonic()
         paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
         checkpoints = {"saveckp_freq": "1"} if args.curve else {}
-        run(MODELS[name].command, option_words({**settings["options"], **paths, **checkpoints}))
+        run(model.command, option_words({**options, **paths, **checkpoints}))
         seconds = time.monotonic() - begin
         result = {
             **settings,
