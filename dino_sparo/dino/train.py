@@ -6,20 +6,15 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step i
 import argparse
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 from dino_sparo.dino import options
 from dino_sparo.dino.step import train_step
 from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
 from dino_sparo.distillation.network import EncoderWithHead
-from dino_sparo.distillation.objective import (
-    DistillationObjective,
-    encoder_config,
-    loss_of_crops,
-    may_warn_of_collapse,
-)
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config, loss_of_crops, may_warn_of_collapse
 from dino_sparo.models.encoder import encoder_from_config
-from dino_sparo.runtime.launch import Distributed
 
 
 class DINOObjective(DistillationObjective):
@@ -27,8 +22,6 @@ class DINOObjective(DistillationObjective):
 
     Attributes:
         loss: with the center.
-        koleo_weight: of the regulariser; 0 for none.
-        freeze_last_layer: epochs during which the head's last layer is not trained.
     """
 
     make_parser = options.get_args_parser
@@ -39,9 +32,15 @@ class DINOObjective(DistillationObjective):
 
     step = train_step  # of algorithm 1
 
-    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        self.koleo_weight, self.freeze_last_layer = args.koleo_weight, args.freeze_last_layer
-        super().__init__(args, process)
+    @cached_property
+    def koleo_weight(self) -> float:
+        """Weight of the regulariser; 0 for none."""
+        return float(self.args.koleo_weight)
+
+    @cached_property
+    def freeze_last_layer(self) -> int:
+        """Epochs during which the head's last layer is not trained."""
+        return int(self.args.freeze_last_layer)
 
     @property
     def loss_exchanges(self) -> bool:

@@ -28,12 +28,7 @@ from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
 from dino_sparo.distillation.loss import DINOLoss
-from dino_sparo.distillation.network import (
-    NUM_TEACHER_CROPS,
-    EncoderWithHead,
-    has_batch_norm,
-    synchronize_batch_norm,
-)
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead, has_batch_norm, synchronize_batch_norm
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank

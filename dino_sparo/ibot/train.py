@@ -14,12 +14,7 @@ from torch.nn import functional as F
 from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.loss import diagnose_collapse
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
-from dino_sparo.distillation.objective import (
-    DistillationObjective,
-    encoder_config,
-    loss_of_crops,
-    may_warn_of_collapse,
-)
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config, loss_of_crops, may_warn_of_collapse
 from dino_sparo.ibot import options
 from dino_sparo.ibot.head import IBOTNetwork
 from dino_sparo.ibot.loss import IBOTLoss, PatchLoss

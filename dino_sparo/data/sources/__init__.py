@@ -45,13 +45,7 @@ from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolv
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
-from dino_sparo.data.sources.tars import (
-    TarSource,
-    expand_shards,
-    images_kind,
-    open_shards,
-    refuse_compressed,
-)
+from dino_sparo.data.sources.tars import TarSource, expand_shards, images_kind, open_shards, refuse_compressed
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
 from dino_sparo.runtime.faults import UserError
 
