@@ -29,11 +29,11 @@ from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.views import ClipView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
+from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Band, Tile, map_painter
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation, computation_of
+from dino_sparo.image_text.scorer import DotProductScorer, Explanation, computation_of
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, require
@@ -75,7 +75,7 @@ class SlotScorer(DotProductScorer):
             for slot in leading_slots(lead):
                 notes = (f"{lead[slot]:+.3f}", _top_word(words, shares[slot]))
                 tiles.append(Tile(picture, caption, map_painter(heat(maps[slot])), f"slot {slot}", notes=notes))
-            explained.append(CaptionMaps([lead_in_words(lead)], tiles))
+            explained.append(Band(lines=[lead_in_words(lead)], tiles=tiles))
         return Explanation(picture, explained, EXPLANATION, RAMP_ENDS)
 
 

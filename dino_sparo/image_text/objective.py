@@ -106,8 +106,7 @@ class PairObjective(Objective[AnyBatch]):
 
         # Optimizer and schedules.
         shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
-        parts = self.model_parts()
-        self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
+        self.updater = self.updater_of_parts(device, dtype)
         self.clip_grad = args.clip_grad
         self.model = wrap_ddp(self.network, device)
         weights = list(self.network.parameters())
@@ -139,6 +138,28 @@ class PairObjective(Objective[AnyBatch]):
     def model_parts(self) -> list[ModelPart]:
         """The parts of the model with their learning rates and warm-ups; by default the whole model is one part."""
         return [(("",), self.args.lr, self.args.warmup_steps)]
+
+    def updater_of_parts(self, device: torch.device, dtype: torch.dtype) -> Updater:
+        """AdamW with a cosine schedule per part of the model.
+
+        Each trained weight belongs to the first part that has a prefix of its name; the log has the learning rate of
+        the last part. The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
+        """
+        args, model = self.args, self.network
+        total = args.epochs * self.sampler.steps_per_epoch
+        groups: list[dict[str, Any]] = []
+        schedules: list[dict[str, Any]] = []
+        left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for prefixes, rate, warmup_steps in self.model_parts():
+            tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+            lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
+            # The last part comes first: what is logged is the rate of the first group.
+            groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
+            # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
+            schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
+        factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
+        rest = {"layer_factors": factors, "accum_steps": args.grad_accum_steps, "seed": args.seed}
+        return create_updater(model, groups, schedules, device, dtype, **rest)
 
     def encode(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
@@ -321,35 +342,6 @@ def tower_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of both encoders, by the names of `tower_configs`."""
     names = "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"
     return {name: getattr(args, name) for name in (*names, "pre_norm", "quick_gelu")}
-
-
-def updater_of_parts(
-    model: nn.Module,
-    parts: Sequence[ModelPart],
-    args: argparse.Namespace,
-    steps_per_epoch: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Updater:
-    """AdamW with a cosine schedule per part of the model.
-
-    Each trained weight belongs to the first part that has a prefix of its name; the log has the learning rate of the
-    last part. The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
-    """
-    total = args.epochs * steps_per_epoch
-    groups: list[dict[str, Any]] = []
-    schedules: list[dict[str, Any]] = []
-    left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for prefixes, rate, warmup_steps in parts:
-        tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
-        lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
-        # The last part comes first: what is logged is the rate of the first group.
-        groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
-        # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
-        schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
-    factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
-    rest = {"layer_factors": factors, "accum_steps": args.grad_accum_steps, "seed": args.seed}
-    return create_updater(model, groups, schedules, device, dtype, **rest)
 
 
 def param_groups(

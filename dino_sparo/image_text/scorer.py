@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from dino_sparo.data.shares import share_loader
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.draw.figure import Tile
+from dino_sparo.draw.figure import Band
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference
 from dino_sparo.image_text.prompts import prompts
@@ -147,31 +147,19 @@ class Scorer(Protocol):
         """The score of every image with every caption or class, fp32; both are payloads."""
 
 
-class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption.
-
-    Attributes:
-        lines: further numbers in words; may be empty.
-        tiles: maps over `Explanation.picture`.
-    """
-
-    lines: Sequence[str]
-    tiles: Sequence[Tile]
-
-
 @dataclass(frozen=True)
 class Explanation:
     """Maps of a model on one image, per caption.
 
     Attributes:
         picture: (H, W, 3), the part of the image that the maps cover.
-        captions: maps per caption.
+        captions: numbers in words, which may be missing, and maps over `picture`, per caption.
         words: how to read a map and the numbers around it.
         ends: words for the lowest and the highest colour.
     """
 
     picture: Picture
-    captions: Sequence[CaptionMaps]
+    captions: Sequence[Band]
     words: str
     ends: tuple[str, str]
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import ClipView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows, computation_of
+from dino_sparo.image_text.scorer import EncodedTexts, Explanation, ImageRows, computation_of
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up, tokenize_phrases
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
@@ -201,7 +201,7 @@ class GraphScorer(ImageRows):
             ]
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, seen, PICTURE_HEIGHT)
-        captioned = [CaptionMaps(pair.sentences, tiles_of(pair, picture)) for pair in explained]
+        captioned = [Band(lines=pair.sentences, tiles=tiles_of(pair, picture)) for pair in explained]
         competition = self.model.binding.competition
         return Explanation(picture, captioned, EXPLANATIONS[competition], ENDS[competition])
 

@@ -22,9 +22,8 @@ from dino_sparo.data.crops import sample_box
 from dino_sparo.data.scenes.graphs import Ties
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, indexes
 from dino_sparo.image_text.objective import open_data
-from dino_sparo.image_text.pairs import tars as pair_tars
 from dino_sparo.image_text.pairs.batches import (
     LeftOut,
     PairBatch,
@@ -118,7 +117,7 @@ def test_shards_without_pairs_get_the_remedy_for_their_endings(
 def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", [*pair_members(0, 3), ("lone.png", picture(9))])
     first = open_pairs(str(path), max_left_out=1.0)
-    monkeypatch.setattr(pair_tars, "shard_samples", lambda shard: pytest.fail("indexed again"))
+    monkeypatch.setattr(indexes, "shard_samples", lambda shard: pytest.fail("indexed again"))
     again = open_pairs(str(path), max_left_out=1.0)
     assert contents(again) == contents(first)
     assert again.left_out == first.left_out

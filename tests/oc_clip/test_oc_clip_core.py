@@ -437,7 +437,7 @@ def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
     scale = torch.tensor(2.3, dtype=torch.float64, requires_grad=True)
     leaves = [scores, alternatives, *([scale] if learned else [])]
     given, factor = (scale, scale) if learned else (None, 1.0)
-    relation = relation_loss(*alternatives.unbind(dim=1), has_relation, given)
+    relation = relation_loss(alternatives, has_relation, given)
     ours = contrastive_loss(scores, given) + 0.7 * relation[0] / 2
     # Equation 5 times 1 / (2 B), and equation 6 over pairs with relations, divided by B.
     logits, with_relation = factor * scores, factor * alternatives[has_relation]
@@ -451,12 +451,12 @@ def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
 
 
 def test_pairs_without_relations_have_no_part_in_the_local_loss() -> None:
-    scores = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     some = torch.tensor([True, False, False, True])
-    (gradient,) = torch.autograd.grad(relation_loss(*scores, some)[0], scores)
-    assert gradient[:, ~some].eq(0).all()
-    assert gradient[:, some].ne(0).all()
-    nothing = relation_loss(*scores, torch.zeros(4, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(relation_loss(scores, some)[0], scores)
+    assert gradient[~some].eq(0).all()
+    assert gradient[some].ne(0).all()
+    nothing = relation_loss(scores, torch.zeros(4, dtype=torch.bool))
     assert (nothing[0].item(), nothing[1].item()) == (0, 0)
     assert torch.autograd.grad(nothing[0], scores)[0].eq(0).all()
 
@@ -465,5 +465,6 @@ def test_without_a_temperature_the_losses_cannot_fall_far() -> None:
     best = 2 * torch.eye(128, dtype=torch.float64) - 1
     assert contrastive_loss(best).item() == pytest.approx(2.90, abs=0.005)
     # Two entities and one relation: cosines 1, f = 1 for the true graph and -1 for both others; alpha 1.5, beta 0.5.
-    true, false = (torch.tensor([(1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5)], dtype=torch.float64) for f in (1, -1))
-    assert relation_loss(true, false, false, torch.tensor([True]))[0].item() == pytest.approx(0.92, abs=0.005)
+    true, false = ((1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5) for f in (1, -1))
+    scores = torch.tensor([[true, false, false]], dtype=torch.float64)
+    assert relation_loss(scores, torch.tensor([True]))[0].item() == pytest.approx(0.92, abs=0.005)

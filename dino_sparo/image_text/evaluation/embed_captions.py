@@ -10,7 +10,6 @@ the whole caption as one phrase; they have no counterpart among images.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from dino_sparo.data.sources.image_source import Subset, fingerprint_of
 from dino_sparo.evaluation.embed.command import announce, write_embeddings
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, text_hash
-from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
+from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.task import ModelTask
 from dino_sparo.image_text.scorer import encode_batch
 from dino_sparo.image_text.towers import LoadedModel
@@ -74,14 +73,12 @@ def embed_captions(
         "images": {"data_path": args.data_path, "captions": args.captions, "split": args.split, "classes": None},
         "versions": versions(open_clip="open_clip_torch"),
     }
-    write_chunks = partial(_write_chunks, data, writer, encode)
+
+    def write_chunks() -> None:
+        for chunk in progress(announce(writer), desc="embedding captions"):
+            for batch in writer.batches(chunk):
+                features = encode([data.captions[index] for index in batch])
+                writer.write("captions", batch.start, features.cpu().numpy())
+            writer.finish_chunk(chunk, [])
+
     return write_embeddings(writer, record, args.overwrite, write_chunks, images, data.captions)
-
-
-def _write_chunks(data: CaptionSet, writer: EmbeddingWriter, encode: Callable[[list[str]], Tensor]) -> None:
-    """Embed this process' share of the chunks that are not finished."""
-    for chunk in progress(announce(writer), desc="embedding captions"):
-        for batch in writer.batches(chunk):
-            features = encode([data.captions[index] for index in batch])
-            writer.write("captions", batch.start, features.cpu().numpy())
-        writer.finish_chunk(chunk, [])
