@@ -114,7 +114,7 @@ class Backbone(nn.Module):
         self.norm = norm_layer(self.embed_dim) if final_norm else nn.Identity()
         if pre_norm:
             self._init_as_open_clip()
-        else:
+        elif not self.pos_embed.is_meta:  # no numbers, but the draws would take long
             trunc_normal_(self.pos_embed, std=0.02)
             trunc_normal_(self.cls_token, std=0.02)
             self.blocks.apply(init_linear)
@@ -311,7 +311,8 @@ def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tens
 
 def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
     """Matrix by which torch resamples `length` numbers to `wanted`, in double: its result for each unit vector."""
-    units = torch.eye(length, dtype=torch.float64)[None, :, :, None]  # a batch of one, a channel for each
+    # On the CPU in any context: on the meta device, where options are checked, torch interpolates in slow Python.
+    units = torch.eye(length, dtype=torch.float64, device="cpu")[None, :, :, None]  # a batch of one, a channel for each
     scale = (wanted + GRID_OFFSET) / length
     return F.interpolate(units, scale_factor=(scale, 1.0), mode="bicubic")[0, :, :, 0].t()
 
@@ -338,6 +339,6 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
 
 def init_linear(module: nn.Module) -> None:
     """Initialize a linear layer, in place, as DINO does: truncated normal weights (std 0.02), biases zero."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and not module.weight.is_meta:
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
