@@ -149,7 +149,7 @@ def read_words(where: str) -> Any:
         where: a text file with one name per line, a JSON file, or `FILE.json:KEY` for the value of a key.
 
     Raises:
-        ValueError: the file is no JSON, has no such key, or is empty.
+        ValueError: the file is not valid JSON, has no such key, or is empty.
     """
     path, _, key = (where, "", "") if Path(where).is_file() else where.rpartition(":")
     if not path.endswith(".json"):

@@ -69,9 +69,9 @@ class EncodedTexts:
     Attributes:
         payload: known to the scorer alone, as for images.
         num_truncated: captions that are longer than the context and were cut off.
-        alike: (captions,), a number for each caption; the model cannot tell captions of one number apart, whatever the
-            image. None if they are not counted.
-        marks: name -> (captions,), captions to which something happened: `truncated`, or a mark of the model's own.
+        alike: (captions,), group of each caption. Captions of one group have equal tokens, so their scores are equal.
+            None if groups are not counted.
+        marks: name -> (captions,), whether something happened to a caption: `truncated`, or a mark of this model.
     """
 
     payload: Any

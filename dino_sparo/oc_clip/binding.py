@@ -110,7 +110,7 @@ class Binding(nn.Module):
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
             caption with all images is the smallest chunk.
         pads_on: kinds of devices on which captions with different numbers of entities form a chunk while training.
-            Evaluations pad nothing: graphs that are equal except for the order of their nodes tie to the bit.
+            Evaluations pad nothing: graphs that differ in the order of their nodes alone have bit-identical scores.
     """
 
     def __init__(self, image_dim: int, num_patches: int, sizes: BindingConfig) -> None:
