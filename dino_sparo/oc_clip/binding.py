@@ -134,6 +134,17 @@ class Binding(nn.Module):
         # An empty parameter must not be trained: DDP would wait for its gradient.
         self.default_tokens = nn.Parameter(torch.randn(sizes.num_default, dim), requires_grad=sizes.num_default > 0)
 
+    def forward(
+        self,
+        entities: Float[Tensor, "U E dim"],
+        mask: Bool[Tensor, "U E"],
+        keys: Float[Tensor, "B N dim"],
+        values: Float[Tensor, "B N dim"],
+    ) -> Float[Tensor, "B U E dim"]:
+        """The slots of all captions in all images; slots of padding have no meaning."""
+        with torch.autocast(keys.device.type, enabled=False):
+            return self.chunk_slots(self.queries(entities), self.project(keys, values), mask)
+
     def encode_patches(
         self, patches: Float[Tensor, "B N image_dim"]
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B N dim"]]:
