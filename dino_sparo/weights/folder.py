@@ -120,7 +120,7 @@ class CheckpointFolder:
         keep: number of checkpoints, the newest included.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
         self.newest = folder / "checkpoint.pth"
 

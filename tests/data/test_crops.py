@@ -429,6 +429,10 @@ def test_a_box_without_pixels_is_drawn_again() -> None:
     assert sample_box(draws, 2, 2, (0.0025, 1.0)) == (0, 0, 2, 2)
 
 
+def test_a_box_of_one_pixel_is_taken() -> None:
+    assert sample_box(Draws(0.0, 0.5), 2, 2, (0.25, 1.0)) == (1, 1, 1, 1)
+
+
 def test_ten_draws_are_made_before_the_central_box_is_taken() -> None:
     draws = Draws(*[0.5] * 100)
     assert sample_box(draws, 6, 6, (4.0, 4.0)) == (0, 0, 6, 6)

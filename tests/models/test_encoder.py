@@ -286,6 +286,18 @@ def test_the_defaults_of_config_and_builder_are_the_same() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("readout", "in_chans", "summary"),
+    [
+        ("sparo", 3, "vit_micro/8 at 32 px, sparo (6 slots of 10, keys of 7, 2 slots per key)"),
+        ("gap", 1, "vit_micro/8 at 32 px of 1 channel, gap"),
+        ("cls", 5, "vit_micro/8 at 32 px of 5 channels, cls"),
+    ],
+)
+def test_the_log_describes_architecture_images_and_readout(readout: str, in_chans: int, summary: str) -> None:
+    assert small(readout, in_chans=in_chans).summary == summary
+
+
 def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
     config = small().config
     rates = [

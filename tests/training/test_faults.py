@@ -302,7 +302,7 @@ SAVES_SIZE = 16_000_000  # numbers in the checkpoint that is killed while it is 
 
 def _save_again_and_again(folder: Path, marks: Connection, step: int) -> None:
     """Write checkpoints, and say before and after each of them so."""
-    checkpoints, weights = CheckpointFolder(folder), torch.arange(SAVES_SIZE, dtype=torch.float32)
+    checkpoints, weights = CheckpointFolder(folder, keep=3), torch.arange(SAVES_SIZE, dtype=torch.float32)
     while True:
         step += 1
         marks.send(("begin", step))

@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -62,6 +63,16 @@ def test_of_more_checkpoints_than_are_kept_the_newest_is_found(tmp_path: Path) -
     for name in NAMES:
         (folder / name).write_bytes(b"damaged")
     assert CheckpointFolder(folder, KEEP).find() == folder / "checkpoint_previous4.pth"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "run").folder
+    for name in NAMES:
+        (folder / name).write_bytes(b"damaged")
+    before, each = bytes_in(folder), " is .*".join(map(re.escape, NAMES))
+    with pytest.raises(CheckpointError, match=f"{each} is .*; none is left to resume from. Choose another --output"):
+        CheckpointFolder(folder, KEEP).find()
+    assert bytes_in(folder) == before
 
 
 class Died(BaseException):
@@ -365,7 +376,8 @@ def test_a_compressed_checkpoint_is_refused_before_it_is_unpacked(tmp_path: Path
     packed = rezipped(tmp_path / "whole.pth", tmp_path / "packed.pth", zipfile.ZIP_DEFLATED)
     assert packed.stat().st_size < 10_000
     for read in (load_checkpoint, verify_checkpoint):
-        with pytest.raises(CheckpointError, match=r"packed\.pth is compressed \(.*\), .*zip -0"):
+        message = rf"^{re.escape(str(packed))} is compressed \(\w+/data\.pkl\), .*zip -0"
+        with pytest.raises(CheckpointError, match=message):
             read(packed)
     unpacked = rezipped(packed, tmp_path / "unpacked.pth", zipfile.ZIP_STORED)
     assert torch.equal(load_checkpoint(unpacked)["w"], torch.zeros(1_000_000))

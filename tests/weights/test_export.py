@@ -22,6 +22,7 @@ import small_models
 import timm
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_models import SPARO
 from timm.models.vision_transformer import VisionTransformer
@@ -33,6 +34,7 @@ from dino_sparo.evaluation.encoders import trained_encoder
 from dino_sparo.models.architectures import CROSS_ATTENTION
 from dino_sparo.runtime.faults import MissingPackageError, UserError
 from dino_sparo.runtime.files import file_sha256
+from dino_sparo.weights import file as weights_file
 from dino_sparo.weights.entries import encoder_description, normalization_of
 from dino_sparo.weights.export import export
 from dino_sparo.weights.folder import save_checkpoint
@@ -193,10 +195,30 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     description.write_text("[1]")
     with pytest.raises(CheckpointError, match=r"out\.json does not describe the weights next to it"):
         load_encoder(exported)
+    description.write_text(text.replace('"epoch": 5', '"epoch": 6'))
+    with pytest.raises(CheckpointError, match=r"out\.json does not belong to out\.safetensors; export both again"):
+        load_encoder(exported)
     description.write_text(text)
     exported.write_bytes(exported.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"out\.safetensors is truncated or not a safetensors file"):
         load_encoder(exported)
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_a_full_disk_leaves_the_old_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    checkpoint = save(tmp_path, build(readout="cls"))
+    exported = export(checkpoint, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise error("No space left on device")
+
+    monkeypatch.setattr(weights_file, "save_file", full)
+    with pytest.raises(CheckpointError, match=rf"^could not write {exported} \(No space left.*\); free some space or"):
+        export(checkpoint, exported, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,10 @@ def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(t
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"arch": "vit_tiny"}, r"patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size"),
+        (
+            {"arch": "vit_tiny"},
+            r"vit\.pth has width, .* patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size",
+        ),
         ({"patch_size": 12}, r"patch size \(128, 3, 12\), the encoder"),
         ({"in_chans": 1}, r"has 1 channels, the encoder 3; only weights of 3 channels can be adapted"),
     ],
@@ -146,7 +149,10 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
             r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
         ),
         ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
-        ({"pos_embed": torch.ones(1, 9, 128)}, r"has positions \(1, 9, 128\); an encoder can only start from a square"),
+        (
+            {"pos_embed": torch.ones(1, 9, 128)},
+            r"has positions \(1, 9, 128\); an encoder can only start from a square grid .*; give --arch timm/NAME",
+        ),
         ({"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
     ],
 )

@@ -24,11 +24,10 @@ from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.evaluation.result import ResultFile, open_result, result_stem
 from dino_sparo.image_text.evaluation.options import HUGGING_FACE, OPEN_CLIP
 from dino_sparo.image_text.evaluation.task import ScorerTask
-from dino_sparo.image_text.scorer import DotProductScorer, Scorer
+from dino_sparo.image_text.scorer import DotProductScorer, Scorer, computation_of
 from dino_sparo.image_text.towers import Tokens
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import file_sha256, versions
-from dino_sparo.runtime.precision import PRECISIONS
 
 # Captions and their number of tokens -> token ids (captions, tokens), padded.
 Tokenize = Callable[[list[str], int], Int64[Tensor, "captions tokens"]]
@@ -74,17 +73,9 @@ def dot_product_scorer(
         "view": re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(transform).split())),
         "versions": versions(open_clip="open_clip_torch", transformers="transformers"),
     }
-    return DotProductScorer(
-        model.eval().to(device),
-        partial(view_of, transform),
-        device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
-        tokenize=partial(tokens_of, tokenize, context_length),
-        record=record,
-        trim=lambda ids: ids,
-    )
+    texts: dict[str, Any] = {"tokenize": partial(tokens_of, tokenize, context_length), "trim": lambda ids: ids}
+    view = partial(view_of, transform)
+    return DotProductScorer(model.eval().to(device), view, device, record=record, **texts, **computation_of(args))
 
 
 def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) -> Scorer:

@@ -152,8 +152,8 @@ class Answer(NamedTuple):
         false_caption: index of the best false caption of that image.
         true_score: score of that image with its own caption.
         false_score: score of that image with the false caption.
-        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
-            one from another), or a mark of the model's own.
+        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (another caption has the tokens of
+            the true caption), or a mark of this model.
         scores: of every image of the question with every caption.
     """
 

@@ -161,7 +161,8 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     """
     from dino_sparo.draw.plots import panels
 
-    titles, models = (list(dict.fromkeys(line[column] for line in lines)) for column in (0, 1))
+    titles = list(dict.fromkeys(line.title for line in lines))
+    models = list(dict.fromkeys(line.model for line in lines))
     count = 1 if len(titles) <= MAX_ROWS else 2
     height = math.ceil(len(titles) / count)
     row = max(0.42, 0.24 * len(models))  # inches; rings of two models do not touch
