@@ -107,10 +107,11 @@ def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog
     assert "--graphs templates: none of the models is an OC-CLIP" in caplog.text
 
 
-def test_every_checkpoint_is_read_once(data, tmp_path, monkeypatch):
+def test_a_checkpoint_is_read_once_to_be_evaluated(data, tmp_path, monkeypatch):
     """Regression: it was read and verified once more to find out of which objective it is, and of several again.
 
-    A second look at its options maps the file into memory, which reads no weights.
+    A second look at its options maps the file into memory, which reads no weights. All but the first are opened before
+    the first is evaluated, to see that they can be opened.
     """
     weights = [oc_checkpoint(tmp_path / "oc.pth"), small_checkpoint(tmp_path / "clip.pth")]
     read, load = [], torch.load
@@ -121,7 +122,7 @@ def test_every_checkpoint_is_read_once(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", noted)
     run("--pretrained_weights", *weights, "--data_root", data)
-    assert read == weights
+    assert read == [*weights[1:], *weights]
 
 
 def test_the_objectives_with_models_to_evaluate_are_those_whose_checkpoints_are_known():
