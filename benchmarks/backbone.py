@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave
-from dino_sparo.models.backbone import GRID_OFFSET, Backbone, create_backbone
+from dino_sparo.models.backbone import GRID_OFFSET, Backbone
+from dino_sparo.models.encoder import EncoderConfig, create_backbone
 from dino_sparo.runtime.precision import PRECISIONS, prefers_fused_attention, use_fused_attention
 
 EQUAL = 1e-11  # float64, numbers around one
@@ -41,7 +42,7 @@ def check_equality(section: Section, reference: Reference | None) -> None:
     """Class tokens and gradients in float64, with stochastic depth unless the reference is compared."""
     for rate in (0.0, 0.3):
         torch.manual_seed(0)
-        backbone: Any = create_backbone("vit_micro", 8, img_size=32, drop_path_rate=rate).double().train()
+        backbone: Any = create_backbone(EncoderConfig("vit_micro", 8, "cls", img_size=32), rate).double().train()
         crops = crops_of(3, {32: 2, 16: 4}, "cpu", torch.float64)
         other = None
         if reference is not None and rate == 0:
@@ -66,7 +67,7 @@ def check_equality(section: Section, reference: Reference | None) -> None:
 
 def check_positions(section: Section) -> None:
     """Resampled positions in fp32 against torch's interpolation."""
-    backbone: Any = create_backbone("vit_small", 16)
+    backbone: Any = create_backbone(EncoderConfig("vit_small", 16, "cls"))
     for side in (96, 480):
         ours, plain = backbone.position_embedding(side, side), interpolated(backbone, side)
         section.check(f"positions of {side} px images, fp32", ours.detach(), plain.detach(), 1e-6)
@@ -93,7 +94,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     )
     check_equality(section, reference)
     check_positions(section)
-    backbone: Any = create_backbone(arch, patch_size, img_size=max(sizes)).to(args.device)
+    backbone: Any = create_backbone(EncoderConfig(arch, patch_size, "cls", img_size=max(sizes))).to(args.device)
     other = None
     if reference is not None and not args.quick:
         other = reference.vision_transformer.vit_small(patch_size=patch_size).to(args.device)
@@ -127,7 +128,7 @@ def _step(run_crops: Callable[[], Tensor], device: str, dtype: torch.dtype) -> C
 
 
 def _positions(device: str, rounds: int) -> dict[str, Any]:
-    backbone: Any = create_backbone("vit_small", 16).to(device)
+    backbone: Any = create_backbone(EncoderConfig("vit_small", 16, "cls")).to(device)
     variants = {
         "interpolated": lambda: interpolated(backbone, 96).sum().backward(),
         "by matrices": lambda: backbone.position_embedding(96, 96).sum().backward(),

@@ -125,6 +125,14 @@ FORMS: dict[str, tuple[Scores, bool]] = {
     LARGEST: (listed_scores, False),
     OURS: (score_all_pairs, False),
 }
+# On a GPU: ours as training compiles it, and the listing compiled for each of its sizes.
+COMPILED, FULL_COMPILED = "ours, compiled", f"{FULL}, compiled"
+GPU_FORMS = {COMPILED: FORMS[OURS], FULL_COMPILED: FORMS[FULL]}
+
+
+def forms_on(device: str) -> dict[str, tuple[Scores, bool]]:
+    """The forms that are measured."""
+    return FORMS if device == "cpu" else {**FORMS, **GPU_FORMS}
 
 
 def modules(sizes: Sizes, device: str = "cpu") -> tuple[Binding, Scoring]:
@@ -136,8 +144,13 @@ def modules(sizes: Sizes, device: str = "cpu") -> tuple[Binding, Scoring]:
 
 def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], Any]:
     """The part of a step after patches and graphs are encoded: forward and backward, to parameters and inputs."""
-    dtype, score, full = PRECISIONS[precision], *FORMS[form]
+    dtype, score, full = PRECISIONS[precision], *forms_on(device)[form]
     binding, scoring = modules(sizes, device)
+    if form == COMPILED:
+        binding.compile(dynamic=True)
+        scoring.compile(dynamic=True)
+    elif form == FULL_COMPILED:
+        score = torch.compile(score, dynamic=False)
     features = torch.randn(2, sizes.batch, sizes.patches, sizes.dim, device=device)
     keys, values = (tensor.to(dtype).requires_grad_() for tensor in features)
     graphs = encode(draw_graphs(sizes.batch), sizes, full)
@@ -154,7 +167,10 @@ def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], 
         for leaf in (keys, values, graphs.entities, graphs.relations, *binding.parameters(), *scoring.parameters()):
             leaf.grad = None
 
-    step((keys[:1], values[:1]))  # what libraries allocate once is not part of a step's memory
+    if form not in GPU_FORMS:  # another number of images would be another form
+        step((keys[:1], values[:1]))  # what libraries allocate once is not part of a step's memory
+    else:
+        step()
     return step
 
 
@@ -220,7 +236,7 @@ def measure_memory(
 ) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], str]]:
     """Megabytes by form and batch; or a reason to skip, if the memory of the previous batch, times B^2, is too much."""
     growth, skipped = {}, {}
-    for form in FORMS:
+    for form in forms_on(args.device):
         expected = 0.0
         for before, batch in zip((batches[0], *batches), batches, strict=False):
             expected, free = expected * (batch / before) ** 2, free_memory(args.device)
@@ -252,17 +268,18 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     )
     check_equality(section, sizes_of(3, args.quick))
     growth, skipped = measure_memory(batches, args)
+    forms, ours = forms_on(args.device), OURS if args.device == "cpu" else COMPILED
     shares = {
-        batch: growth[OURS, batch] / max(growth[FULL, batch], 1e-6)
+        batch: growth[ours, batch] / max(growth[FULL, batch], 1e-6)
         for batch in batches
-        if {(OURS, batch), (FULL, batch)} <= growth.keys()
+        if {(ours, batch), (FULL, batch)} <= growth.keys()
     }
     times = {
-        batch: _timed(batch, [form for form in FORMS if (form, batch) in growth], rounds, args) for batch in batches
+        batch: _timed(batch, [form for form in forms if (form, batch) in growth], rounds, args) for batch in batches
     }
     section.tables["Time of forward and backward"] = list(times.values())
     section.tables["Growth of memory in a step, MB"] = [
-        {"B": batch, **{form: (growth | skipped)[form, batch] for form in FORMS}, f"ours / {FULL}": shares.get(batch)}
+        {"B": batch, **{form: (growth | skipped)[form, batch] for form in forms}, f"{ours} / {FULL}": shares.get(batch)}
         for batch in batches
     ]
     ratio = times.get(BAR_BATCH, {}).get(f"times {FULL}")
@@ -281,8 +298,10 @@ def _timed(batch: int, fitting: Sequence[str], rounds: int, args: argparse.Names
     variants[patches] = build_patches(sizes, args.precision, args.device)
     timings = interleave(variants, rounds, 0.0 if args.quick else 0.2, args.device)
 
+    ours = OURS if args.device == "cpu" else COMPILED
+
     def times_faster(form: str) -> Spread | None:
-        return timings.ratio(form, OURS) if {form, OURS} <= variants.keys() else None
+        return timings.ratio(form, ours) if {form, ours} <= variants.keys() else None
 
     return {
         "B": batch,
@@ -290,7 +309,7 @@ def _timed(batch: int, fitting: Sequence[str], rounds: int, args: argparse.Names
         "relations": f"{sum(graphs.relation_counts) / batch:.1f}, at most {max(graphs.relation_counts)}",
         **{
             f"{name}, ms": timings.time(name).scaled(1e3) if name in variants else "skipped"
-            for name in (*FORMS, patches)
+            for name in (*forms_on(args.device), patches)
         },
         **{f"times {form}": times_faster(form) for form in (FULL, LARGEST)},
     }

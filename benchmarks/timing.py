@@ -1,14 +1,17 @@
 """Variants of one computation -> seconds per call, ratios, and peak memory, measured in turns."""
 
+import contextlib
+import fcntl
 import gc
 import math
 import multiprocessing
 import os
 import platform
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ from dino_sparo.data.batch import DeviceBatch
 
 Build = Callable[..., Callable[[], Any]]
 B = TypeVar("B", bound=DeviceBatch)
+TURNS = "BENCHMARK_TURNS"  # names the folder of `gpu --jobs`: a file per process group, and a lock
+DRAIN_S = 0.5  # until the kernels of stopped processes have ended
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,39 @@ class Timings:
         return Spread.of([a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True)])
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within this context the other parts of `python -m benchmarks.gpu --jobs N` are stopped."""
+    if TURNS not in os.environ:
+        yield
+        return
+    folder = Path(os.environ.pop(TURNS))  # contexts within this one do nothing
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        others = [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) != os.getpgrp()]
+        signal_groups(others, signal.SIGSTOP)
+        try:
+            time.sleep(DRAIN_S)
+            yield
+        finally:
+            signal_groups(others, signal.SIGCONT)
+            os.environ[TURNS] = str(folder)
+
+
+def signal_groups(groups: Iterable[int], number: int) -> None:
+    """Send a signal to the process groups that still exist."""
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+
+
 def interleave(
     variants: Mapping[str, Callable[[], Any]],
     rounds: int = 9,
     min_seconds: float = 0.05,
     device: torch.device | str = "cpu",
 ) -> Timings:
-    """Time variants in turns: a, b, c, a, b, c, ...
+    """Time variants in turns: a, b, c, a, b, c, ..., `alone`.
 
     Args:
         variants: name -> what to call, without arguments. Each is called once before anything is timed.
@@ -81,17 +112,20 @@ def interleave(
     """
     if not variants or rounds < 1:
         raise ValueError(f"{len(variants)} variants in {rounds} rounds; give at least one of each")
-    repeats = {}
     for name, call in variants.items():
         begin = time.perf_counter()
         call()
         synchronize(device)
         print(f"{name}: first call {time.perf_counter() - begin:.3g} s", file=sys.stderr, flush=True)
-        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9))) if min_seconds else 1
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, call in variants.items():
-            seconds[name].append(_seconds(call, repeats[name], device))
+    with alone():
+        repeats = {
+            name: max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9))) if min_seconds else 1
+            for name, call in variants.items()
+        }
+        for _ in range(rounds):
+            for name, call in variants.items():
+                seconds[name].append(_seconds(call, repeats[name], device))
     medians = ", ".join(f"{name} {1e3 * Spread.of(times).median:,.3g}" for name, times in seconds.items())
     print(f"ms: {medians}", file=sys.stderr, flush=True)
     return Timings(seconds)

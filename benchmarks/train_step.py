@@ -29,7 +29,7 @@ import main_dino
 from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, measured_precisions, options, run
-from benchmarks.timing import Spread, Timings, interleave, on_host, synchronize, with_cudnn_benchmark
+from benchmarks.timing import Spread, Timings, alone, interleave, on_host, synchronize, with_cudnn_benchmark
 from dino_sparo.data.augment import Distortions
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
@@ -177,7 +177,9 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
         "student forward": student,
         "loss forward": loss,
         "backward": lambda: found["loss"].backward(),
-        "clip": lambda: clip_gradients_(weights, training.clip_grad, gradient_norms(weights)),
+        "clip": lambda: clip_gradients_(
+            weights, training.clip_grad, gradient_norms(weights), training.updater.scale_gradients
+        ),
         "optimizer": training.updater.optimizer.step,
         "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
     }
@@ -495,13 +497,14 @@ def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
 def _time_parts(parts: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
     """Medians, ms."""
     times: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(rounds):
-        for name, part in parts.items():
-            synchronize(device)
-            begin = time.perf_counter()
-            part()
-            synchronize(device)
-            times[name].append(time.perf_counter() - begin)
+    with alone():
+        for _ in range(rounds):
+            for name, part in parts.items():
+                synchronize(device)
+                begin = time.perf_counter()
+                part()
+                synchronize(device)
+                times[name].append(time.perf_counter() - begin)
     return {name: 1e3 * Spread.of(values).median for name, values in times.items()}
 
 

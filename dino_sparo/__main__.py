@@ -18,7 +18,7 @@ from typing import Any
 
 from dino_sparo._version import __version__
 from dino_sparo.clip.options import TOWERS
-from dino_sparo.commands import COMMANDS, TRAIN, command_for, parser_of
+from dino_sparo.commands import COMMANDS, SECTIONS, TRAIN, command_for, parser_of
 from dino_sparo.image_text.evaluation.options import BENCHMARK_NAMES
 from dino_sparo.models.architectures import ARCHITECTURES, HEADS, READOUTS, TIMM
 from dino_sparo.runtime.cli import Parser, printable, read_config, say, values_of
@@ -77,11 +77,9 @@ def overview() -> str:
     """All commands with their summaries, by section."""
     width = max(map(len, PUBLIC)) + 2
     lines: list[str] = []
-    for section in dict.fromkeys(command.section for command in PUBLIC.values()):
+    for section, commands in SECTIONS.items():
         lines += [*([""] if lines else []), f"{section}:"]
-        lines += [
-            f"  {name:<{width}}{command.summary}" for name, command in PUBLIC.items() if command.section == section
-        ]
+        lines += [f"  {name:<{width}}{command.summary}" for name, command in commands.items() if name in PUBLIC]
     return "\n".join(lines)
 
 
@@ -127,7 +125,7 @@ def refuse_early(args: argparse.Namespace, command: str) -> None:
                 if name.partition(HEADS)[0] not in known and not name.startswith(TIMM):
                     raise UserError(f"--{option} {name} is unknown; choose one of {', '.join(sorted(known))}")
         if (check := COMMANDS[command].check) is not None:
-            if COMMANDS[command].section == TRAIN:
+            if command in TRAIN:
                 check_run(args)
             check(argparse.Namespace(**vars(args)))  # a copy, since checks fill in values
     except (UserError, MissingPackageError) as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
 
 
-TRAININGS = ("train", "train-simdino", "train-ibot", "train-clip", "train-oc-clip", "finetune")
+TRAININGS = [name for name, command in COMMANDS.items() if "objective_class" in command.needs]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import logging
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.data import options as data_options
@@ -43,35 +44,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dino_sparo")
 
-# Sections of the overview.
-TRAIN, EVALUATE, SLOTS = "train", "evaluate and use an encoder", "slots"
-IMAGE_TEXT, DATA, DEMOS = "image and text", "data", "demos"
 
-
-class Command(NamedTuple):
+class Command:
     """One command.
 
-    Attributes:
-        section: of the overview.
+    Args:
         summary: input and output, for the overview and the help.
         code: `module:function` below `dino_sparo`. The function takes the parsed options.
         parser: makes the options; None: the function takes the words and parses them itself.
-        needs: further parameters of the function, such as the class of an objective -> `module:name` of the value.
         examples: options of example calls, for the help.
+        needs: further parameters of the function, such as the class of an objective -> `module:name` of the value.
         check: of the options, without torch; a training makes its check once more.
         instead_of: name of the command whose place this one takes for checkpoints of `kinds`, with options of its own.
         kinds: entries of a checkpoint that says how its image-text model is built.
     """
 
-    section: str
-    summary: str
-    code: str
-    parser: Callable[[], Parser] | None
-    needs: Mapping[str, str] = {}
-    examples: Sequence[str] = ()
-    check: Callable[[argparse.Namespace], None] | None = None
-    instead_of: str = ""
-    kinds: Sequence[str] = ()
+    def __init__(
+        self,
+        summary: str,
+        code: str,
+        parser: Callable[[], Parser] | None,
+        *examples: str,
+        needs: Mapping[str, str] = {},
+        check: Callable[[argparse.Namespace], None] | None = None,
+        instead_of: str = "",
+        kinds: Sequence[str] = (),
+    ) -> None:
+        self.summary, self.code, self.parser, self.examples = summary, code, parser, examples
+        self.needs, self.check, self.instead_of, self.kinds = needs, check, instead_of, kinds
 
     @property
     def function(self) -> "partial[Any]":
@@ -80,435 +80,332 @@ class Command(NamedTuple):
         return partial(pkgutil.resolve_name(f"dino_sparo.{self.code}"), **needs)
 
 
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        TRAIN,
+def _training(objective: str, options: ModuleType, summary: str, *examples: str) -> Command:
+    """The command that trains an objective; `options` is the module of its parser and of their check."""
+    parser, needs, check = options.get_args_parser, {"objective_class": objective}, options.check_options
+    return Command(summary, "training.run:train", parser, *examples, needs=needs, check=check)
+
+
+TRAIN: dict[str, Command] = {
+    "train": _training(
+        "dino.train:DINOObjective",
+        dino_options,
         "Images -> an encoder, trained with DINO.",
-        "training.run:train",
-        dino_options.get_args_parser,
-        needs={"objective_class": "dino.train:DINOObjective"},
-        examples=(
-            "--data_path scenes --output_dir runs/first --arch vit_micro --patch_size 8 --epochs 5",
-            "--data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100",
-        ),
-        check=dino_options.check_options,
+        "--data_path scenes --output_dir runs/first --arch vit_micro --patch_size 8 --epochs 5",
+        "--data_path imagenet/train --output_dir runs/vits16 --readout sparo --epochs 100",
     ),
-    "train-simdino": Command(
-        TRAIN,
+    "train-simdino": _training(
+        "simdino.train:SimDINOObjective",
+        simdino_options,
         "Images -> an encoder, trained with SimDINO: DINO without prototypes, center and temperatures.",
-        "training.run:train",
-        simdino_options.get_args_parser,
-        needs={"objective_class": "simdino.train:SimDINOObjective"},
-        examples=(
-            "--data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5",
-            "--data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128",
-        ),
-        check=dino_options.check_options,
+        "--data_path scenes --output_dir runs/sim --arch vit_micro --patch_size 8 --epochs 5",
+        "--data_path imagenet/train --output_dir runs/sim16 --arch vit_base --batch_size_per_gpu 128",
     ),
-    "train-ibot": Command(
-        TRAIN,
+    "train-ibot": _training(
+        "ibot.train:IBOTObjective",
+        ibot_options,
         "Images -> an encoder, trained with iBOT, the objective of DINOv2: DINO, and masked patches.",
-        "training.run:train",
-        ibot_options.get_args_parser,
-        needs={"objective_class": "ibot.train:IBOTObjective"},
-        examples=(
-            "--data_path scenes --output_dir runs/ibot --arch vit_micro --patch_size 8 --epochs 5",
-            "--data_path images --output_dir runs/own --arch timm/vit_small_patch16_dinov3 --pretrained",
-        ),
-        check=ibot_options.check_options,
+        "--data_path scenes --output_dir runs/ibot --arch vit_micro --patch_size 8 --epochs 5",
+        "--data_path images --output_dir runs/own --arch timm/vit_small_patch16_dinov3 --pretrained",
     ),
-    "train-clip": Command(
-        TRAIN,
+    "train-clip": _training(
+        "clip.train:CLIPObjective",
+        clip_options,
         "Images with captions -> an image encoder and a text encoder, trained with CLIP.",
-        "training.run:train",
-        clip_options.get_args_parser,
-        needs={"objective_class": "clip.train:CLIPObjective"},
-        examples=(
-            "--data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m",
-            "--data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5",
-        ),
-        check=clip_options.check_options,
+        "--data_path 'cc3m/{00000..00331}.tar' --output_dir runs/clip --preset cc3m",
+        "--data_path pairs.csv --output_dir runs/pairs --init_clip laion.safetensors --lr 1e-5",
     ),
-    "train-oc-clip": Command(
-        TRAIN,
+    "train-oc-clip": _training(
+        "oc_clip.train:OCCLIPObjective",
+        oc_clip_options,
         "Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP.",
-        "training.run:train",
-        oc_clip_options.get_args_parser,
-        needs={"objective_class": "oc_clip.train:OCCLIPObjective"},
-        examples=(
-            "--data_path scenes --output_dir runs/oc --preset oc-scenes",
-            "--data_path coco.json --graphs coco.jsonl --output_dir runs/coco --preset oc-coco",
-        ),
-        check=oc_clip_options.check_options,
+        "--data_path scenes --output_dir runs/oc --preset oc-scenes",
+        "--data_path coco.json --graphs coco.jsonl --output_dir runs/coco --preset oc-coco",
     ),
     "submit": Command(
-        TRAIN,
         "A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.",
         "submit:main",
         None,
     ),
+}
+EVALUATE: dict[str, Command] = {
     "embed": Command(
-        EVALUATE,
         "A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions.",
         "commands:embed",
         embed_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path photos --output_dir embeddings",
-            "--pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path photos --output_dir embeddings",
+        "--pretrained_weights clip.pth --data_path pairs.csv --what captions --output_dir captions",
     ),
     "cluster": Command(
-        EVALUATE,
         "Embeddings -> clusters of similar images, with examples, and a map.",
         "evaluation.embed.cluster:cluster_embeddings",
         cluster_parser,
-        examples=(
-            "embeddings",
-            "embeddings --clusters 50 --map pca",
-        ),
+        "embeddings",
+        "embeddings --clusters 50 --map pca",
     ),
     "search": Command(
-        EVALUATE,
         "Embeddings and query images -> the most similar images, on a page and as a table; groups of near copies.",
         "evaluation.embed.search:search",
         search_parser,
-        examples=(
-            "embeddings --images photo.jpg",
-            "embeddings --duplicates 0.97",
-        ),
+        "embeddings --images photo.jpg",
+        "embeddings --duplicates 0.97",
     ),
     "predict": Command(
-        EVALUATE,
         "Labelled and new embeddings -> a classifier, its accuracy, and a table of predictions.",
         "evaluation.embed.predict:predict",
         predict_parser,
-        examples=(
-            "embeddings --images new_embeddings --val other_embeddings --top 5",
-            "labelled_photos --images new_photos --pretrained_weights checkpoint.pth",
-        ),
+        "embeddings --images new_embeddings --val other_embeddings --top 5",
+        "labelled_photos --images new_photos --pretrained_weights checkpoint.pth",
     ),
     "knn": Command(
-        EVALUATE,
         "A checkpoint and labelled images -> weighted k-NN accuracy.",
         "evaluation.knn:evaluate_checkpoint",
         knn_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path imagenet",
-            "--pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path imagenet",
+        "--pretrained_weights checkpoint.pth --data_path cifar10:data --nb_knn 20",
     ),
     "linear": Command(
-        EVALUATE,
         "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
         "evaluation.linear.command:probe_checkpoint",
         linear_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path imagenet",
-            "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path imagenet",
+        "--pretrained_weights checkpoint.pth --data_path cifar10:data --fast --lr 0.01 0.1 1",
     ),
     "finetune": Command(
-        EVALUATE,
         "A checkpoint and labelled images -> the whole encoder fine-tuned with a linear head, and its accuracy.",
         "finetune.result:finetune",
         finetune_options.finetune_parser,
+        "--pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10 --lr 0.004",
+        "--pretrained_weights checkpoint.pth --data_path imagenet --output_dir runs/fine",
         needs={"objective_class": "finetune.train:FinetuneObjective"},
-        examples=(
-            "--pretrained_weights demo --data_path scenes:2000:48 --output_dir runs/fine --epochs 10 --lr 0.004",
-            "--pretrained_weights checkpoint.pth --data_path imagenet --output_dir runs/fine",
-        ),
         check=finetune_options.check_options,
     ),
     "few-labels": Command(
-        EVALUATE,
         "A checkpoint and labelled images -> accuracy of k-NN and of linear classifiers with a share of the labels.",
         "evaluation.few_labels:evaluate_few_labels",
         few_labels_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path cifar10:data",
-            "--pretrained_weights checkpoint.pth --data_path imagenet --label_share 1percent.txt --C 10",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path cifar10:data",
+        "--pretrained_weights checkpoint.pth --data_path imagenet --label_share 1percent.txt --C 10",
     ),
     "table-probe": Command(
-        EVALUATE,
         "A checkpoint or embeddings, and a table -> probes of its labels (mAP, AUROC) and numbers (R2, error).",
         "evaluation.table_probe:probe_table",
         table_probe_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path photos.csv --tags tags --numbers age",
-            "--embeddings embeddings --data_path photos.csv --binary glasses hat",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path photos.csv --tags tags --numbers age",
+        "--embeddings embeddings --data_path photos.csv --binary glasses hat",
     ),
     "image-retrieval": Command(
-        EVALUATE,
         "A checkpoint and images of buildings or classes -> mean average precision of image retrieval.",
         "evaluation.retrieval.command:evaluate_retrieval",
         image_retrieval_parser,
-        examples=(
-            "--data_path revisited --dataset roxford5k --imsize 512 --multiscale true",
-            "--pretrained_weights checkpoint.pth --dataset labelled --data_path imagenet",
-        ),
+        "--data_path revisited --dataset roxford5k --imsize 512 --multiscale true",
+        "--pretrained_weights checkpoint.pth --dataset labelled --data_path imagenet",
     ),
     "copy-detection": Command(
-        EVALUATE,
         "A checkpoint and Copydays -> mean average precision of searching for the originals of copies.",
         "evaluation.retrieval.command:detect_copies",
         copy_detection_parser,
-        examples=(
-            "--data_path copydays --whitening_path other_images",
-            "--pretrained_weights checkpoint.pth --data_path copydays --parts encoding",
-        ),
+        "--data_path copydays --whitening_path other_images",
+        "--pretrained_weights checkpoint.pth --data_path copydays --parts encoding",
     ),
     "attention": Command(
-        EVALUATE,
         "A checkpoint and images -> one attention map per slot or head, and the slot atlas.",
         "evaluation.attention.command:visualize",
         attention_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
-            "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path photos --output_dir maps",
+        "--pretrained_weights checkpoint.pth --atlas imagenet/val --output_dir maps",
     ),
     "video": Command(
-        EVALUATE,
         "A checkpoint and a video -> a video of the attention of its slots or heads.",
         "evaluation.video.command:generate",
         video_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path walk.mp4 --output_dir walk",
-            "--pretrained_weights checkpoint.pth --data_path frames --video_format gif --fps 10 --img_size 256",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path walk.mp4 --output_dir walk",
+        "--pretrained_weights checkpoint.pth --data_path frames --video_format gif --fps 10 --img_size 256",
     ),
     "video-segmentation": Command(
-        EVALUATE,
         "A checkpoint and DAVIS 2017 -> masks of the objects in its videos by label propagation, and their J&F.",
         "evaluation.video.segmentation:segment_videos",
         segmentation_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path DAVIS --output_dir masks",
-            "--pretrained_weights checkpoint.pth --slots 0,3,7 --data_path DAVIS --output_dir masks",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path DAVIS --output_dir masks",
+        "--pretrained_weights checkpoint.pth --slots 0,3,7 --data_path DAVIS --output_dir masks",
     ),
     "segment": Command(
-        EVALUATE,
         "A checkpoint and images with masks -> a segmentation head, its mean IoU, and masks of new images.",
         "evaluation.segment.command:segment",
         segment_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path photos --masks masks --images photos",
-            "--pretrained_weights checkpoint.pth --data_path VOC2012 --head conv --slot_masks",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path photos --masks masks --images photos",
+        "--pretrained_weights checkpoint.pth --data_path VOC2012 --head conv --slot_masks",
     ),
     "report": Command(
-        EVALUATE,
         "Folders with results of evaluations -> one table of all models and scores, and a plot.",
         "evaluation.report:report",
         report_parser,
-        examples=(
-            "runs",
-            "runs/first runs/second --output_dir report",
-        ),
+        "runs",
+        "runs/first runs/second --output_dir report",
     ),
     "export": Command(
-        EVALUATE,
         "A checkpoint -> an export as safetensors, timm, Hugging Face, ONNX or OpenCLIP.",
         "weights.export:export_checkpoint",
         weights_options.export_parser,
-        examples=(
-            "checkpoint.pth vits16",
-            "checkpoint.pth vits16-hf --format huggingface",
-        ),
+        "checkpoint.pth vits16",
+        "checkpoint.pth vits16-hf --format huggingface",
     ),
     "info": Command(
-        EVALUATE,
         "A checkpoint, export, embeddings, cached features or result -> a description, and whether it is damaged.",
         "weights.info:show",
         weights_options.info_parser,
+        "checkpoint.pth",
+        "embeddings",
         needs={"defaults_of": "commands:defaults_of", "folders": "evaluation.folders:FOLDERS"},
-        examples=(
-            "checkpoint.pth",
-            "embeddings",
-        ),
     ),
     "push": Command(
-        EVALUATE,
         "A checkpoint -> a repository of the Hugging Face hub.",
         "weights.export:push_checkpoint",
         weights_options.push_parser,
-        examples=(
-            "checkpoint.pth USER/vits16",
-            "checkpoint.pth USER/vits16 --private",
-        ),
+        "checkpoint.pth USER/vits16",
+        "checkpoint.pth USER/vits16 --private",
     ),
+}
+SLOTS: dict[str, Command] = {
     "slots study": Command(
-        SLOTS,
         "A checkpoint and labelled images -> accuracy of each slot alone, and accuracy against the number of slots.",
         "evaluation.slots.command:study_slots",
         slot_study_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth --data_path cifar10:data",
-            "--pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe",
-        ),
+        "--pretrained_weights checkpoint.pth --data_path cifar10:data",
+        "--pretrained_weights checkpoint.pth --data_path imagenet --keep 16 --probe",
     ),
     "slots score": Command(
-        SLOTS,
         "A checkpoint and images with masks -> how well its slots or heads find objects, compared with controls.",
         "evaluation.objects.command:score_slots",
         slot_score_parser,
-        examples=(
-            "--pretrained_weights checkpoint.pth",
-            "--pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000",
-        ),
+        "--pretrained_weights checkpoint.pth",
+        "--pretrained_weights checkpoint.pth --data_path VOC2012 --num_images 1000",
     ),
     "slots select": Command(
-        SLOTS,
         "Labelled images -> the slots of a CLIP that distinguish the classes.",
         "clip.slots.select:select_slots",
         clip_options.select_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_path cifar10:data",
-            "--pretrained_weights clip.pth --data_path imagenet/val --keep 32",
-        ),
+        "--pretrained_weights clip.pth --data_path cifar10:data",
+        "--pretrained_weights clip.pth --data_path imagenet/val --keep 32",
     ),
     "slots mask": Command(
-        SLOTS,
         "True and false captions -> weights for a CLIP's slots that distinguish the captions.",
         "clip.slots.mask:learn_mask",
         clip_options.mask_parser,
-        examples=(
-            "--pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017",
-            "--pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data",
-        ),
+        "--pretrained_weights clip.pth --data_root sugarcrepe --images coco/val2017",
+        "--pretrained_weights clip.pth --data_root pairs --evaluate cifar10:data",
     ),
+}
+IMAGE_TEXT: dict[str, Command] = {
     "zero-shot": Command(
-        IMAGE_TEXT,
         "Labelled images and class names -> accuracy of zero-shot classification.",
         "image_text.evaluation.zero_shot:evaluate_checkpoint",
         image_text_options.zero_shot_parser,
+        "--pretrained_weights clip.pth --data_path imagenet",
+        "--pretrained_weights clip.pth --data_path scenes:1000:48",
         needs={"open_model": "commands:open_model"},
-        examples=(
-            "--pretrained_weights clip.pth --data_path imagenet",
-            "--pretrained_weights clip.pth --data_path scenes:1000:48",
-        ),
     ),
     "retrieval": Command(
-        IMAGE_TEXT,
         "Images with captions -> recall of image-to-text and text-to-image retrieval.",
         "image_text.evaluation.retrieval:evaluate_checkpoint",
         image_text_options.retrieval_parser,
+        "--pretrained_weights clip.pth --data_path coco/val2014 --captions dataset_coco.json",
+        "--pretrained_weights clip.pth --data_path pairs.csv --split all",
         needs={"open_model": "commands:open_model"},
-        examples=(
-            "--pretrained_weights clip.pth --data_path coco/val2014 --captions dataset_coco.json",
-            "--pretrained_weights clip.pth --data_path pairs.csv --split all",
-        ),
     ),
     "compositional": Command(
-        IMAGE_TEXT,
         "A folder of benchmarks of true and false captions -> a table of the models' accuracies.",
         "image_text.evaluation.compositional.command:compare",
         image_text_options.compositional_parser,
+        "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
+        "--model clip.pth open_clip:ViT-B-32/openai --data_root benchmarks --blind --short markdown plot",
         needs={"open_model": "commands:open_model"},
-        examples=(
-            "--pretrained_weights clip.pth oc.pth --data_root benchmarks",
-            "--model clip.pth open_clip:ViT-B-32/openai --data_root benchmarks --blind --short markdown plot",
-        ),
         check=image_text_options.check_models,
     ),
     "clip-probe": Command(
-        IMAGE_TEXT,
         "Frozen image features -> accuracy of a linear probe, whose weight decay a sweep chooses.",
         "image_text.evaluation.probe:probe_checkpoint",
         image_text_options.probe_parser,
+        "--pretrained_weights clip.pth --data_path imagenet",
+        "--pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001",
         needs={"open_model": "commands:open_model"},
-        examples=(
-            "--pretrained_weights clip.pth --data_path imagenet",
-            "--pretrained_weights clip.pth --data_path cifar10:data --weight_decay 0.001",
-        ),
         instead_of="linear",
         kinds=("clip", "oc_clip"),
     ),
     "pictures": Command(
-        IMAGE_TEXT,
         "Images with captions -> where the slots of a CLIP attend in both.",
         "clip.slots.pictures:draw_pictures",
         clip_options.pictures_parser,
-        examples=(
-            "--pretrained_weights clip.pth",
-            "--pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps",
-        ),
+        "--pretrained_weights clip.pth",
+        "--pretrained_weights clip.pth --data_path pairs.csv --slots 3 17 --output_dir maps",
         instead_of="attention",
         kinds=("clip",),
     ),
     "oc-pictures": Command(
-        IMAGE_TEXT,
         "Images with captions -> where the entities of the captions' scene graphs attend, in an OC-CLIP.",
         "oc_clip.pictures:draw_pictures",
         oc_clip_options.pictures_parser,
-        examples=(
-            "--pretrained_weights oc.pth",
-            "--pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5",
-        ),
+        "--pretrained_weights oc.pth",
+        "--pretrained_weights oc.pth --data_path pairs.csv --graphs pairs.jsonl --pairs 0 5",
         instead_of="attention",
         kinds=("oc_clip",),
     ),
     "clip-benchmark": Command(
-        IMAGE_TEXT,
         "A CLIP -> the results of LAION's CLIP benchmark; the options are those of the benchmark.",
         "clip.load:run_clip_benchmark",
         None,
     ),
+}
+DATA: dict[str, Command] = {
     "statistics": Command(
-        DATA,
         "Any images -> mean and standard deviation of each channel, as options of train.",
         "data.statistics:measure_channels",
         data_options.statistics_parser,
-        examples=(
-            "--data_path xrays/train --in_chans 1 --max_value 4095",
-            "--data_path stacks --in_chans 5",
-        ),
+        "--data_path xrays/train --in_chans 1 --max_value 4095",
+        "--data_path stacks --in_chans 5",
     ),
     "parse": Command(
-        DATA,
         "Captions -> their scene graphs, for OC-CLIP.",
         "oc_clip.parsers.command:parse",
         oc_clip_options.parse_parser,
-        examples=(
-            "--caption 'a red star on sand'",
-            "--captions captions_train2017.json --parser spacy --output coco.jsonl",
-        ),
+        "--caption 'a red star on sand'",
+        "--captions captions_train2017.json --parser spacy --output coco.jsonl",
     ),
     "order-captions": Command(
-        DATA,
         "Images with captions -> ARO's order benchmarks (captions with shuffled words), for compositional.",
         "image_text.evaluation.compositional.sets.aro:write_order",
         image_text_options.order_captions_parser,
-        examples=(
-            "--captions coco_karpathy_test.json --output benchmarks/coco_order.json",
-            "--captions dataset_flickr30k.json --output benchmarks/flickr30k_order.json --seed 1",
-        ),
+        "--captions coco_karpathy_test.json --output benchmarks/coco_order.json",
+        "--captions dataset_flickr30k.json --output benchmarks/flickr30k_order.json --seed 1",
     ),
     "scene-pairs": Command(
-        DATA,
         "Built-in scenes -> true and hard false captions, in SugarCrepe's format.",
         "image_text.evaluation.compositional.sets.scene_pairs:write_pairs",
         image_text_options.scene_pairs_parser,
-        examples=(
-            "--output_dir pairs",
-            "--output_dir pairs --num_pairs 2000 --img_size 48",
-        ),
+        "--output_dir pairs",
+        "--output_dir pairs --num_pairs 2000 --img_size 48",
     ),
+}
+DEMOS: dict[str, Command] = {
     "demo": Command(
-        DEMOS,
         "Built-in scenes -> a trained model, its evaluation and its pictures, in minutes, without a GPU.",
         "demo.run:demo",
         demo_parser,
+        "",
+        "--method clip --models sparo cls --seeds 0 1 2",
         needs={"run": "__main__:run"},
-        examples=(
-            "",
-            "--method clip --models sparo cls --seeds 0 1 2",
-        ),
     ),
 }
+# Sections of the overview.
+SECTIONS = {
+    "train": TRAIN,
+    "evaluate and use an encoder": EVALUATE,
+    "slots": SLOTS,
+    "image and text": IMAGE_TEXT,
+    "data": DATA,
+    "demos": DEMOS,
+}
+COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 
 
 def parser_of(name: str, prog: str | None = None) -> Parser:

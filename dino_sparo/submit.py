@@ -251,19 +251,9 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     """
     return [
         "status=$?",
-        f"faults={folder}/faults",
-        f'if [ ! -e {folder}/{DO_NOT_REQUEUE} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
-        "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
-        '  echo "$(date -Is) exit status $status" >> "$faults"',
-        '  count=$(wc -l < "$faults")',
-        f'  if [ "$count" -le {max_requeues} ]; then',
-        f'    echo "exit status $status: requeued ($count of at most {max_requeues} times)" >&2',
-        "    for try in 1 2 3 4 5; do scontrol requeue $SLURM_JOB_ID && sleep 60 && break; sleep 10; done",
-        "  else",
-        f'    echo "exit status $status: not requeued again, --max_requeues is {max_requeues}" >&2',
-        "  fi",
-        "fi",
-        "exit $status",
+        f"folder={folder} max_requeues={max_requeues} do_not_requeue={DO_NOT_REQUEUE}",
+        f"fault_statuses='{' '.join(map(str, FAULT_STATUSES))}'",
+        *Path(__file__).with_name("requeue.sh").read_text(encoding="utf-8").splitlines(),
     ]
 
 

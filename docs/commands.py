@@ -4,7 +4,7 @@ import argparse
 
 import mkdocs_gen_files
 
-from dino_sparo.commands import COMMANDS
+from dino_sparo.commands import SECTIONS
 
 HEADER = ("| Option | Default | Meaning |", "|---|---|---|")
 
@@ -49,11 +49,10 @@ with mkdocs_gen_files.open("commands.md", "w") as page:
         "[configuration files](configuration.md).",
         "",
     ]
-    for section in dict.fromkeys(command.section for command in COMMANDS.values()):
+    for section, commands in SECTIONS.items():
         lines += [f"## {section[0].upper()}{section[1:]}", ""]
-        for name, command in COMMANDS.items():
-            if command.section == section:
-                title = f"{command.instead_of}, by a CLIP or an OC-CLIP" if command.instead_of else name
-                lines += [f"### dino-sparo {title}", "", command.summary, ""]
-                lines += options_of(command.parser()) if command.parser else []
+        for name, command in commands.items():
+            title = f"{command.instead_of}, by a CLIP or an OC-CLIP" if command.instead_of else name
+            lines += [f"### dino-sparo {title}", "", command.summary, ""]
+            lines += options_of(command.parser()) if command.parser else []
     page.write("\n".join(lines))

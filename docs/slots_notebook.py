@@ -98,5 +98,5 @@ plt.show()
 # ## Next
 #
 # - [Train your own encoder](first_encoder.md).
-# - [Which slots does a task need?](slot_study.md)
+# - [Which slots does a task need?](slot_score.md)
 # - [What slots are, and when they help](slots.md).

@@ -15,10 +15,11 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dino_sparo.__main__ import run
+from dino_sparo.demo.run import RunCommand
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
 from studies import drawn_sets, ibot, probes, sweep, uses
@@ -26,20 +27,32 @@ from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
 from studies.report import draw, report
-from studies.runs import RESULTS, make_runs
+from studies.runs import FOLDERS, make_runs
 
 logger = logging.getLogger(__name__)
+
+
+def measurement(study: ModuleType) -> tuple[Callable[[], Parser], Callable[..., Any]]:
+    """Entry of an experiment that measures what is missing, unless --report is given, and prints its tables."""
+
+    def body(args: argparse.Namespace, command: RunCommand) -> str:
+        if not args.report:
+            study.measure_missing(args, command)
+        say(tables := study.report(args.results))
+        return tables
+
+    return study.get_args_parser, body
 
 
 # Experiments with further options: parser, and body(options, run of a command).
 EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "binding": (binding.get_args_parser, binding.run_binding),
     "drawn-sets": (drawn_sets.parser, lambda args, _: drawn_sets.main(args)),
-    "ibot": (ibot.get_args_parser, ibot.run_ibot),
+    "ibot": measurement(ibot),
     "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
-    "probes": (probes.get_args_parser, probes.run_probes),
+    "probes": measurement(probes),
     "sweep": (sweep.get_args_parser, lambda args, _: sweep.collect(args)),
-    "uses": (uses.get_args_parser, uses.run_uses),
+    "uses": measurement(uses),
 }
 
 
@@ -47,8 +60,7 @@ OPTIONS = {
     "study": {
         "name": Option(None, "The study.", choices=sorted(STUDIES), is_positional=True),
         "data_path": Option(None, "Folder of images, for studies of photographs."),
-        "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        **FOLDERS,
         "jobs": Option(1, "Runs at the same time, with one thread each.", positive_int),
         "epochs": Option(None, "Epochs of a trial; by default the epochs of the recipe.", positive_int),
         "seeds": Option(None, "Seeds to run; by default all. Several machines can share a study.", int, nargs="+"),

@@ -9,7 +9,6 @@ this alone: light and patterns are the same. VisMin's counts and other parts tha
 """
 
 import argparse
-import csv
 import io
 import json
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from PIL import Image
 from dino_sparo.data.scenes.graphs import INDEPENDENT, OPPOSITES, RELATIONS, Relation, SceneDescription, place_pair
 from dino_sparo.data.scenes.images import Scenes, draw_scene
 from dino_sparo.data.scenes.patterns import SHAPES
+from dino_sparo.evaluation.embed.store import write_csv
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.lock import create_output_dir
@@ -150,8 +150,7 @@ def write_pair_sets(root: Path, drawn: list[Sample]) -> None:
             sample.save(root / "mmvp" / "MLLM_VLM Images" / "Spatial" / f"{rows[-1][0]}.jpg", graph)
     write_json(root / "colorswap" / "test.json", colours)
     write_json(root / "cola" / "COLA_multiobjects_matching_benchmark.json", cola)
-    with (root / "mmvp" / "Questions.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    write_csv(root / "mmvp" / "Questions.csv", rows)
 
 
 def write_tables(root: Path, drawn: list[Sample]) -> None:

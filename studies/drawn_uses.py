@@ -5,7 +5,6 @@ copies/original/, copies/strong/                   scenes, and three changed cop
 clips/{JPEGImages,Annotations}/480p/NAME/, ...     two objects that move over a still background, and their masks
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription
 from dino_sparo.data.scenes.images import Scenes, object_masks
 from dino_sparo.draw.pixels import save_picture
+from dino_sparo.evaluation.embed.store import write_csv
 from dino_sparo.evaluation.segment.pictures import PALETTE
 from studies.drawn_sets import samples
 
@@ -46,8 +46,7 @@ def write_table(path: Path) -> None:
             tags = "; ".join((large.shape, large.colour, large.texture, graph.background))
             numbers = (len(graph.objects) - 1, *large.center)
             rows.append([picture.relative_to(path.parent), split, tags, *numbers])
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
+    write_csv(path, rows)
 
 
 def write_copies(root: Path) -> None:

@@ -10,7 +10,7 @@ other textures. Writes a small result file per run.
 
 import argparse
 import json
-import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +40,7 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import Option, Parser, option_words, positive_number, say
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.report import markdown, mean_and_deviation
-from studies.runs import RESULTS
+from studies.runs import FOLDERS
 
 COMMANDS = {"dino": "train", "simdino": "train-simdino", "ibot": "train-ibot"}
 OF_PROTOTYPES = ("out_dim", "freeze_last_layer", "koleo_weight")  # options that SimDINO lacks
@@ -56,8 +56,9 @@ RECIPE: dict[str, Any] = {
     "knn_freq": 0,
     "num_workers": 0,
     "device": "cpu",
+    "precision": "fp32",
+    "report_to": [],
 }
-RECIPE |= {"device": "cpu", "precision": "fp32", "report_to": []}
 # iBOT's rate scales with the root of the batch. This factor makes the peak rates of all objectives equal.
 IBOT_RATE = (int(TRAINING["batch_size_per_gpu"]) / REFERENCE_BATCH) ** 0.5
 IBOT = {"layer_decay": 1, "teacher_temp": 0.04}
@@ -65,8 +66,7 @@ CONTINUED: dict[str, Any] = {"lr": 0.001, "saveckp_freq": 1, "epochs": 4, "freez
 OPTIONS = {
     "study": {
         "data_path": Option(None, "CIFAR-10 as class folders in train/ and val/; without it the scenes alone."),
-        "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        **FOLDERS,
         "seconds": Option(120.0, "Processor time of a training.", positive_number),
         "seeds": Option([0, 1, 2], "Seeds of the runs.", int, nargs="+"),
         "report": Option(False, "Train nothing: tables of the results so far."),
@@ -79,23 +79,18 @@ def get_args_parser() -> Parser:
     return Parser(OPTIONS, "studies ibot", __doc__)
 
 
-def run_ibot(args: argparse.Namespace, run: RunCommand) -> str:
-    """Make the missing runs, all of one seed before the next; print and return the tables."""
+def measure_missing(args: argparse.Namespace, run: RunCommand) -> None:
+    """Make the missing runs, all of one seed before the next."""
     folder, results = args.output_dir / "ibot", args.results / "ibot"
     for path in (folder, results):
         path.mkdir(parents=True, exist_ok=True)
-    if not args.report:
-        new = other_scenes(folder / "other_scenes")
-        for seed in args.seeds:
-            for name in tasks(args.data_path):
-                path = results / f"{name}_seed{seed}.json"
-                if not path.exists():
-                    study = continued if name.startswith("continued") else from_scratch
-                    write_json(study(name, seed, folder, results, new, args, run), path)
-                    say(f"{path.stem}: done")
-    tables = report(results)
-    say(tables)
-    return tables
+    for seed in args.seeds:
+        for name in tasks(args.data_path):
+            path = results / f"{name}_seed{seed}.json"
+            if not path.exists():
+                study = continued if name.startswith("continued") else from_scratch
+                write_json(study(name, seed, folder, args, run), path)
+                say(f"{path.stem}: done")
 
 
 def tasks(data_path: str | None) -> Iterator[str]:
@@ -113,9 +108,7 @@ def words_of(name: str, seed: int, **changes: object) -> list[str]:
     return option_words({key: v for key, v in options.items() if objective != "simdino" or key not in OF_PROTOTYPES})
 
 
-def from_scratch(
-    name: str, seed: int, folder: Path, results: Path, new: Path, args: argparse.Namespace, run: RunCommand
-) -> dict[str, Any]:
+def from_scratch(name: str, seed: int, folder: Path, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
     """A training from random weights, as long as all others, and its scores."""
     data, objective, _ = name.split("_")
     paths = (f"scenes:{IMAGES}:48", f"scenes:{EVALUATED}:48")
@@ -129,14 +122,14 @@ def from_scratch(
     if not timing.exists():
         begin: dict[str, Any] = {**changes, "output_dir": folder / f"{name}_calibration"}
         run(command, words_of(name, seed, **begin, max_steps=2))
-        before = processor_seconds()
+        before = time.process_time()
         run(command, words_of(name, seed, **begin, max_steps=2 + CALIBRATION_STEPS))
-        write_json({"step_s": (processor_seconds() - before) / CALIBRATION_STEPS}, timing)
+        write_json({"step_s": (time.process_time() - before) / CALIBRATION_STEPS}, timing)
     step_s = json.loads(timing.read_text())["step_s"]
     epochs = max(round(args.seconds / (steps * step_s)), 1)
-    before = processor_seconds()
+    before = time.process_time()
     run(command, words_of(name, seed, **changes, output_dir=out, epochs=epochs))
-    seconds = processor_seconds() - before
+    seconds = time.process_time() - before
     encoder = load_encoder(out / "checkpoint.pth").eval()
     if data == "scenes":
         sources = [open_source(paths[0], "train"), open_source(paths[1], "val")]
@@ -156,27 +149,20 @@ def from_scratch(
     }
 
 
-def continued(
-    name: str, seed: int, folder: Path, results: Path, new: Path, args: argparse.Namespace, run: RunCommand
-) -> dict[str, Any]:
+def continued(name: str, seed: int, folder: Path, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
     """An encoder of DINO, trained further on other scenes: 20-NN on old and new scenes after every epoch."""
     _, objective, readout = name.split("_")
     start = folder / f"scenes_dino_{readout}_seed{seed}" / "checkpoint.pth"
-    out = folder / f"{name}_seed{seed}"
-    run(
-        COMMANDS[objective], words_of(name, seed, data_path=new / "train", output_dir=out, init_from=start, **CONTINUED)
-    )
+    out, new = folder / f"{name}_seed{seed}", other_scenes(folder / "other_scenes")
+    paths = {"data_path": new / "train", "output_dir": out, "init_from": start}
+    run(COMMANDS[objective], words_of(name, seed, **paths, **CONTINUED))
     old = open_source(f"scenes:{IMAGES}:48", "train"), open_source(f"scenes:{EVALUATED}:48", "val")
     others = open_source(str(new / "train")), open_source(str(new / "val"))
-    paths = (start, *(out / f"checkpoint{epoch:04}.pth" for epoch in range(CONTINUED["epochs"])))
-    encoders = [load_encoder(path).eval() for path in paths]
-    epochs = [{"old": nearest(encoder, *old), "new": nearest(encoder, *others)} for encoder in encoders]
+    weights = (start, *(out / f"checkpoint{epoch:04}.pth" for epoch in range(CONTINUED["epochs"])))
+    encoders = [load_encoder(path).eval() for path in weights]
+    scenes = {"old": old, "new": others}
+    epochs = [{name: nearest(*features_of(encoder, *each)) for name, each in scenes.items()} for encoder in encoders]
     return {"epochs": epochs, "commit": git_hash()}
-
-
-def processor_seconds() -> float:
-    """Processor time of this process, independent of other load."""
-    return sum(os.times()[:2])
 
 
 def few_photographs(folder: Path, number: int, table: Path) -> str:
@@ -211,18 +197,17 @@ def features_of(encoder: Encoder, *sources: ImageSource) -> list[Features]:
     return [extract_split(encoder, source, EvalTransform(SIZE), torch.device("cpu")) for source in sources]
 
 
-def nearest(encoder: Encoder, train: ImageSource, val: ImageSource) -> float:
-    """20-NN accuracy, percent."""
-    voters, judged = (found.normalize_() for found in features_of(encoder, train, val))
+def nearest(train: Features, val: Features) -> float:
+    """20-NN accuracy, percent; normalises the features in place."""
+    voters, judged = train.normalize_(), val.normalize_()
     return classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, torch.device("cpu"))[NEIGHBOURS].top1
 
 
-def accuracies(encoder: Encoder, train: ImageSource, val: ImageSource) -> dict[str, float]:
-    """20-NN and logistic regression on the encodings, percent."""
-    fitted, judged = features_of(encoder, train, val)
-    probe = linear_probe().fit(fitted.features, fitted.labels)
-    linear = 100 * float(probe.score(judged.features, judged.labels))
-    return {"20-NN": nearest(encoder, train, val), "linear": linear}
+def accuracies(encoder: Encoder, *sources: ImageSource) -> dict[str, float]:
+    """20-NN and logistic regression on the encodings of training and validation images, percent."""
+    train, val = features_of(encoder, *sources)
+    linear = linear_probe().fit(train.features, train.labels).score(val.features, val.labels)
+    return {"20-NN": nearest(train, val), "linear": 100 * float(linear)}
 
 
 def linear_probe() -> Any:
@@ -257,9 +242,9 @@ def patch_labels(masks: np.ndarray, classes: np.ndarray, side: int) -> np.ndarra
 
 
 def report(results: Path) -> str:
-    """Tables of all results, whichever way they fell."""
+    """Tables of all results, whichever way they fell; `results` is the folder of all studies' results."""
     results_of: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(results.glob("*.json")):
+    for path in sorted((results / "ibot").glob("*.json")):
         results_of.setdefault(path.stem.partition("_seed")[0], []).append(json.loads(path.read_text()))
     columns = ("20-NN", "linear", "slot score", "mIoU of patches")
     scratch = [["percent", "seeds", "epochs", *columns]]
@@ -271,6 +256,5 @@ def report(results: Path) -> str:
             later.append([name, str(len(runs)), *cells])
         else:
             scores = [[run["scores"][column] for run in runs if column in run["scores"]] for column in columns]
-            cells = [mean_and_deviation(values) if values else "" for values in scores]
-            scratch.append([name, str(len(runs)), str(runs[0]["epochs"]), *cells])
+            scratch.append([name, str(len(runs)), str(runs[0]["epochs"]), *map(mean_and_deviation, scores)])
     return "\n\n".join(markdown(table[0], table[1:]) for table in (scratch, later) if len(table) > 1)

@@ -3,7 +3,6 @@
 Controls are scores for the width of the encoding and for random weights.
 """
 
-import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.demo.run import RunCommand, evaluate, read_recipe, write_pairs
+from dino_sparo.evaluation.embed.store import write_csv
 from dino_sparo.runtime.cli import option_words
 
 # State of the weights -> score -> percent.
@@ -49,22 +49,22 @@ class Trained:
     data: str
 
 
-def with_random_slots(trained: Trained, one_block_less: bool = False, weights: Path | str | None = None) -> Path:
+def with_random_slots(weights: Path | str, folder: Path, seed: int, one_block_less: bool = False) -> Path:
     """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide, untrained slots.
 
     With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
-    `gap`; otherwise all their blocks are kept. `weights` are those of the run, unless others are given.
+    `gap`; otherwise all their blocks are kept. The checkpoint is written to a subfolder of `folder`.
     """
     from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.entries import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 
-    source = trained_encoder(str(weights or trained.folder / "checkpoint.pth"))
-    path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
+    source = trained_encoder(str(weights))
+    path = folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
     base = source.encoder.config
     sizes: Any = {name: int(str(DINO_DEMO["training"][option])) for name, option in SLOT_SIZES.items()}
     config = replace(base, readout="sparo", replace_block=base.replaces_block or one_block_less, **sizes)
-    encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
+    encoder = untrained_encoder(config, seed + OTHER_SEED).encoder
     blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
     encoder.backbone.load_state_dict({name: blocks[name] for name in names})
     path.parent.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
     found = {"untrained": measures("--untrained"), "trained": measures()}
     for one_block_less, name, nearest, linear in RANDOM_CONTROLS:
         if trained.variant in RANDOM_READERS and not (one_block_less and trained.variant == "sparo"):
-            random = with_random_slots(trained, one_block_less)
+            random = with_random_slots(path, trained.folder, trained.seed, one_block_less)
             found["trained"] |= {nearest: knn(random, name), linear: probe(random, name, *alone)}
     return found
 
@@ -172,20 +172,25 @@ class Study:
 # The seed of the runs that choose the learning rate; it is none of the reported ones.
 CHOICE_SEED = 100
 DINO_READOUTS = {name: {"readout": name} for name in RANDOM_READERS}
-# Column of the tables -> the score that stands in it. The class tokens of four blocks of `cls` are as wide as SPARO's
-# encoding in these recipes: 512 numbers.
-FOUR_BLOCKS = {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"}
-READ_BY_RANDOM_SLOTS = {"20-NN": RANDOM_SLOTS, ENCODING_PROBE: RANDOM_SLOTS_PROBE}
-READ_ONE_BLOCK_EARLIER = {"20-NN": SHALLOW_SLOTS, ENCODING_PROBE: SHALLOW_SLOTS_PROBE}
-ONE_BLOCK_LESS = "random slots, one block less"
-DINO_CONTROLS = {
-    "cls, 4 blocks": ("cls", FOUR_BLOCKS),
-    **{f"{name}, random slots": (name, READ_BY_RANDOM_SLOTS) for name in DINO_READOUTS},
-    **{f"{name}, {ONE_BLOCK_LESS}": (name, READ_ONE_BLOCK_EARLIER) for name in ("cls", "gap")},
+FOUR_BLOCKS, SLOTS, ONE_BLOCK_LESS = "4 blocks", "random slots", "random slots, one block less"
+# Control -> column of the tables -> the score that stands in it. The class tokens of four blocks of `cls` are as wide
+# as SPARO's encoding in these recipes: 512 numbers.
+CONTROLS = {
+    FOUR_BLOCKS: {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"},
+    SLOTS: {"20-NN": RANDOM_SLOTS, ENCODING_PROBE: RANDOM_SLOTS_PROBE},
+    ONE_BLOCK_LESS: {"20-NN": SHALLOW_SLOTS, ENCODING_PROBE: SHALLOW_SLOTS_PROBE},
 }
+
+
+def controls_of(row: str, *names: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """The controls of a row of the tables, as `Study.controls`."""
+    return {f"{row}, {name}": (row, CONTROLS[name]) for name in names}
+
+
+DINO_CONTROLS = controls_of("cls", *CONTROLS) | controls_of("gap", SLOTS, ONE_BLOCK_LESS) | controls_of("sparo", SLOTS)
 DINO_DIFFERENCES = (
     *(("cls, 4 blocks", "cls"), ("gap", "cls"), ("sparo", "cls"), ("sparo", "gap"), ("sparo", "cls, 4 blocks")),
-    *(("sparo", f"{name}, random slots") for name in DINO_READOUTS),
+    *(("sparo", f"{name}, {SLOTS}") for name in DINO_READOUTS),
     *(("sparo", f"{name}, {ONE_BLOCK_LESS}") for name in ("cls", "gap")),
 )
 DINO_TABLES: Any = {
@@ -195,11 +200,7 @@ DINO_TABLES: Any = {
 }
 # In the scenes the choice gave `cls` another rate than the others; this row and its controls have theirs.
 EQUAL_RATE = "cls, rate 0.008"
-EQUAL_RATE_CONTROLS = {
-    f"{EQUAL_RATE}, 4 blocks": (EQUAL_RATE, FOUR_BLOCKS),
-    f"{EQUAL_RATE}, random slots": (EQUAL_RATE, READ_BY_RANDOM_SLOTS),
-    f"{EQUAL_RATE}, {ONE_BLOCK_LESS}": (EQUAL_RATE, READ_ONE_BLOCK_EARLIER),
-}
+EQUAL_RATE_CONTROLS = controls_of(EQUAL_RATE, *CONTROLS)
 EQUAL_RATE_DIFFERENCES = (
     *(("sparo", EQUAL_RATE), ("gap", EQUAL_RATE)),
     *(("sparo", control) for control in EQUAL_RATE_CONTROLS),
@@ -230,8 +231,7 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
                 )
             rows += [(str(path.resolve()), label.name, split) for path in paths[:500]]
     table = folder / "evaluated.csv"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
+    write_csv(table, rows)
     return str(Path(data_path, "train")), str(table)
 
 

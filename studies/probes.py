@@ -15,11 +15,11 @@ from typing import Any
 
 from dino_sparo.demo.run import RunCommand, read_recipe
 from dino_sparo.evaluation.linear.attentive import best_of_each
-from dino_sparo.runtime.cli import Option, Parser, option_words, say
+from dino_sparo.runtime.cli import Option, Parser, option_words
 from dino_sparo.runtime.files import git_hash, write_json
-from studies.plans import EQUAL_RATE, SLOT_SIZES, STUDIES, Trained, with_random_slots
+from studies.plans import EQUAL_RATE, SLOT_SIZES, STUDIES, with_random_slots
 from studies.report import markdown, mean_and_deviation
-from studies.runs import RESULTS, Run, is_finished, reported_rows
+from studies.runs import FOLDERS, Run, is_finished, reported_rows
 
 ROWS = {"scenes": (EQUAL_RATE, "sparo"), "cifar10": ("cls", "sparo")}  # rows of the studies' tables
 DEMO = "demo"  # the encoder in this package, of the scenes
@@ -42,8 +42,7 @@ def get_args_parser() -> Parser:
     """The options of the study."""
     options = {
         "data_path": Option(None, "Class folders of CIFAR-10; without them the encoders of scenes are probed."),
-        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        **FOLDERS,
         "report": Option(False, "Probe nothing: the table of the results so far."),
     }
     return Parser({"study": options}, "studies probes", __doc__)
@@ -52,7 +51,7 @@ def get_args_parser() -> Parser:
 def measure(weights: Path | str, folder: Path, seed: int, data: str, command: RunCommand) -> dict[str, dict[str, Any]]:
     """Probe -> accuracy with its best learning rate, and numbers of parameters."""
     shared = [*option_words({"data_path": data, "seed": seed, **PROTOCOL, "lr": RATES}), "--fast"]
-    random = with_random_slots(Trained(folder, "", seed, data), weights=weights)
+    random = with_random_slots(weights, folder, seed)
 
     def best(weights: Path | str, part: str, *probes: str) -> dict[str, dict[str, Any]]:
         place = option_words({"pretrained_weights": weights, "output_dir": folder / part})
@@ -104,11 +103,3 @@ def report(results: Path) -> str:
     return markdown(
         ["top-1 %", "seeds", *PROBES, RANDOM], [*rows, [f"trained parameters ({last['encoder']})", "", *counts]]
     )
-
-
-def run_probes(args: argparse.Namespace, command: RunCommand) -> str:
-    """Run the missing probes, print and return the table."""
-    if not args.report:
-        measure_missing(args, command)
-    say(table := report(args.results))
-    return table

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from dino_sparo.draw.plots import FAINT, colour_of, panels
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
-mean_and_deviation = partial(spread, unit="")  # over seeds
 SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
 Column = tuple[str, str]  # state of the weights, score
@@ -53,10 +51,20 @@ def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[
     return {**result, "scores": scores}
 
 
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds; empty without values."""
+    return spread(values, unit="") if values else ""
+
+
 def t_interval(differences: Sequence[float]) -> str:
-    """Mean difference d and its 95 % interval d ± t s / sqrt(n), by Student's t with n - 1 degrees of freedom."""
+    """Mean difference d and its 95 % interval d ± t s / sqrt(n), by Student's t with n - 1 degrees of freedom.
+
+    Empty without differences.
+    """
     from scipy import stats
 
+    if not differences:
+        return ""
     mean = statistics.mean(differences)
     if len(differences) < 2:
         return f"{mean:+.1f} (one seed)"
@@ -77,7 +85,7 @@ def differences(one: BySeed, other: BySeed) -> dict[int, float]:
 
 def interval_table(title: str, columns: Sequence[str], rows: Mapping[str, Iterable[BySeed]]) -> str:
     """Mean and 95 % interval of each cell's differences; rows without any difference are left out."""
-    cells = {name: [t_interval([*cell.values()]) if cell else "" for cell in row] for name, row in rows.items()}
+    cells = {name: [t_interval([*cell.values()]) for cell in row] for name, row in rows.items()}
     shown = [[name, *row] for name, row in cells.items() if any(row)]
     return markdown([f"{title} [95 % interval]", *columns], shown) if shown else ""
 
@@ -193,21 +201,16 @@ def _titles(columns: Sequence[Column]) -> list[str]:
 
 def summary_table(found: Results) -> str:
     """Mean ± standard deviation of every score; parameters; CPU minutes of the training."""
-    columns = _columns(found)
-    rows = []
-    for variant, by_seed in found.items():
-        runs = list(by_seed.values())
-        if runs:
-            cells = [list(_values(by_seed, column).values()) for column in columns]
-            seconds = [run["training_processor_s"] for run in runs]
-            minutes = [one / 60 for one in seconds if one is not None]  # a run that was cut off has none
-            of = f" ({len(minutes)} run{'s' * (len(minutes) > 1)})" if len(minutes) != len(runs) else ""
-            scores = [mean_and_deviation(cell) if cell else "" for cell in cells]
-            rows.append([variant, str(len(runs)), *scores])
-            rows[-1] += [f"{runs[0][key]:,}" if runs[0][key] else "" for key in SIZES]
-            rows[-1].append(mean_and_deviation(minutes) + of if minutes else "")
-    sizes = ["encoder parameters", "trained parameters", "training, CPU minutes"]
-    return markdown(["", "seeds", *_titles(columns), *sizes], rows)
+    columns, rows = _columns(found), []
+    for variant, runs in ((variant, list(by_seed.values())) for variant, by_seed in found.items() if by_seed):
+        scores = [mean_and_deviation([*_values(found[variant], column).values()]) for column in columns]
+        sizes = [f"{runs[0][key]:,}" if runs[0][key] else "" for key in SIZES]
+        seconds = [run["training_processor_s"] for run in runs]
+        minutes = [one / 60 for one in seconds if one is not None]  # a run that was cut off has none
+        of = f" ({len(minutes)} run{'s' * (len(minutes) > 1)})" if 0 < len(minutes) < len(runs) else ""
+        rows.append([variant, str(len(runs)), *scores, *sizes, mean_and_deviation(minutes) + of])
+    costs = ["encoder parameters", "trained parameters", "training, CPU minutes"]
+    return markdown(["", "seeds", *_titles(columns), *costs], rows)
 
 
 def seed_table(found: Results) -> str:
@@ -254,12 +257,17 @@ def draw(name: str, results: Path, path: Path) -> None:
     colours |= {control: colours[row] for control, row in controlled.items() if row in colours}
     logged = {key for by_seed in found.values() for run in by_seed.values() for epoch in run["epochs"] for key in epoch}
     curves = [key for key in CURVES if key in logged]
-    scores = [column[1] for column in _columns(found) if column[0] == "trained" and _is_complete(found, column)]
+    scores = [
+        score
+        for state, score in _columns(found)
+        if state == "trained" and all(_values(by_seed, (state, score)) for by_seed in found.values())
+    ]
     columns, rows = max(len(curves), len(scores), 1), list(reversed(found))
     with talk_panels(path, 2, columns, (6.5 * columns, 4.5 + max(3.0, 0.4 * len(rows)))) as (above, below):
         for axis, score in zip(above, scores, strict=False):
             for height, row in enumerate(rows):
-                _draw_score(axis, found[row], score, colours[row], height)
+                for state in ("untrained", "trained"):
+                    draw_marks(axis, [*_values(found[row], (state, score)).values()], state, colours[row], height)
             label_rows(axis, rows if axis is above[0] else [""] * len(rows), [colours[row] for row in rows])
             axis.set_xlabel(f"{score}, %")
         if any(state == "untrained" for state, _ in _columns(found)):
@@ -269,11 +277,6 @@ def draw(name: str, results: Path, path: Path) -> None:
                 _draw_curves(axis, found[row], key, colours[row])
         for axis in (*above[len(scores) :], *below[len(curves) :]):
             axis.set_axis_off()
-
-
-def _is_complete(found: Results, column: Column) -> bool:
-    """Whether every row has the score of a column."""
-    return all(_values(by_seed, column) for by_seed in found.values())
 
 
 def label_rows(axis: Any, rows: Sequence[str], colours: Sequence[str]) -> None:
@@ -292,12 +295,6 @@ def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, col
         points = [(epoch["step"], epoch[key]) for epoch in run["epochs"] if key in epoch]
         axis.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=2)
     axis.set(xlabel="step", ylabel=CURVES[key])
-
-
-def _draw_score(axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, height: int) -> None:
-    """The marks of both states of the weights."""
-    for state in ("untrained", "trained"):
-        draw_marks(axis, list(_values(by_seed, (state, score)).values()), state, colour, height)
 
 
 def draw_marks(axis: Any, values: Sequence[float], state: str, colour: str, height: int) -> None:

@@ -12,13 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import option_words, say
+from dino_sparo.runtime.cli import Group, Option, option_words, say
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
 
 RESULTS = Path(__file__).parent / "results"
+FOLDERS: Group = {
+    "output_dir": Option(Path("output/studies"), "Folder of checkpoints and logs.", Path),
+    "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+}
 
 
 @dataclass(frozen=True)

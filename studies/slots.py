@@ -15,11 +15,11 @@ from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.cli import Option, Parser, option_words, say
+from dino_sparo.runtime.cli import Parser, option_words, say
 from dino_sparo.runtime.files import write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import differences, interval_table, markdown, mean_and_deviation
-from studies.runs import RESULTS, Run, is_finished, reported_rows
+from studies.runs import FOLDERS, Run, is_finished, reported_rows
 
 STUDY = "scenes"
 WITH_MAPS = ("cls", EQUAL_RATE, "sparo")  # rows of the study's tables; `gap` averages all tokens
@@ -177,11 +177,7 @@ def main() -> None:
     """Run the missing measurements, print the tables."""
     from dino_sparo.__main__ import run
 
-    options = {
-        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
-    }
-    args = Parser({"folders": options}, "studies.slots", __doc__).parse_args()
+    args = Parser({"folders": FOLDERS}, "studies.slots", __doc__).parse_args()
     measure_missing(args.output_dir, args.results, run)
     say(report(args.results))
 

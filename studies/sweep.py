@@ -20,6 +20,7 @@ from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.draw.tables import text_table
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, parse_json, write_json
@@ -144,12 +145,12 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(points: Sequence[SweepPoint], metric: str) -> str:
     """One line per model."""
-    lines = [f"{'readout':<10}  {'L':>5}  {'V':>5}  {'M':>6}  {'parameters':>12}  {metric + ' %':>10}"]
+    rows: list[tuple[str, ...]] = [("readout", "L", "V", "M", "parameters", f"{metric} %")]
     for point in points:
-        slots = "  ".join(f"{'' if number is None else number:>5}" for number in (point.num_slots, point.slot_dim))
-        numbers = f"{point.encoding_dim:>6}  {point.num_parameters:>12,}  {point.accuracy:>10.2f}"
-        lines.append(f"{point.readout:<10}  {slots}  {numbers}")
-    return "\n".join(lines)
+        slots = ("" if number is None else f"{number}" for number in (point.num_slots, point.slot_dim))
+        sizes = (*slots, f"{point.encoding_dim}", f"{point.num_parameters:,}")
+        rows.append((point.readout, *sizes, f"{point.accuracy:.2f}"))
+    return text_table(rows, num_words=1)
 
 
 def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.embed.store import load_embeddings
-from dino_sparo.runtime.cli import Option, Parser, option_words, say
+from dino_sparo.runtime.cli import Option, Parser, option_words
 from dino_sparo.runtime.files import git_hash, write_json
 from dino_sparo.weights.results import scores_of
 from studies.drawn_uses import SIZE, draw_data
-from studies.plans import DINO_DEMO, EQUAL_RATE, SLOT_SIZES, Trained, with_random_slots
+from studies.plans import DINO_DEMO, EQUAL_RATE, SLOT_SIZES, with_random_slots
 from studies.report import differences, markdown, mean_and_deviation, t_interval
-from studies.runs import RESULTS, Run, is_finished, reported_rows
+from studies.runs import FOLDERS, Run, is_finished, reported_rows
 
 STUDY, NUM_SEEDS = "scenes", 3
 SPARO, RANDOM = "sparo", f"{EQUAL_RATE}, random slots"
@@ -49,73 +49,62 @@ class Use(NamedTuple):
         reads: the part of the encoder that it reads.
         command: its name.
         options: its options besides encoder and folder; `{data}` is the folder of the drawn data.
-        rows: row of the table -> scores in the command's result; their mean stands in the table.
+        scores: what is measured -> scores in the command's result; their mean stands in the table.
     """
 
     reads: str
     command: str
     options: dict[str, Any]
-    rows: dict[str, list[str]]
+    scores: dict[str, list[str]]
+
+    @property
+    def rows(self) -> dict[str, list[str]]:
+        """Row of the table -> scores."""
+        return {f"{self.command}, {name}": scores for name, scores in self.scores.items()}
 
 
 FEW_LABELS = {"data_path": f"scenes:1000:{SIZE}", "img_size": 32, "label_share": [0.02, 0.2], "classifiers": "logistic"}
+FEW_SCORES = {f"{share} per class: top-1": [f"logistic, {share} % of labels"] for share in (2, 20)}
 TABLE = {"data_path": "{data}/table.csv", "img_size": 32, "tags": "tags", "binary": "two", "numbers": ["x", "y"]}
+TABLE_SCORES = {f"{tag}: mAP": [f"AP {name}" for name in names] for tag, names in TAGS.items()}
+TABLE_SCORES |= {"two objects: AP": ["AP two"], "position: R²": ["R2 x", "R2 y"]}
 SAME_CLASS = {"data_path": SEARCHED, "dataset": "labelled", "imsize": 32, "batch_size_per_gpu": 100}
 COPIES = {"data_path": "{data}/copies", "imsize": 32, "batch_size_per_gpu": 100}
 FINETUNE = {"data_path": f"scenes:500:{SIZE}", "img_size": 32, "epochs": 5, "val_freq": 5, "batch_size_per_gpu": 20}
 UNMIXED = {"lr": 0.01, "mixup": 0, "cutmix": 0, "random_erasing": 0}
-MASKS = {"val_path": f"scenes:100:{SIZE}", "img_size": 64}
+MASKS = {number: {"data_path": f"scenes:{number}:{SIZE}", "val_path": f"scenes:100:{SIZE}"} for number in (20, 100)}
 CLIPS = {"data_path": "{data}/clips", "img_size": 192}
 USES = (
+    Use(ENCODING, "few-labels", {**FEW_LABELS, "C": STRENGTH}, FEW_SCORES),
+    Use(ENCODING, "table-probe", {**TABLE, "C": STRENGTH, "resamples": 1}, TABLE_SCORES),
+    Use(ENCODING, "image-retrieval", SAME_CLASS, {"same class: mAP": ["mAP same class"]}),
+    Use(ENCODING, "copy-detection", {**COPIES, "parts": ["encoding"]}, {"encoding: mAP": ["mAP strong"]}),
     Use(
         ENCODING,
-        "few-labels",
-        {**FEW_LABELS, "C": STRENGTH},
-        {f"few-labels, {share} per class: top-1": [f"logistic, {share} % of labels"] for share in (2, 20)},
+        "copy-detection",
+        {**COPIES, "parts": ["encoding", "gem"]},
+        {"encoding and patches: mAP": ["mAP strong"]},
     ),
-    Use(
-        ENCODING,
-        "table-probe",
-        {**TABLE, "C": STRENGTH, "resamples": 1},
-        {f"table-probe, {tag}: mAP": [f"AP {name}" for name in names] for tag, names in TAGS.items()}
-        | {"table-probe, two objects: AP": ["AP two"], "table-probe, position: R²": ["R2 x", "R2 y"]},
-    ),
-    Use(ENCODING, "image-retrieval", SAME_CLASS, {"image-retrieval, same class: mAP": ["mAP same class"]}),
+    Use(ENCODING, "finetune", {**FINETUNE, **UNMIXED}, {"500 labels: top-1": ["fine-tuned top-1"]}),
     *(
-        Use(ENCODING, "copy-detection", {**COPIES, "parts": parts}, {f"copy-detection, {name}: mAP": ["mAP strong"]})
-        for name, parts in {"encoding": ["encoding"], "encoding and patches": ["encoding", "gem"]}.items()
-    ),
-    Use(ENCODING, "finetune", {**FINETUNE, **UNMIXED}, {"finetune, 500 labels: top-1": ["fine-tuned top-1"]}),
-    *(
-        Use(
-            TOKENS,
-            "segment",
-            {"data_path": f"scenes:{number}:{SIZE}", **MASKS, "steps": 200},
-            {f"segment, {number} masks: mIoU": ["mIoU"]},
-        )
-        for number in (20, 100)
+        Use(TOKENS, "segment", {**masks, "img_size": 64, "steps": 200}, {f"{number} masks: mIoU": ["mIoU"]})
+        for number, masks in MASKS.items()
     ),
     Use(
         MAPS,
         "segment",
-        {"data_path": f"scenes:100:{SIZE}", **MASKS, "steps": 1, "slot_masks": "true"},
-        {"segment, slots or heads as masks: mIoU": ["mIoU of slots"]},
+        {**MASKS[100], "img_size": 64, "steps": 1, "slot_masks": "true"},
+        {"slots or heads as masks: mIoU": ["mIoU of slots"]},
     ),
-    Use(TOKENS, "video-segmentation", CLIPS, {"video-segmentation, tokens: J&F": ["J&F-Mean"]}),
-    Use(
-        SLOTS,
-        "video-segmentation",
-        {**CLIPS, "slots": ALL_SLOTS},
-        {"video-segmentation, slots of patches: J&F": ["J&F-Mean"]},
-    ),
+    Use(TOKENS, "video-segmentation", CLIPS, {"tokens: J&F": ["J&F-Mean"]}),
+    Use(SLOTS, "video-segmentation", {**CLIPS, "slots": ALL_SLOTS}, {"slots of patches: J&F": ["J&F-Mean"]}),
 )
 
 
 def get_args_parser() -> Parser:
     """The options of the study."""
     options = {
-        "output_dir": Option(Path("output/studies"), "Folder of the studies' checkpoints.", Path),
-        "results": Option(RESULTS, "Folder of the result files of all studies.", Path),
+        **FOLDERS,
         "report": Option(False, "Measure nothing: the table of the results so far."),
     }
     return Parser({"study": options}, "studies uses", __doc__)
@@ -168,7 +157,7 @@ def measure_missing(args: argparse.Namespace, command: RunCommand) -> None:
         folder.mkdir(parents=True)
         weights, before = trained / "checkpoint.pth", time.process_time()
         if row == RANDOM:
-            weights = with_random_slots(Trained(folder, run.variant, seed, ""), weights=weights)
+            weights = with_random_slots(weights, folder, seed)
         scores = measure(weights, folder, draw_data(place / "data"), seed, read, command)
         seconds = round(time.process_time() - before)
         write_json({"encoder": row, "seed": seed, "scores": scores, "processor_s": seconds, "commit": git_hash()}, path)
@@ -183,17 +172,8 @@ def report(results: Path) -> str:
     lines = []
     for name in dict.fromkeys([*(row for use in USES for row in use.rows), SEARCH]):
         of = {row: {seed: scores[name] for seed, scores in found[row].items() if name in scores} for row in READ}
-        cells = [mean_and_deviation([*by_seed.values()]) if by_seed else "" for by_seed in of.values()]
-        gains = [[*differences(of[SPARO], of[other]).values()] for other in (EQUAL_RATE, RANDOM)]
-        if any(cells):
-            lines.append([name, *cells, *(t_interval(gain) if gain else "" for gain in gains)])
+        cells = [mean_and_deviation([*by_seed.values()]) for by_seed in of.values()]
+        gains = [t_interval([*differences(of[SPARO], of[other]).values()]) for other in (EQUAL_RATE, RANDOM)]
+        lines += [[name, *cells, *gains]] if any(cells) else []
     titles = ["%", *READ, f"{SPARO} - cls [95 % interval]", f"{SPARO} - random slots [95 % interval]"]
     return markdown(titles, lines) if lines else ""
-
-
-def run_uses(args: argparse.Namespace, command: RunCommand) -> str:
-    """Measure what is missing, print and return the table."""
-    if not args.report:
-        measure_missing(args, command)
-    say(table := report(args.results))
-    return table

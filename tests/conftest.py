@@ -32,6 +32,14 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, 
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _few_encodings_are_measured() -> Generator[None, None, None]:
+    """After every epoch the rank of 64 images' encodings is logged; they would cost as much as the steps of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dino_sparo.data.examples.NUM_MEASURED", 8)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _log_files_end_with_their_test() -> Generator[None, None, None]:
     """A folder of a test is removed when it passes; the next test must not write to a log there."""

@@ -15,7 +15,7 @@ from dino_sparo.__main__ import main
 from dino_sparo.data.scenes.images import Scenes
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md", "dense.md")
+RUN = ("README.md", "first_encoder.md", "embeddings.md", "evaluate.md")
 NEEDS = {
     "backbones.md": "released weights",
     "clip.md": "pairs of images and captions by the million; `make demo-clip` runs in make demo-short",
@@ -26,7 +26,6 @@ NEEDS = {
     "extending.md": "run by test_extending.py",
     "finetune.md": "minutes; run by tests/finetune",
     "configuration.md": "run by tests/runtime/test_cli.py",
-    "few_labels.md": "run by tests/evaluation/test_few_labels.py",
     "from_dino.md": "run by test_from_dino.py",
     "gpu.md": "a GPU",
     "large_models.md": "several nodes",
@@ -35,19 +34,16 @@ NEEDS = {
     "methods.md": "nothing is typed",
     "oc_clip.md": "COCO; `make demo-oc-clip` runs in make demo-short",
     "oc_clip_splits.md": "hours",
-    "probe.md": "released weights; run by tests/evaluation/test_attentive.py",
-    "result_files.md": "nothing is typed",
-    "report.md": "results of runs",
+    "probe.md": "released weights; run by test_attentive.py, test_few_labels.py and test_table_probe.py",
+    "result_files.md": "run by tests/evaluation/test_report.py",
     "results.md": "hours",
     "scene_graphs.md": "COCO; a server with a language model",
     "shards.md": "shards of Conceptual Captions",
     "segment.md": "masks; run by tests/evaluation/test_segment.py",
     "slot_score.md": "VOC and COCO",
-    "slot_study.md": "a trained run",
     "slots.md": "nothing is typed",
     "slurm.md": "a cluster; run by the tests with the marker slurm",
     "small_photographs.md": "CIFAR-10",
-    "table_probe.md": "run by tests/evaluation/test_table_probe.py",
     "train_sizes.md": "a GPU for hours",
     "troubleshooting.md": "nothing is typed",
     "video.md": "a video; run by tests/evaluation/test_video.py",

@@ -3,7 +3,11 @@
 import importlib
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import train_step
+from benchmarks import timing, train_step
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import objectives, page, runs, steps
 from benchmarks.gpu.profile import kind_of
@@ -95,7 +99,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(gpu.os, "killpg", lambda group, number: killed.append(group))
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
 
     def wait(self: FakeProcess, limit: float | None = None) -> int:
         if limit is not None:
@@ -331,3 +335,33 @@ def test_a_part_runs_on_a_cpu_at_tiny_sizes(words: list[str], tmp_path: Path) ->
     assert claimed <= {check.claim for check in section.checks} | {bar.claim for bar in section.bars}
     assert {bar.verdict for bar in section.bars} <= {"not measured"}
     json.loads((tmp_path / "part.json").read_text())
+
+
+def test_whoever_is_timed_stops_the_other_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    counter = (
+        "import pathlib, sys, time\n"
+        "while True: pathlib.Path(sys.argv[1]).write_text(str(time.time())); time.sleep(0.01)"
+    )
+    ticks = tmp_path / "ticks.txt"
+    other = subprocess.Popen([sys.executable, "-c", counter, str(ticks)], start_new_session=True)
+    (tmp_path / str(other.pid)).touch()
+    (tmp_path / str(2**22 + 1)).touch()  # a part that has just ended
+    monkeypatch.setenv(timing.TURNS, str(tmp_path))
+
+    def moves() -> bool:
+        before = ticks.read_text() if ticks.is_file() else ""
+        time.sleep(0.3)
+        return bool(ticks.is_file() and ticks.read_text() != before)
+
+    try:
+        while not moves():
+            assert other.poll() is None
+        with timing.alone():
+            assert not moves()
+            with timing.alone():  # does not wait for itself
+                pass
+            assert not moves()
+        assert moves()
+    finally:
+        other.kill()
+        other.wait()

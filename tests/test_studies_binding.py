@@ -171,7 +171,7 @@ def test_entity_slots_are_those_of_each_shape_alone():
 def test_all_models_get_the_same_share_of_their_recipe(tmp_path, monkeypatch):
     commands = {}
     monkeypatch.setattr(
-        "studies.binding.models.write_training_pairs", lambda folder, number: commands.setdefault("pairs", number)
+        "dino_sparo.demo.run.write_training_pairs", lambda folder, number: commands.setdefault("pairs", number)
     )
     for name in MODELS:
         train_model(name, 3, 0.1, tmp_path / name, lambda _, words, name=name: commands.update({name: words}))

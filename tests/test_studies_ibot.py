@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_sparo.__main__ import run
+from studies import __main__ as studies
 from studies import ibot
 from studies.runs import RESULTS
 
@@ -39,16 +39,16 @@ def test_every_kind_of_run_gives_a_row(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(ibot.patch_miou, "__defaults__", ((30, 10), 64))
     words = ["--seconds", "0.01", "--seeds", "0", "--output_dir", str(tmp_path / "out")]
     words += ["--results", str(tmp_path), "--data_path", str(photographs(tmp_path / "cifar"))]
-    tables = ibot.run_ibot(ibot.get_args_parser().parse_args(words), run)
+    tables = studies.main(["ibot", *words])
     for name in NAMES:
         assert name in tables
         found = json.loads((tmp_path / "ibot" / f"{name}_seed0.json").read_text())
         assert len(found["epochs"]) == 5 if name.startswith("continued") else found["scores"]
     scores = json.loads((tmp_path / "ibot" / "scenes_dino_sparo_seed0.json").read_text())["scores"]
     assert set(scores) == {"20-NN", "linear", "slot score", "mIoU of patches"}
-    assert tables == ibot.run_ibot(ibot.get_args_parser().parse_args([*words, "--report", "true"]), run)
+    assert tables == studies.main(["ibot", *words, "--report", "true"])
 
 
 def test_the_page_shows_the_tables_of_the_result_files() -> None:
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert all(table in page for table in ibot.report(RESULTS / "ibot").split("\n\n"))
+    page = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/results.md", "studies/README.md"))
+    assert all(table in page for table in ibot.report(RESULTS).split("\n\n"))

@@ -28,14 +28,15 @@ def test_the_demo_encoder_is_probed_and_read_by_random_slots(tmp_path: Path) -> 
 
     words = ["--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     args = probes.get_args_parser().parse_args(words)
-    table = probes.run_probes(args, command)
+    probes.measure_missing(args, command)
+    table = probes.report(args.results)
     random = tmp_path / "runs" / "demo" / "random_slots" / "checkpoint.pth"
     assert asked == [("demo", ["linear", "sparo", "ep", "attention"]), (str(random), ["linear"])]
     assert random.is_file()
     found = json.loads((tmp_path / "results" / "probes" / "demo.json").read_text())["probes"]
     assert found["random slots"] == {"lr": 3.0, "top1": 60.0, "parameters": 7, "readout_parameters": 3}
     assert table.splitlines()[2].startswith("| demo | 1 | 60.0")
-    probes.run_probes(args, command)  # the result is there: nothing is asked again
+    probes.measure_missing(args, command)  # the result is there: nothing is asked again
     assert len(asked) == 2
 
 

@@ -62,11 +62,12 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(uses, "draw_data", lambda folder: folder)
     monkeypatch.setattr(uses, "load_embeddings", lambda folder: store)
     monkeypatch.setattr(uses, "is_finished", lambda folder, run: run.seed == 1)
-    monkeypatch.setattr(uses, "with_random_slots", lambda trained, weights: trained.folder / "random.pth")
+    monkeypatch.setattr(uses, "with_random_slots", lambda weights, folder, seed: folder / "random.pth")
     monkeypatch.setattr(uses, "reported_rows", lambda *_: {row: (row[:3], 0.008) for row in uses.READ})
     words = ["--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
     args = uses.get_args_parser().parse_args(words)
-    table = uses.run_uses(args, command)
+    uses.measure_missing(args, command)
+    table = uses.report(args.results)
     assert len(list((tmp_path / "results" / "uses").iterdir())) == 3
     by_weights = {weights: [name for name, other in asked if other == weights] for _, weights in asked}
     cls, sparo, random = by_weights.values()
@@ -78,7 +79,7 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
     assert cells["table-probe, position: R²"] == ["50.0", "50.0", "50.0", "+0.0 (one seed)", "+0.0 (one seed) |"]
     assert cells[uses.SEARCH][0] == "75.0"
     assert cells["segment, 20 masks: mIoU"][2] == ""
-    uses.run_uses(args, command)  # the results are there: nothing is asked again
+    uses.measure_missing(args, command)  # the results are there: nothing is asked again
     assert len(asked) == len(cls) + len(sparo) + len(random)
 
 

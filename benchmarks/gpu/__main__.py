@@ -1,6 +1,7 @@
 """Run all parts, one after the other, each in a separate process: `python -m benchmarks.gpu --help`."""
 
 import argparse
+import fcntl
 import json
 import logging
 import math
@@ -9,15 +10,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu.page import claims, not_shown, page, put_between_marks, read_reports, status
-from dino_sparo.runtime.cli import Parser, positive_number
+from benchmarks.timing import TURNS, signal_groups
+from dino_sparo.runtime.cli import Parser, positive_int, positive_number
 from dino_sparo.runtime.files import git_hash
 
 logger = logging.getLogger(__name__)
@@ -43,20 +47,21 @@ class Part(NamedTuple):
 
 # In the order of their value: the recorded step, what never ran, what ran before.
 PARTS = {
-    "recorded": Part("benchmarks.gpu.recorded", 3),
-    "train_step": Part("benchmarks.train_step --rounds 15", 7, takes_reference=True),
+    "recorded": Part("benchmarks.gpu.recorded", 2),
+    "train_step": Part("benchmarks.train_step --rounds 15", 5, takes_reference=True),
     "recipe_recorded": Part("benchmarks.gpu.runs recipe_recorded", 3),
     "recipe": Part("benchmarks.gpu.runs recipe", 3),
-    "resume": Part("benchmarks.gpu.runs resume", 3),
+    "resume": Part("benchmarks.gpu.runs resume", 5),
+    "start": Part("benchmarks.gpu.runs start", 4),
     "profile": Part("benchmarks.gpu.profile", 4),
     "clip": Part("benchmarks --only clip_step", 4),
-    "evaluation": Part("benchmarks --only knn linear", 2, takes_reference=True),
+    "evaluation": Part("benchmarks --only knn linear", 1, takes_reference=True),
     "encoder": Part("benchmarks --only readout backbone", 2, takes_reference=True),
     "batches": Part("benchmarks.gpu.batches", 8),
     "binding_bf16": Part("benchmarks.binding --precision bf16", 2),
     "tests": Part("benchmarks.gpu.runs tests", 2),
-    "losses": Part("benchmarks.gpu.steps losses", 3),
-    "waiting": Part("benchmarks.gpu.steps waiting", 5),
+    "losses": Part("benchmarks.gpu.steps losses", 2),
+    "waiting": Part("benchmarks.gpu.steps waiting", 4),
     "one_process": Part("benchmarks.gpu.one_process", 4),
     "binding": Part("benchmarks.binding", 2),
     "search": Part("benchmarks.gpu.search", 1),
@@ -75,6 +80,13 @@ def get_args_parser() -> Parser:
         help="Start no part that is estimated to take longer than what is left of this time, and end what runs when "
         "the time is up. The next start continues with the parts that are not done. By default there is no limit.",
     )
+    parser.add_argument(
+        "--jobs",
+        type=positive_int,
+        default=1,
+        help="Parts that run side by side, because compiling takes most of their time. While a part is timed, the "
+        "others are stopped; they keep their memory on the GPU, up to 60 GiB for batches and 45 for train_step.",
+    )
     parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
     parser.add_argument(
         "--reference",
@@ -87,9 +99,16 @@ def get_args_parser() -> Parser:
     return parser
 
 
-def run_part(name: str, args: argparse.Namespace, seconds_left: float = math.inf) -> dict[str, Any]:
-    """Run a part, unless it is done or there is no time for it; its report with its result and the seconds it took."""
-    part, path = PARTS[name], args.output_dir / f"{name}.json"
+def run_part(name: str, args: argparse.Namespace, turns: Path, end: float = math.inf) -> dict[str, Any]:
+    """Run a part, unless it is done or there is no time for it; its report with its result and the seconds it took.
+
+    Args:
+        name: of the part.
+        args: the options.
+        turns: folder of `benchmarks.timing.alone`.
+        end: when the time is up, on the monotonic clock.
+    """
+    part, path, seconds_left = PARTS[name], args.output_dir / f"{name}.json", end - time.monotonic()
     before = read_reports(args.output_dir, [name]).get(name, {})
     form = args.device + " short" * args.short
     if (before.get("result"), before.get("form")) == ("done", form) and not args.again:
@@ -106,18 +125,22 @@ def run_part(name: str, args: argparse.Namespace, seconds_left: float = math.inf
     log = path.with_suffix(".log")
     logger.info("%s: %s (about %g minutes on an H100; log %s)", name, " ".join(command[1:]), part.minutes, log)
     begin = time.monotonic()
+    environment = {**os.environ, TURNS: str(turns)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        with (turns / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # no part starts while another is timed
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            (turns / str(process.pid)).touch()
         try:
             exit_status = process.wait(max(limit, 1))
         except subprocess.TimeoutExpired:
             exit_status = None
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if exit_status is None:
-        os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
-        process.wait()
+            signal_groups([process.pid], signal.SIGKILL)  # its own processes, too
+            process.wait()
+        finally:
+            (turns / str(process.pid)).unlink(missing_ok=True)
     shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # of a part that was ended
     report = json.loads(path.read_text()) if path.is_file() else {"sections": []}
     checks = [check for section in report["sections"] for check in section["checks"]]
@@ -152,15 +175,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.output_dir = args.output_dir.resolve()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + (60 * args.minutes if args.minutes else math.inf)
-    results = {name: run_part(name, args, end - time.monotonic())["result"] for name in args.part}
-    reports = read_reports(args.output_dir, list(PARTS))
-    text = page(reports, list(PARTS))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        turns = Path(folder)
+        try:
+            reports = pool.map(lambda name: run_part(name, args, turns, end), args.part)
+            results = {name: report["result"] for name, report in zip(args.part, reports, strict=True)}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            signal_groups([int(path.name) for path in turns.glob("[0-9]*")], signal.SIGKILL)
+            raise
+    all_reports = read_reports(args.output_dir, list(PARTS))
+    text = page(all_reports, list(PARTS))
     (args.output_dir / "gpu.md").write_text(text + "\n", encoding="utf-8")
     if args.device == "cuda" and not args.short:
         texts = {
-            "status": status(reports),
-            "claims": claims(reports),
-            "not shown": not_shown(reports, list(PARTS)),
+            "status": status(all_reports),
+            "claims": claims(all_reports),
+            "not shown": not_shown(all_reports, list(PARTS)),
             "measured": text,
         }
         put_between_marks(texts, ROOT / "docs" / "gpu.md")

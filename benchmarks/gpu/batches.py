@@ -18,7 +18,7 @@ from benchmarks.gpu.objectives import FULL, SMALL, build
 from benchmarks.gpu.runs import write_list
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run, save
-from benchmarks.timing import interleave
+from benchmarks.timing import alone, interleave
 from dino_sparo.data.loader import to_device
 from dino_sparo.runtime.logs import EpochClock, peak_memory
 from dino_sparo.training.recording import WARM_UP_CALLS
@@ -41,15 +41,16 @@ def row_of(batch: int, images: Path, args: argparse.Namespace) -> dict[str, obje
     step_time = interleave({"step": built.step}, 1 if args.quick else ROUNDS, 0.0, args.device).time("step")
     objective: Any = built.objective
     steps = len(objective.loader)
-    batches = to_device(objective.loader, objective.updater.device)
-    first = next(batches)  # the workers have started
-    clock = EpochClock(steps, steps, objective.updater.device)
-    for step in range(1, steps):
-        (loaded,) = clock.fetch(batches, 1) if step > 1 else [first]
-        clock.tick(step, 0, batch, objective.step([loaded], epoch=1, is_last=step == steps - 1).loss)
-    if is_on_gpu:
-        torch.cuda.synchronize()
-    speed = clock.speed()
+    with alone():
+        batches = to_device(objective.loader, objective.updater.device)
+        first = next(batches)  # the workers have started
+        clock = EpochClock(steps, steps, objective.updater.device)
+        for step in range(1, steps):
+            (loaded,) = clock.fetch(batches, 1) if step > 1 else [first]
+            clock.tick(step, 0, batch, objective.step([loaded], epoch=1, is_last=step == steps - 1).loss)
+        if is_on_gpu:
+            torch.cuda.synchronize()
+        speed = clock.speed()
     objective.recorder.drop()
     return {
         "batch": batch,

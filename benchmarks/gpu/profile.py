@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run, save
-from benchmarks.timing import on_host, synchronize
+from benchmarks.timing import alone, on_host, synchronize
 from benchmarks.train_step import (
     FLOOR_BATCH,
     FLOOR_MS,
@@ -56,19 +56,20 @@ def profile_step(
     """Rows by kind and by kernel, of one step."""
     for _ in range(WARM_UP_CALLS + 2):  # the last but one records
         stepper.step()
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        stepper.step()
-    launched = time.perf_counter() - begin
-    synchronize(device)
-    total = 1e3 * (time.perf_counter() - begin) / STEPS
     on_device = device != "cpu"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
-    with profile(activities=activities) as profiled:
+    with alone():
+        synchronize(device)
+        begin = time.perf_counter()
         for _ in range(STEPS):
             stepper.step()
+        launched = time.perf_counter() - begin
         synchronize(device)
+        total = 1e3 * (time.perf_counter() - begin) / STEPS
+        with profile(activities=activities) as profiled:
+            for _ in range(STEPS):
+                stepper.step()
+            synchronize(device)
     averages: Any = profiled.key_averages()
     kernels = [
         event

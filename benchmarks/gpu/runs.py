@@ -1,7 +1,8 @@
-"""Whole runs of `main_dino.py`: the gpu tests, kill and resume, and two epochs of 300 steps of the recipe for ImageNet.
+"""Whole runs of `main_dino.py`: the gpu tests, kill and resume, start, and two epochs of the recipe for ImageNet.
 
     python -m benchmarks.gpu.runs tests
     python -m benchmarks.gpu.runs resume
+    python -m benchmarks.gpu.runs start
     python -m benchmarks.gpu.runs recipe
     python -m benchmarks.gpu.runs recipe_recorded
 
@@ -31,6 +32,7 @@ from benchmarks.gpu.objectives import SMALL
 from benchmarks.input_pipeline import write_images
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Check, Section, options, run, save
+from benchmarks.timing import alone
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPPED = 128 + signal.SIGTERM
@@ -39,14 +41,15 @@ LOSS_APART = 0.1
 # Share of the time in which a step waits for the loader, whose start is a large part of so short an epoch.
 DATA_WAIT = 0.05
 RECIPE_STEPS, RECIPE_BATCH, RECIPE_FILES = 300, 64, 1024
+START_S = {"empty": 60, "full": 20}  # wanted, by the compiler's cache, with 16 cores
 
 
-def train(words: dict[str, object], log: Path) -> subprocess.Popen:
+def train(words: dict[str, object], log: Path, **environment: str) -> subprocess.Popen:
     """Start `main_dino.py`; its output goes to a file."""
     command = [sys.executable, str(ROOT / "main_dino.py")]
     command += [word for name, value in words.items() for word in (f"--{name}", str(value))]
     with log.open("ab") as output:
-        environment = {**os.environ, "TORCH_LOGS": "recompiles"}
+        environment = {**os.environ, "TORCH_LOGS": "recompiles", **environment}
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -123,6 +126,30 @@ def write_list(folder: Path, number: int, files: int | None = None) -> Path:
     return folder / "images.txt"
 
 
+def measure_start(section: Section, args: argparse.Namespace, folder: Path) -> None:
+    """Seconds from the command to the fifth step, with an empty and with a full cache of the compiler."""
+    batch = 4 if args.quick else RECIPE_BATCH
+    words: dict[str, object] = dict(SMALL["DINO"]) if args.quick else {}
+    words |= {"data_path": write_list(folder, 5 * batch, 8 if args.quick else None), "batch_size_per_gpu": batch}
+    words |= {"device": args.device, "precision": "bf16", "epochs": 1, "warmup_epochs": 0}
+    rows = section.tables["Start"] = []
+    for cache, wanted in START_S.items():
+        log = folder / f"{cache}.log"
+        with alone():
+            begin, seconds = time.monotonic(), None
+            output = {"output_dir": folder / cache}
+            process = train({**words, **output}, log, TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
+            while process.poll() is None:
+                if seconds is None and "recorded as one CUDA graph" in log.read_text():
+                    seconds = time.monotonic() - begin
+                time.sleep(0.05)
+        print(log.read_text())
+        section.checks.append(Check(f"{cache} cache: status", process.returncode, 0))
+        rows.append({"cache": cache, "s to the recording, after three steps": seconds})
+        section.bars.append(Bar(f"s to the recording, {cache} cache", wanted, seconds, at_most=True))
+        save([section], None, args)
+
+
 def measure_recipe(section: Section, args: argparse.Namespace, folder: Path, cuda_graph: str = "off") -> None:
     """The defaults of `main_dino.py` in bf16: an epoch in which workers start and networks warm up, one that counts."""
     steps, batch = (6, 4) if args.quick else (RECIPE_STEPS, RECIPE_BATCH)
@@ -136,7 +163,11 @@ def measure_recipe(section: Section, args: argparse.Namespace, folder: Path, cud
         "epochs": 100,
     }
     words |= {"device": args.device, "precision": "bf16", "output_dir": folder / "recipe", "warmup_epochs": 10}
-    status = train(words, folder / "recipe.log").wait()
+    process = train(words, folder / "recipe.log")
+    while process.poll() is None and not epochs_of(folder / "recipe"):
+        time.sleep(0.2)
+    with alone():
+        status = process.wait()
     text = (folder / "recipe.log").read_text()
     print(text)
     section.checks.append(Check("status", status, 0))
@@ -170,12 +201,14 @@ def late_recompilations(log: str) -> float:
 MEASURES: dict[str, Callable[[Section, argparse.Namespace, Path], None]] = {
     "tests": measure_tests,
     "resume": measure_resume,
+    "start": measure_start,
     "recipe": measure_recipe,
     "recipe_recorded": partial(measure_recipe, cuda_graph="on"),
 }
 TITLES = {
     "tests": "Tests that need a GPU",
     "resume": "Kill and resume",
+    "start": "Start of a recorded run",
     "recipe": "The recipe for ImageNet, twice 300 steps",
     "recipe_recorded": "The recipe for ImageNet with --cuda_graph on, twice 300 steps",
 }
@@ -197,7 +230,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
 
 def main(argv: list[str] | None = None) -> Section:
     """Parse the options, measure, print."""
-    return run(measure, options("Whole runs: gpu tests, kill and resume, 300 steps of the recipe.", MEASURES), argv)
+    return run(measure, options("Whole runs: gpu tests, kill and resume, start, the recipe.", MEASURES), argv)
 
 
 if __name__ == "__main__":

@@ -28,18 +28,16 @@ from torch import Tensor
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.concepts import Word, caption_words, see, word_shares
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
-from dino_sparo.data.sources.decode import to_image
 from dino_sparo.data.views import ClipView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
+from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Band, Tile, map_painter
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.scorer import CaptionMaps, DotProductScorer, Explanation
+from dino_sparo.image_text.scorer import DotProductScorer, Explanation, computation_of
 from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class SlotScorer(DotProductScorer):
             for slot in leading_slots(lead):
                 notes = (f"{lead[slot]:+.3f}", _top_word(words, shares[slot]))
                 tiles.append(Tile(picture, caption, map_painter(heat(maps[slot])), f"slot {slot}", notes=notes))
-            explained.append(CaptionMaps([lead_in_words(lead)], tiles))
+            explained.append(Band(lines=[lead_in_words(lead)], tiles=tiles))
         return Explanation(picture, explained, EXPLANATION, RAMP_ENDS)
 
 
@@ -142,16 +140,8 @@ def clip_scorer(
     }
     is_per_slot = isinstance(model, CLIP) and config.image.kind.normalized_per_slot
     kind: type[DotProductScorer] = SlotScorer if is_per_slot else DotProductScorer
-    return kind(
-        model.to(device),
-        transform,
-        device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
-        tokenize=partial(tokenize, context_length=config.text.context_length),
-        record=record,
-    )
+    settings = computation_of(args)
+    return kind(model.to(device), transform, device, tokenize=loaded.model.text.tokenize, record=record, **settings)
 
 
 # LAION's CLIP benchmark.
@@ -159,7 +149,7 @@ def clip_scorer(
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
     """The view of an image of any kind, as in our evaluations."""
-    return view(to_image(image, 3))[0]
+    return view.batch(image)[0]
 
 
 def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:

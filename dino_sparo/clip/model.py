@@ -5,7 +5,6 @@ Training compares its slots, evaluation measures them.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.options import FOREIGN_OPTION
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tokenize, tower_configs, without_padding
+from dino_sparo.image_text.towers import LoadedModel, TextEncoder, tower_configs, without_padding
 from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
@@ -236,14 +235,11 @@ class LoadedClip(LoadedModel):
         Returns:
             (images, captions), fp32, in [-1, 1], where the model is.
         """
-        config = self.model.config
-        tokenize_captions = partial(tokenize, context_length=config.text.context_length)
-        view = ClipView(config.image.img_size, self.mean, self.std)
+        model, tokenize = self.model, self.model.text.tokenize
+        view = ClipView(model.config.image.img_size, self.mean, self.std)
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)
-        scorer = DotProductScorer(
-            self.model, view, self.model.logit_scale.device, batch_size, tokenize=tokenize_captions
-        )
-        texts = scorer.encode_text(without_padding(tokenize_captions(list(captions)).ids))
+        scorer = DotProductScorer(model, view, model.logit_scale.device, batch_size, tokenize=tokenize)
+        texts = scorer.encode_text(without_padding(tokenize(list(captions)).ids))
         return scorer.score_block(scorer.rows_of(images), texts)
 
 

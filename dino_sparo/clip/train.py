@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.clip import options
@@ -24,7 +23,6 @@ from dino_sparo.image_text.objective import PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.image_text.step import batch_accuracy
-from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import Distributed
 
@@ -63,11 +61,9 @@ class CLIPObjective(PairObjective[PairBatch]):
         """Start the image encoder, or both towers, from other weights; ValueError if frozen weights would be random."""
         require_trained(self.args.freeze or (), self.initialize_encoders(), self.network.state_dict())
 
-    def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Float[Tensor, "B M"], Float[Tensor, "captions M"]]:
-        """Normalised features of images and captions."""
-        with self.updater.autocast():
-            output = model(self.normalized(batch.images), batch.token_ids)
-        return output.image_features, output.text_features
+    def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Tensor, ...]:
+        """Normalised features of images (B, M) and captions (captions, M), without the temperature of `ClipOutput`."""
+        return super().encode(model, batch)[:2]
 
     def loss(self, features: Sequence[Tensor], batches: Sequence[PairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
         """The contrastive loss.
@@ -89,8 +85,7 @@ class CLIPObjective(PairObjective[PairBatch]):
     @property
     def scorer(self) -> DotProductScorer:
         """The model as evaluations use it."""
-        tokenizer = partial(tokenize, context_length=self.args.context_length)
-        return DotProductScorer(self.network, *self.scorer_settings, tokenize=tokenizer)
+        return DotProductScorer(self.network, *self.scorer_settings, tokenize=self.network.text.tokenize)
 
 
 def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:

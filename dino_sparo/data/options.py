@@ -1,14 +1,6 @@
 """The options of images and their files; no torch here, so that `--help` is fast."""
 
-from dino_sparo.data.defaults import (
-    EXIF,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    MAX_IMAGE_MB,
-    MAX_IMAGE_MPIX,
-    MAX_VALUE,
-    MIN_CORRUPT,
-)
+from dino_sparo.data import defaults
 from dino_sparo.runtime.cli import Group, Option, Parser, any_number, positive_int, positive_number, share
 from dino_sparo.runtime.options import DEVICE
 
@@ -24,7 +16,7 @@ TRAINING_DATA: Group = {
     "max_corrupt": Option(
         0.01,
         "Largest share of unreadable images, or of pairs without image or caption; above it the run ends. "
-        f"{MIN_CORRUPT} of them are always allowed, except with 0.",
+        f"{defaults.MIN_CORRUPT} of them are always allowed, except with 0.",
         share,
     ),
 }
@@ -38,22 +30,22 @@ COLUMNS: Group = {
 }
 IMAGE_LIMITS: Group = {
     "max_image_mb": Option(
-        MAX_IMAGE_MB, "Largest image file, in 10^6 bytes; larger files count as unreadable.", positive_number
+        defaults.MAX_IMAGE_MB, "Largest image file, in 10^6 bytes; larger files count as unreadable.", positive_number
     ),
     "max_image_mpix": Option(
-        MAX_IMAGE_MPIX,
+        defaults.MAX_IMAGE_MPIX,
         "Largest image, in 10^6 pixels; larger images count as unreadable. Decoding takes up to 8 bytes per "
         "pixel in each process that loads images.",
         positive_number,
     ),
     "max_value": Option(
-        MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for 12-bit images.", positive_int
+        defaults.MAX_VALUE, "Value of 16-bit grey images that becomes white; 4095 for 12-bit images.", positive_int
     ),
     "exif": Option(
-        EXIF[0],
+        defaults.EXIF[0],
         "apply: turn an image upright by its EXIF orientation, as viewers do. ignore: take the pixels as they are "
         "stored, as DINO's reference code does.",
-        choices=EXIF,
+        choices=defaults.EXIF,
     ),
 }
 CHANNELS: Group = {
@@ -65,8 +57,8 @@ CHANNELS: Group = {
     )
 }
 NORMALIZATION: Group = {
-    "norm_mean": Option(IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),
-    "norm_std": Option(IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", positive_number),
+    "norm_mean": Option(defaults.IMAGENET_MEAN, "Mean per channel, of pixels in [0, 1].", any_number),
+    "norm_std": Option(defaults.IMAGENET_STD, "Standard deviation per channel, of pixels in [0, 1].", positive_number),
 }
 
 

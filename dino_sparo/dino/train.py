@@ -12,13 +12,8 @@ from dino_sparo.dino import options
 from dino_sparo.dino.step import train_step
 from dino_sparo.distillation.head import DINOHead
 from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
-from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead
-from dino_sparo.distillation.objective import (
-    DistillationObjective,
-    encoder_config,
-    may_warn_of_collapse,
-    require_neighbours,
-)
+from dino_sparo.distillation.network import EncoderWithHead
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config, loss_of_crops, may_warn_of_collapse
 from dino_sparo.models.encoder import encoder_from_config
 
 
@@ -67,17 +62,8 @@ class DINOObjective(DistillationObjective):
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> DINOLoss:
-        """The loss from the options, with a center of zeros; UserError if KoLeo is on and images have no neighbours."""
-        require_neighbours(args)
-        return DINOLoss(
-            args.out_dim,
-            args.local_crops_number + NUM_TEACHER_CROPS,
-            args.warmup_teacher_temp,
-            args.teacher_temp,
-            args.warmup_teacher_temp_epochs,
-            args.epochs,
-            chunk_size=args.loss_chunk,
-        )
+        """The loss from the options."""
+        return loss_of_crops(args, args.loss_chunk)
 
     def diagnose(
         self, epoch: int, means: Mapping[str, float], feature_rank: float

@@ -224,7 +224,7 @@ def diagnose_collapse(
     log_k = math.log(out_dim)
     information = marginal_entropy - teacher_entropy
     reachable = min(log_k, math.log(batch_size))
-    # The two crops of a single image should agree, so one image alone cannot tell.
+    # The two crops of one image should agree, so a batch of one image cannot show a collapse.
     if batch_size > 1 and information < COLLAPSE_SHARE * reachable:
         signs = f"loss {loss:.4f}, ln {out_dim} = {log_k:.4f}, information {information:.4f} nats"
         if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:

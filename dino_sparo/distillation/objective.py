@@ -27,7 +27,8 @@ from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.distillation import options
 from dino_sparo.distillation.initialize import initialize_networks
-from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
+from dino_sparo.distillation.loss import DINOLoss
+from dino_sparo.distillation.network import NUM_TEACHER_CROPS, EncoderWithHead, has_batch_norm, synchronize_batch_norm
 from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
@@ -296,6 +297,32 @@ class DistillationObjective(Objective[Batch]):
 # What the options say.
 
 
+def open_images_of(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
+    """The images of a split on all ranks, as the options of a training say."""
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
+    options = {"max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
+    return open_images(args.data_path, split, args.download, **options)
+
+
+def open_loader(
+    source: ImageSource, transform: Callable, args: argparse.Namespace, process: Distributed
+) -> tuple[EpochSampler, DataLoader]:
+    """The order of a training's images, and its batches.
+
+    Args:
+        source: the images.
+        transform: (image, rng) -> views.
+        args: options of the training: batch, accumulated steps, seed, workers and their time limit.
+        process: this process among its peers.
+    """
+    sizes = args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps
+    sampler = EpochSampler(len(source), *sizes, args.seed)
+    settings = {"num_workers": args.num_workers, "timeout_min": args.dist_timeout_min}
+    dataset, is_cuda = ImageDataset(source, transform, args.seed), process.device.type == "cuda"
+    return sampler, create_loader(dataset, sampler, pin_memory=is_cuda, **settings)
+
+
 def open_crops(
     args: argparse.Namespace, process: Distributed, crop_scale: int = 1
 ) -> tuple[ImageSource, EpochSampler, DataLoader, Distortions | None, Examples | None]:
@@ -310,17 +337,7 @@ def open_crops(
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
         distorts), and examples (None except on rank 0).
     """
-    source = open_images(
-        args.data_path,
-        args.split,
-        args.download,
-        max_corrupt=args.max_corrupt,
-        columns=TableColumns(args.path_column, args.label_column, args.split_column),
-        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, args.in_chans, args.exif),
-    )
-    sampler = EpochSampler(
-        len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
-    )
+    source = open_images_of(args, args.split, args.in_chans)
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,
@@ -332,13 +349,7 @@ def open_crops(
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    loader = create_loader(
-        ImageDataset(source, augmentation(defer), args.seed),
-        sampler,
-        num_workers=args.num_workers,
-        pin_memory=process.device.type == "cuda",
-        timeout_min=args.dist_timeout_min,
-    )
+    sampler, loader = open_loader(source, augmentation(defer), args, process)
     distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     examples = draw_examples(source, augmentation(False), square, args.seed) if is_main() else None
@@ -372,10 +383,19 @@ def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
     return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)
 
 
-def require_neighbours(args: argparse.Namespace) -> None:
-    """Refuse KoLeo on batches of one image."""
+def loss_of_crops(args: argparse.Namespace, chunk_size: int = 0) -> DINOLoss:
+    """DINO's loss from the options, with a center of zeros; UserError for KoLeo on batches of one image."""
     if args.koleo_weight and args.batch_size_per_gpu * world_size() == 1:
         raise UserError(
             f"--koleo_weight {args.koleo_weight} with one image per batch, which has no neighbour; "
             "give --batch_size_per_gpu 2 or more, which --grad_accum_steps does not replace, or leave it out"
         )
+    return DINOLoss(
+        args.out_dim,
+        args.local_crops_number + NUM_TEACHER_CROPS,
+        args.warmup_teacher_temp,
+        args.teacher_temp,
+        args.warmup_teacher_temp_epochs or 0,  # iBOT's is None until `fill_in_defaults`
+        args.epochs,
+        chunk_size=chunk_size,
+    )

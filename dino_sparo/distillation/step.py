@@ -108,9 +108,10 @@ def clip_student(
         loss: of the step, detached; one that is not finite stops the optimizer.
         frozen: parts of the student that this step does not train, beside the backbone of the first epochs.
     """
-    norms = objective.updater.finish_gradients(loss)
+    updater = objective.updater
+    norms = updater.finish_gradients(loss)
     if objective.clip_grad:
-        clip_gradients_(objective.updater.parameters, objective.clip_grad, norms)
+        clip_gradients_(updater.parameters, objective.clip_grad, norms, updater.scale_gradients)
     for module in (*frozen, *([objective.network.backbone] if objective.is_backbone_frozen else [])):
         module.zero_grad()  # without gradients the optimizer does not change the parameters, not even by decay
     return norms.norm()

@@ -1,10 +1,12 @@
 """Figure -> a page in one file, with its pictures inside.
 
-Without JavaScript, a page shows all maps. With JavaScript, a click switches an image's map on and off.
+Without JavaScript, a page shows all maps. With JavaScript, a click switches an image's map on and off. `page.html` is
+the template; its parts between comments such as <!-- maps --> stand only on pages that have maps.
 """
 
 import base64
 import io
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -20,49 +22,31 @@ JPEG_QUALITY = 84
 # At this strength of a word's colour or more, dark letters are more legible than light ones, also on dark paper.
 STRONG = 0.55
 
-PAGE = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 RAMP = ", ".join(
     f"rgb({red} {green} {blue}) {max(4, 100 * position):.0f}%"
     for position, (red, green, blue) in zip(RAMP_POSITIONS, RAMP_COLOURS, strict=True)
 )
-LEGEND = Template(
-    f'<p class="ramp">$low<i style="background: linear-gradient(90deg, rgb(128 128 128), {RAMP})"></i>$high $words</p>'
-)
-
-NAV = Template("""<nav aria-label="What is shown"><div>
-$sorting
-<label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
-<output></output>
-</div></nav>""")
-# Where sections have keys.
-SORTING = """<fieldset><legend>Sort by</legend><span class="segments">
-<label><input type="radio" name="sort" value="peakedness" checked>Peakedness</label>
-<label><input type="radio" name="sort" value="group">Group</label>
-<label><input type="radio" name="sort" value="number">Number</label>
-</span></fieldset>
-<label class="check"><input type="checkbox" id="distinct">One of each group</label>"""
 
 
 def save_page(figure: Figure, path: Path) -> None:
     """Write a figure as a page; an older page stays until the new one is complete."""
-    legend, nav, hint = "", "", ""
-    if figure.ends is not None:
-        low, high = map(escape, figure.ends)
-        legend = LEGEND.substitute(low=low, high=high, words=_marked(figure.legend))
-        nav = NAV.substitute(sorting=SORTING if figure.sections[0].keys else "")
-        hint = "Click an image to switch its map on and off."
-        hint += " Rest on a word to see its share." if figure.legend else ""
+    template, (low, high) = PAGE, figure.ends or ("", "")
+    parts = {"maps": figure.ends, "keys": any(section.keys for section in figure.sections), "legend": figure.legend}
+    for part, is_shown in parts.items():
+        template = re.sub(f"<!-- {part} -->(.*?)<!-- /{part} -->", r"\1" if is_shown else "", template, flags=re.DOTALL)
     bands = [band for section in figure.sections for band in section.bands]
-    page = PAGE.substitute(
+    page = Template(template).substitute(
         title=escape(figure.title),
         about=escape(figure.about),
         explanation=escape(figure.explanation),
-        legend=legend,
-        nav=nav,
+        low=escape(low),
+        high=escape(high),
+        ramp=RAMP,
+        words=_marked(figure.legend),
         count=max([4, *(min(len(band.tiles), figure.layout.per_line) for band in bands)]),
         gap=max(figure.layout.gap, 8),
         sections="\n".join(_section(number, section) for number, section in enumerate(figure.sections)),
-        hint=hint,
     )
     write_text(page, path)
 

@@ -8,7 +8,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +118,9 @@ def _text(words: str, size: float = TEXT_SIZE, colour: str = INK, weight: str = 
 
     # Names of files may hold dollar signs, which would start mathematics.
     properties = {"fontsize": size, "color": colour, "fontweight": weight, "parse_math": False, **style}
-    return TextArea(drawable(words) or " ", textprops=properties)
+    line: Any = TextArea(drawable(words) or " ", textprops=properties)
+    line.get_bbox = cache(line.get_bbox)  # every box around it measures it again, for itself and for each box around
+    return line
 
 
 def _words(words: Sequence[Word], width: int, size: float = WORD_SIZE, weight: str = "normal") -> list[Any]:

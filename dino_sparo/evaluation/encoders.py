@@ -50,18 +50,12 @@ class EvaluatedEncoder:
         return PatchView(image_size or [2 * config.img_size], config.patch_size, self.mean, self.std, **options)
 
 
-def trained_encoder(
-    pretrained_weights: str,
-    checkpoint_key: str = "teacher",
-    arch: str | None = None,
-    patch_size: int | None = None,
-    quick_gelu: bool = False,
-) -> EvaluatedEncoder:
-    """The encoder of a checkpoint; the last three options describe foreign weights."""
+def trained_encoder(pretrained_weights: str, checkpoint_key: str = "teacher", **foreign: Any) -> EvaluatedEncoder:
+    """The encoder of a checkpoint; `foreign` are options that describe foreign weights, see `foreign_options`."""
     if not pretrained_weights:
         raise UserError("--pretrained_weights is empty; give the path of a checkpoint, or --untrained")
     checkpoint = load_checkpoint(pretrained_weights)
-    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
+    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, **foreign)
     record = {
         "pretrained_weights": str(pretrained_weights),
         "sha256": weights_sha256(pretrained_weights),
@@ -84,11 +78,15 @@ def untrained_encoder(
     return EvaluatedEncoder(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
 
 
+def foreign_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that describe foreign weights: architecture, patch size and activation."""
+    return {name: getattr(args, name) for name in ("arch", "patch_size", "quick_gelu")}
+
+
 def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:
     """The encoder of a second checkpoint; if it is foreign, the options of foreign weights describe it."""
     is_foreign = path and activation_of(load_checkpoint(path)) is None
-    overrides = (args.arch, args.patch_size, args.quick_gelu) if is_foreign else ()
-    return trained_encoder(path, args.checkpoint_key, *overrides)
+    return trained_encoder(path, args.checkpoint_key, **(foreign_options(args) if is_foreign else {}))
 
 
 def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
@@ -104,9 +102,7 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     if args.untrained:
         logger.warning("the encoder is untrained: random weights from seed %d", seed)
     if args.pretrained_weights or not args.untrained:
-        trained = trained_encoder(
-            args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size, args.quick_gelu
-        )
+        trained = trained_encoder(args.pretrained_weights, args.checkpoint_key, **foreign_options(args))
         if not args.untrained:
             return trained
         untrained = untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)

@@ -16,7 +16,6 @@ import argparse
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -43,7 +42,8 @@ from dino_sparo.weights.results import Score
 logger = logging.getLogger(__name__)
 
 PROBE_BATCH = 256
-Classifier = Callable[[Features, Features, int], dict[str, float]]  # train, val, seed -> name of a score -> top-1
+# Task, training and validation images, number of classes, seed -> name of a score -> top-1.
+Classifier = Callable[[EncoderTask, Features, Features, int, int], dict[str, float]]
 
 
 @on_first_process
@@ -61,13 +61,13 @@ def evaluate_few_labels(args: argparse.Namespace) -> dict[str, Any]:
     unrecorded = ("dump_features", "load_features")
     file = task.open_result("few_labels", cached[2] if cached else None, unrecorded, label_lists=lists)
     train, val, record = cached or extract(task)
-    num_classes, seeds, rows = int(train.labels.max()) + 1, range(args.seed, args.seed + args.draws), []
+    seeds, rows = range(args.seed, args.seed + args.draws), []
     for share in args.label_share:
         if isinstance(share, str):
             draws = [listed_rows(Path(share), task.splits[0], train)]
         else:
             draws = [draw_labels(train.labels.numpy(force=True), share, seed) for seed in seeds]
-        rows += evaluate_draws(draws, str(share), train, val, classifiers(args, num_classes, task.device), args.seed)
+        rows += evaluate_draws(task, draws, str(share), train, val)
     result = {
         "evaluation": "few labels",
         "results": rows,
@@ -113,79 +113,56 @@ def listed_rows(path: Path, source: ImageSource, train: Features) -> Int64[np.nd
     return np.array(sorted(rows))
 
 
-def classifiers(args: argparse.Namespace, num_classes: int, device: torch.device) -> dict[str, Classifier]:
-    """The classifiers of --classifiers."""
-    table: dict[str, Classifier] = {
-        "knn": partial(knn, ks=args.nb_knn, temperature=args.temperature, device=device),
-        "logistic": partial(logistic, strengths=args.C, num_folds=args.folds),
-        "linear": partial(linear, num_classes=num_classes, rates=args.lr, epochs=args.epochs, device=device),
-    }
-    return {name: table[name] for name in args.classifiers}
-
-
 def evaluate_draws(
-    draws: Sequence[Int64[np.ndarray, " drawn"]],
-    share: str,
-    train: Features,
-    val: Features,
-    classify: dict[str, Classifier],
-    first_seed: int,
+    task: EncoderTask, draws: Sequence[Int64[np.ndarray, " drawn"]], share: str, train: Features, val: Features
 ) -> list[dict[str, Any]]:
-    """For each classifier top-1 on all validation images, with its spread over the draws."""
+    """For each of --classifiers top-1 on all validation images, with its spread over the draws."""
     found: dict[str, list[float]] = defaultdict(list)
-    for seed, drawn in enumerate(draws, first_seed):
+    num_classes = int(train.labels.max()) + 1
+    for seed, drawn in enumerate(draws, task.args.seed):
         rows = torch.from_numpy(drawn).to(train.labels.device)
         some = Features(train.features[rows], train.labels[rows], train.indices[rows.cpu()].to(rows.device))
-        for classifier in classify.values():
-            for name, top1 in classifier(some, val, seed).items():
+        for classifier in task.args.classifiers:
+            for name, top1 in CLASSIFIERS[classifier](task, some, val, num_classes, seed).items():
                 found[name].append(top1)
     counts = {"share": share, "num_labelled": len(draws[0]), "num_classes": len(train.labels[draws[0]].unique())}
     return [{**counts, "classifier": name, "top1": spread(values)} for name, values in found.items()]
 
 
-def knn(
-    train: Features, val: Features, seed: int, *, ks: Sequence[int], temperature: float, device: torch.device
-) -> dict[str, float]:
+def knn(task: EncoderTask, train: Features, val: Features, num_classes: int, seed: int) -> dict[str, float]:
     """Weighted k-NN, which uses no random numbers."""
-    neighbours = {k: min(k, len(train.labels)) for k in ks}
-    found = classify_shards(train, val, sorted({*neighbours.values()}), temperature, device)
+    neighbours = {k: min(k, len(train.labels)) for k in task.args.nb_knn}
+    found = classify_shards(train, val, sorted({*neighbours.values()}), task.args.temperature, task.device)
     return {f"{k}-NN": found[number].top1 for k, number in neighbours.items()}
 
 
-def logistic(
-    train: Features, val: Features, seed: int, *, strengths: Sequence[float], num_folds: int
-) -> dict[str, float]:
+def logistic(task: EncoderTask, train: Features, val: Features, num_classes: int, seed: int) -> dict[str, float]:
     """Logistic regression; with the first C, unless two classes have two labels for cross-validation."""
     from sklearn.linear_model import LogisticRegression
 
+    strengths = task.args.C
     features, labels = (part.numpy(force=True) for part in (train.features, train.labels))
     numbers = np.unique(labels, return_counts=True)[1]
     if len(numbers) < 2:
         raise UserError("the labelled images are of one class; give more labels")
     if len(strengths) > 1 and (numbers > 1).sum() > 1:
-        model = fit_classifier(features, labels.tolist(), strengths, num_folds, seed)[0]
+        model = fit_classifier(features, labels.tolist(), strengths, task.args.folds, seed)[0]
     else:
         model = LogisticRegression(C=strengths[0], max_iter=MAX_STEPS).fit(features, labels)
     predicted = model.predict(val.features.numpy(force=True))
     return {"logistic": 100 * float(np.mean(predicted == val.labels.numpy(force=True)))}
 
 
-def linear(
-    train: Features,
-    val: Features,
-    seed: int,
-    *,
-    num_classes: int,
-    rates: Sequence[float],
-    epochs: int,
-    device: torch.device,
-) -> dict[str, float]:
+def linear(task: EncoderTask, train: Features, val: Features, num_classes: int, seed: int) -> dict[str, float]:
     """The best linear probe of `linear --fast`; features get the length sqrt(F) of a LayerNorm's output."""
     length = train.features.shape[1] ** 0.5
     train = Features(length * train.features, train.labels, train.indices)
-    batch_size = min(PROBE_BATCH, len(train.labels))
-    probe = train_on_cached(train, num_classes, rates, epochs, device, batch_size, seed)
+    args, batch_size = task.args, min(PROBE_BATCH, len(train.labels))
+    probe = train_on_cached(train, num_classes, args.lr, args.epochs, task.device, batch_size, seed)
     return {"linear": max(row["top1"] for row in probe_accuracy(probe, length * val.features, val.labels))}
+
+
+CLASSIFIERS: dict[str, Classifier] = {"knn": knn, "logistic": logistic, "linear": linear}
 
 
 def share_name(row: dict[str, Any]) -> str:

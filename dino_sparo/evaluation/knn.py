@@ -241,7 +241,18 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
     counts = image_counts(task.device, train=train, val=val)
     headline = [Score(f"{k}-NN", accuracy.top1) for k, accuracy in results.items()]
-    return file.write(describe(results, counts, args.temperature, record), table(results), headline=headline)
+    result = {
+        "evaluation": "weighted k-NN",
+        "results": [
+            {"k": k, "neighbours": min(k, counts["num_train"]), **accuracy._asdict()} for k, accuracy in results.items()
+        ],
+        "similarity": "cosine",
+        "temperature": args.temperature,
+        **record,
+        "images": {**record.get("images", {}), **counts},
+    }
+    rows = [(f"{k}", f"{accuracy.top1:.2f}", f"{accuracy.top5:.2f}") for k, accuracy in results.items()]
+    return file.write(result, text_table([("k", "top-1 %", "top-5 %"), *rows]), headline=headline)
 
 
 def load(task: EncoderTask) -> tuple[Features, Features, dict]:
@@ -295,26 +306,3 @@ def extract(task: EncoderTask) -> tuple[Features, Features, dict]:
         whole_train, whole_val = (gather_features(part, task.device, on_rank_0=True) for part in (train, val))
         save_features(Path(task.args.dump_features), whole_train, whole_val, record)
     return train, val, record
-
-
-def describe(
-    results: Mapping[int, KNNResult], counts: Mapping[str, int], temperature: float, record: dict[str, Any]
-) -> dict[str, Any]:
-    """Accuracies and protocol, for the result; `counts` of images, `record` of encoder and images."""
-    return {
-        "evaluation": "weighted k-NN",
-        "results": [
-            {"k": k, "neighbours": min(k, counts["num_train"]), "top1": accuracy.top1, "top5": accuracy.top5}
-            for k, accuracy in results.items()
-        ],
-        "similarity": "cosine",
-        "temperature": temperature,
-        **record,
-        "images": {**record.get("images", {}), **counts},
-    }
-
-
-def table(results: Mapping[int, KNNResult]) -> str:
-    """Accuracies for the terminal."""
-    rows = [(f"{k}", f"{accuracy.top1:.2f}", f"{accuracy.top5:.2f}") for k, accuracy in results.items()]
-    return text_table([("k", "top-1 %", "top-5 %"), *rows])

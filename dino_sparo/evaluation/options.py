@@ -1,8 +1,10 @@
 """Options that evaluations of an encoder share; options of k-NN, few-labels, table-probe and report; no torch here."""
 
+from typing import Any
+
 from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.data.options import COLUMNS, DOWNLOAD, IMAGE_LIMITS
-from dino_sparo.runtime.cli import Group, Option, Parser, path, positive_int, positive_number
+from dino_sparo.runtime.cli import Group, Option, Parser, number, path, positive_int, positive_number
 from dino_sparo.runtime.options import DEVICE, PRECISIONS
 from dino_sparo.weights.options import CHECKPOINT, FOREIGN_WEIGHTS
 
@@ -52,6 +54,11 @@ RESULT: Group = {
     ),
     **OUTPUT,
 }
+FOLDS = Option(
+    5,
+    "Folds of the cross-validation, at least 2.",
+    number(int, lambda folds: folds >= 2, "at least 2 for the cross-validation"),
+)
 SLOTS = Option(
     None,
     "Evaluate only these slots: numbers such as 0,3,7, or a file of dino-sparo slots study or slots select. "
@@ -59,19 +66,27 @@ SLOTS = Option(
 )
 
 
-def evaluation_parser(groups: dict[str, Group], images: Group = IMAGES, columns: Group = COLUMNS) -> Parser:
-    """The options of every evaluation, and `groups` of one evaluation; `columns` are those of tables of images."""
-    return Parser(
-        {
-            "encoder: what is evaluated": ENCODER,
-            "images": images,
-            "files of images": columns | EVALUATION_LIMITS,
-            **groups,
-            "computation and result": RESULT,
-            "foreign weights": FOREIGN_WEIGHTS,
-            "device and processes": DEVICE,
-        }
-    )
+def evaluation_parser(
+    groups: dict[str, Group], images: Group = IMAGES, columns: Group = COLUMNS, defaults: dict[str, Any] | None = None
+) -> Parser:
+    """The options of every evaluation, and `groups` of one evaluation.
+
+    Args:
+        groups: title -> options.
+        images: options of the images.
+        columns: those of tables of images.
+        defaults: option -> default, where the tables have another.
+    """
+    every_group = {
+        "encoder: what is evaluated": ENCODER,
+        "images": images,
+        "files of images": columns | EVALUATION_LIMITS,
+        **groups,
+        "computation and result": RESULT,
+        "foreign weights": FOREIGN_WEIGHTS,
+        "device and processes": DEVICE,
+    }
+    return Parser(every_group, defaults=defaults)
 
 
 REPORT_FORMATS = {"markdown": "md", "latex": "tex", "csv": "csv"}  # format -> ending of its file
@@ -145,7 +160,7 @@ FEW_LABELS: Group = {
         "one label per class, it is the first.",
         positive_number,
     ),
-    "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
+    "folds": FOLDS,
     "epochs": Option(100, "Number of epochs of linear.", positive_int),
     "lr": Option([0.003, 0.01, 0.03, 0.1, 0.3, 1.0], "Learning rates of linear for a batch of 256.", positive_number),
 }
@@ -153,9 +168,7 @@ FEW_LABELS: Group = {
 
 def few_labels_parser() -> Parser:
     """The options of `few_labels.py`."""
-    parser = evaluation_parser({"few labels": FEW_LABELS, "features and k-NN": KNN})
-    parser.set_defaults(nb_knn=[5, 20])
-    return parser
+    return evaluation_parser({"few labels": FEW_LABELS, "features and k-NN": KNN}, defaults={"nb_knn": [5, 20]})
 
 
 TABLE_PROBE: Group = {
@@ -171,7 +184,7 @@ TABLE_PROBE: Group = {
         "Inverse strengths of regularisation of the labels' probes; cross-validation chooses one.",
         positive_number,
     ),
-    "folds": FEW_LABELS["folds"],
+    "folds": FOLDS,
     "resamples": Option(1000, "Resamples of the validation images for the intervals.", positive_int),
 }
 

@@ -117,8 +117,6 @@ def check_options(args: argparse.Namespace) -> None:
         raise UserError(f"--label_column {args.label_column}: name columns of labels with --tags or --binary")
     if bool(args.embeddings) == bool(args.pretrained_weights or args.untrained):
         raise UserError("give either --pretrained_weights, an encoder, or --embeddings, a folder of dino-sparo embed")
-    if args.folds < 2:
-        raise UserError(f"--folds {args.folds}: cross-validation needs at least 2")
 
 
 def read_table(args: argparse.Namespace, split: str) -> list[tuple[str, list[str]]]:

@@ -11,15 +11,19 @@ model of images and captions (`image_text/evaluation/task.py`).
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
+from dino_sparo.data.loader import create_loader
 from dino_sparo.data.ranks import open_images
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.views import EvalTransform
@@ -189,6 +193,16 @@ class EncoderTask(EvaluationTask):
         """The view of an image: --img_size, or the size of the encoder's position grid."""
         img_size = self.args.img_size or self.subject.encoder.config.img_size
         return EvalTransform(img_size, self.subject.mean, self.subject.std, exact=not self.args.fast_views)
+
+    @property
+    def blank(self) -> Float[Tensor, "1 C H W"]:
+        """An image of the size of the views, from which the sizes of features are read."""
+        side = self.transform.img_size
+        return torch.zeros(1, self.in_chans, side, side, device=self.device)
+
+    def loader(self, dataset: ImageDataset, batches: Iterable[Sequence[Any]]) -> DataLoader:
+        """A loader of given batches, as `create_loader`."""
+        return create_loader(dataset, batches, num_workers=self.args.num_workers, pin_memory=self.device.type == "cuda")
 
     def features(
         self,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.data.views import EvalTransform
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.result import ResultFile, options_of, result_stem
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.runtime.files import versions
@@ -31,17 +32,11 @@ UNRECORDED = {*RUN, "max_steps", "val_freq"} - {"seed"}
 def finetune(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
     """Train what the options say; then rank 0 writes the result and prints a table, unless no epoch was validated."""
     train(args, objective_class)
-    if is_main():
-        write_result(args)
-
-
-def write_result(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The result of the epochs of a run that were validated: the last and the best; None if there are none."""
-    folder = Path(args.output_dir)
-    lines = (folder / "log.txt").read_text().splitlines() if (folder / "log.txt").is_file() else []
+    folder, log = Path(args.output_dir), Path(args.output_dir, "log.txt")
+    lines = log.read_text().splitlines() if is_main() and log.is_file() else []
     rows = [row for row in map(json.loads, lines) if "val_top1" in row]
     if not rows:
-        return None
+        return
     checkpoint = load_checkpoint(folder / "checkpoint.pth", mmap=True)
     start, classes = checkpoint["finetune"]["start"], checkpoint["finetune"]["classes"]
     # The options of the run: a finished run that is started again with others is not trained again.
@@ -63,6 +58,6 @@ def write_result(args: argparse.Namespace) -> dict[str, Any] | None:
     options = {**options_of(args, UNRECORDED), "global_batch_size": checkpoint["global_batch"]}
     path = folder / f"{result_stem(args, 'finetune', start)}.json"
     headline = [Score("fine-tuned top-1", results["best"]["top1"])]
-    lines = [f"{name:<6}{row['epoch']:>7}{row['top1']:>9.2f}{row['top5']:>9.2f}" for name, row in results.items()]
-    table = "\n".join([f"{'':<6}{'epoch':>7}{'top-1 %':>9}{'top-5 %':>9}", *lines])
-    return ResultFile(path, options, lambda: {"versions": versions()}).write(result, table, headline=headline)
+    cells = [(name, f"{row['epoch']}", f"{row['top1']:.2f}", f"{row['top5']:.2f}") for name, row in results.items()]
+    table = text_table([("", "epoch", "top-1 %", "top-5 %"), *cells], num_words=1)
+    ResultFile(path, options, lambda: {"versions": versions()}).write(result, table, headline=headline)

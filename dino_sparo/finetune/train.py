@@ -24,14 +24,12 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 
 from dino_sparo.data.batch import Batch
-from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.labels import align_classes, require_labels
-from dino_sparo.data.loader import create_loader
-from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
+from dino_sparo.distillation.objective import open_images_of, open_loader
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.encoders import encoder_of_options
 from dino_sparo.evaluation.features import Features, extract_split
@@ -93,22 +91,8 @@ class FinetuneObjective(Objective[Batch]):
         if args.val_freq:
             self.val = align_classes(open_labelled(args, args.val_split, config.in_chans), self.classes)
         self.num_left_out = getattr(self.source, "num_left_out", 0)
-        self.sampler = EpochSampler(
-            len(self.source),
-            args.batch_size_per_gpu,
-            process.rank,
-            process.world_size,
-            args.grad_accum_steps,
-            args.seed,
-        )
         view = ProbeAugmentation(args.img_size, self.mean, self.std, InterpolationMode.BICUBIC)
-        self.loader = create_loader(
-            ImageDataset(self.source, view, args.seed),
-            self.sampler,
-            num_workers=args.num_workers,
-            pin_memory=process.device.type == "cuda",
-            timeout_min=args.dist_timeout_min,
-        )
+        self.sampler, self.loader = open_loader(self.source, view, args, process)
         self.erase = RandomErasing(args.random_erasing, mode="pixel", device=process.device)
         self.mix = None
         if args.mixup or args.cutmix:  # the loss smooths the labels
@@ -236,11 +220,7 @@ def complete_options(args: argparse.Namespace, encoder: Encoder, max_value: int)
 
 def open_labelled(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
     """The labelled images of a split."""
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    source = open_images(
-        args.data_path, split, args.download, max_corrupt=args.max_corrupt, columns=columns, limits=limits
-    )
+    source = open_images_of(args, split, in_chans)
     require_labels(source)
     return source
 

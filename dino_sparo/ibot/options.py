@@ -31,12 +31,6 @@ HEAD: Group = {
     ),
     "patch_out_dim": Option(None, "Number of prototypes of the patches' own head. (default: --out_dim)", positive_int),
 }
-MASKS: Group = {
-    "mask_probability": Option(0.5, "Share of the global crops in which patches are masked.", share_above_0),
-    "mask_ratio": Option(
-        (0.1, 0.5), "Smallest and largest share of the patches that are masked in such a crop.", share
-    ),
-}
 LOSS: Group = {
     "image_weight": Option(1.0, "Weight of the loss of crops, DINO's."),
     "patch_weight": Option(1.0, "Weight of the loss of masked patches."),
@@ -47,8 +41,10 @@ LOSS: Group = {
         str,
         choices=("centering", "sinkhorn_knopp"),
     ),
-}
-TEMPERATURE: Group = {
+    "mask_probability": Option(0.5, "Share of the global crops in which patches are masked.", share_above_0),
+    "mask_ratio": Option(
+        (0.1, 0.5), "Smallest and largest share of the patches that are masked in such a crop.", share
+    ),
     **shared.PROTOTYPE_LOSS,
     "warmup_teacher_temp_epochs": Option(
         None,
@@ -56,8 +52,6 @@ TEMPERATURE: Group = {
         f"{TEMPERATURE_EPOCHS}, at most {TEMPERATURE_SHARE} of the run)",
         whole_number,
     ),
-}
-GRAM: Group = {
     "gram_teacher": Option(
         None,
         "Keep the patches' similarities close to those of the encoder in this file, such as an earlier checkpoint or "
@@ -94,7 +88,7 @@ DEFAULTS: dict[str, Any] = {
 
 def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    return shared.parser_of(HEAD, LOSS | MASKS | TEMPERATURE | GRAM, OPTIMIZATION, DEFAULTS)
+    return shared.parser_of(HEAD, LOSS, OPTIMIZATION, DEFAULTS)
 
 
 def check_options(args: argparse.Namespace) -> None:

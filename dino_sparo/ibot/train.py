@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.distillation.head import DINOHead
-from dino_sparo.distillation.loss import DINOLoss, diagnose_collapse
+from dino_sparo.distillation.loss import diagnose_collapse
 from dino_sparo.distillation.network import NUM_TEACHER_CROPS
-from dino_sparo.distillation.objective import (
-    DistillationObjective,
-    encoder_config,
-    may_warn_of_collapse,
-    require_neighbours,
-)
+from dino_sparo.distillation.objective import DistillationObjective, encoder_config, loss_of_crops, may_warn_of_collapse
 from dino_sparo.ibot import options
 from dino_sparo.ibot.head import IBOTNetwork
 from dino_sparo.ibot.loss import IBOTLoss, PatchLoss
@@ -56,7 +51,6 @@ class IBOTObjective(DistillationObjective):
     )
     loss: IBOTLoss
     network: IBOTNetwork
-    koleo_weight: float = 0.0
     gram_teacher: AnyBackbone | None = None
     gram_weight: float = 0.0
 
@@ -102,17 +96,9 @@ class IBOTObjective(DistillationObjective):
 
     @staticmethod
     def build_loss(args: argparse.Namespace) -> IBOTLoss:
-        """The losses from the options, with centers of zeros; UserError for KoLeo where an image has no neighbour."""
-        require_neighbours(args)
-        images = DINOLoss(
-            args.out_dim,
-            args.local_crops_number + NUM_TEACHER_CROPS,
-            args.warmup_teacher_temp,
-            args.teacher_temp,
-            args.warmup_teacher_temp_epochs or 0,  # None until `fill_in_defaults`
-            args.epochs,
-        )
-        return IBOTLoss(images, PatchLoss(args.patch_out_dim or args.out_dim), args.centering == "sinkhorn_knopp")
+        """The losses from the options, with centers of zeros."""
+        patches = PatchLoss(args.patch_out_dim or args.out_dim)
+        return IBOTLoss(loss_of_crops(args), patches, args.centering == "sinkhorn_knopp")
 
     @property
     def networks(self) -> dict[str, nn.Module]:

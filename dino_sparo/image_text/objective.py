@@ -68,7 +68,7 @@ class PairObjective(Objective[AnyBatch]):
     Args:
         args: the options of `options.py`.
         process: this process among its peers.
-        forms: `collate`, and for an objective that adds to pairs `with_graphs`; see `number_pairs`.
+        forms: `collate`, and for an objective that adds to pairs `with_graphs`; see `open_data`.
     """
 
     model_name: ClassVar[str]
@@ -89,12 +89,7 @@ class PairObjective(Objective[AnyBatch]):
     def __init__(self, args: argparse.Namespace, process: Distributed, *forms: Callable[..., Any]) -> None:
         # Pairs of images and texts.
         self.args = args
-        micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
-        if args.shards == "streamed":
-            data = stream_pairs(args, process, micro_batch)
-        else:
-            data = number_pairs(args, process, micro_batch, *forms)
-        self.source, self.sampler, self.loader, held_out = data
+        self.source, self.sampler, self.loader, held_out = open_data(args, process, *forms)
         self.num_left_out = self.source.left_out.total
 
         # Model.
@@ -111,8 +106,7 @@ class PairObjective(Objective[AnyBatch]):
 
         # Optimizer and schedules.
         shorten_warmups(args, args.epochs * self.sampler.steps_per_epoch)
-        parts = self.model_parts()
-        self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
+        self.updater = self.updater_of_parts(device, dtype)
         self.clip_grad = args.clip_grad
         self.model = wrap_ddp(self.network, device)
         weights = list(self.network.parameters())
@@ -145,12 +139,36 @@ class PairObjective(Objective[AnyBatch]):
         """The parts of the model with their learning rates and warm-ups; by default the whole model is one part."""
         return [(("",), self.args.lr, self.args.warmup_steps)]
 
-    @abstractmethod
-    def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
+    def updater_of_parts(self, device: torch.device, dtype: torch.dtype) -> Updater:
+        """AdamW with a cosine schedule per part of the model.
+
+        Each trained weight belongs to the first part that has a prefix of its name; the log has the learning rate of
+        the last part. The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
+        """
+        args, model = self.args, self.network
+        total = args.epochs * self.sampler.steps_per_epoch
+        groups: list[dict[str, Any]] = []
+        schedules: list[dict[str, Any]] = []
+        left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for prefixes, rate, warmup_steps in self.model_parts():
+            tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
+            lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
+            # The last part comes first: what is logged is the rate of the first group.
+            groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
+            # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
+            schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
+        factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
+        rest = {"layer_factors": factors, "accum_steps": args.grad_accum_steps, "seed": args.seed}
+        return create_updater(model, groups, schedules, device, dtype, **rest)
+
+    def encode(self, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
 
         Features of several batches can be concatenated along the first dimension.
         """
+        with self.updater.autocast():
+            features: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
+        return features
 
     @abstractmethod
     def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -254,9 +272,6 @@ class PairObjective(Objective[AnyBatch]):
 
 # The data of a run.
 
-# A `PairSource` or a `PairStream`, the order of its pairs, batches of pairs, and pairs to validate on.
-PairData = tuple[Any, EpochSampler, DataLoader, PairSource | None]
-
 
 def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:
     """Pairs that one process encodes at a time, of `batch_size` per step; ValueError if the division leaves a rest."""
@@ -269,76 +284,52 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     return batch_size // parts
 
 
-def number_pairs(
+def open_data(
     args: argparse.Namespace,
     process: Distributed,
-    micro_batch: int,
-    collate: Callable[[Sequence[Any]], Any],
+    collate: Callable[[Any], Any],
     with_graphs: Callable[[PairDataset], Dataset] = lambda pairs: pairs,
-) -> PairData:
-    """Pairs by number; `collate` makes a batch of the items of a data set, which `with_graphs` makes of the pairs."""
-    source, held_out = _open_pairs(args, args.data_path, split=args.split), _open_held_out(args)
-    if args.val_share:
-        source, held_out = hold_out(source, args.val_share, args.seed)
-    require_same_source(source)
-    sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
-    dataset = with_graphs(PairDataset(source, _transform(args), args.seed))
-    loader = create_loader(dataset, sampler, collate=collate, **_loading(args, process))
+) -> tuple[Any, EpochSampler, DataLoader, PairSource | None]:
+    """The data of a run: pairs by number, or a stream, whose sampler has only the sizes of its epochs and batches.
+
+    `collate` makes a batch of the items of a data set, which `with_graphs` makes of the pairs; a stream has batches.
+
+    Returns:
+        A `PairSource` or a `PairStream`, the order of its pairs, batches of pairs, and pairs to validate on.
+    """
+    micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
+    sizes = micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed
+    transform = PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
+    held_out = _open_pairs(args, args.val_path, default_split="val") if args.val_path else None
+    source: Any
+    order: EpochSampler | None = None
+    if args.shards == "streamed":
+        sampler = EpochSampler(args.epoch_pairs, *sizes)
+        texts = args.context_length, args.caption_key
+        with all_or_none(f"opening {args.data_path}"):
+            source = PairStream(args.data_path, args.shard_weights, transform, sampler, *texts, _image_limits(args))
+        dataset, collate = source, default_convert  # which leaves a batch of pairs as it is
+    else:
+        source = _open_pairs(args, args.data_path, split=args.split)
+        if args.val_share:
+            source, held_out = hold_out(source, args.val_share, args.seed)
+        require_same_source(source)
+        sampler = order = EpochSampler(len(source), *sizes)
+        dataset = with_graphs(PairDataset(source, transform, args.seed))
+    settings = {"num_workers": args.num_workers, "timeout_min": args.dist_timeout_min}
+    loader = create_loader(dataset, order, collate=collate, pin_memory=process.device.type == "cuda", **settings)
     return source, sampler, loader, held_out
-
-
-def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
-    """A stream of pairs; its sampler has only the sizes of its epochs and batches."""
-    number, accum_steps = args.epoch_pairs, args.grad_accum_steps
-    sampler = EpochSampler(number, micro_batch, process.rank, process.world_size, accum_steps, args.seed)
-    with all_or_none(f"opening {args.data_path}"):
-        stream = PairStream(
-            args.data_path,
-            args.shard_weights,
-            _transform(args),
-            sampler,
-            args.context_length,
-            args.caption_key,
-            _image_limits(args),
-        )
-    # `default_convert` leaves a batch of pairs as it is.
-    loader = create_loader(stream, None, collate=default_convert, **_loading(args, process))
-    return stream, sampler, loader, _open_held_out(args)
-
-
-def _loading(args: argparse.Namespace, process: Distributed) -> dict[str, Any]:
-    """The settings of a loader."""
-    pin_memory = process.device.type == "cuda"
-    return {"num_workers": args.num_workers, "pin_memory": pin_memory, "timeout_min": args.dist_timeout_min}
-
-
-def _transform(args: argparse.Namespace) -> PairTransform:
-    return PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops)
 
 
 def _image_limits(args: argparse.Namespace) -> ImageLimits:
     return ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, exif=args.exif)
 
 
-def _open_held_out(args: argparse.Namespace) -> PairSource | None:
-    return _open_pairs(args, args.val_path, default_split="val") if args.val_path else None
-
-
 def _open_pairs(args: argparse.Namespace, path: str, **split: Any) -> PairSource:
     """The pairs of `--data_path` or `--val_path`, as the options say how they are read; all ranks share the work."""
-    pairs = PairPath(
-        path,
-        args.image_key,
-        args.caption_key,
-        args.image_folder,
-        args.caption_templates,
-        args.max_corrupt,
-        args.download,
-        split_column=args.split_column,
-        negative_key=getattr(args, "negative_key", None),
-        limits=_image_limits(args),
-        **split,
-    )
+    names = "image_key", "caption_key", "image_folder", "caption_templates", "download", "split_column", "negative_key"
+    given = {name: value for name, value in vars(args).items() if name in names}
+    pairs = PairPath(path, **given, **split, max_left_out=args.max_corrupt, limits=_image_limits(args))
     with opened_together(pairs.index, path):
         source = pairs.open()
     return source
@@ -351,35 +342,6 @@ def tower_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of both encoders, by the names of `tower_configs`."""
     names = "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"
     return {name: getattr(args, name) for name in (*names, "pre_norm", "quick_gelu")}
-
-
-def updater_of_parts(
-    model: nn.Module,
-    parts: Sequence[ModelPart],
-    args: argparse.Namespace,
-    steps_per_epoch: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Updater:
-    """AdamW with a cosine schedule per part of the model.
-
-    Each trained weight belongs to the first part that has a prefix of its name; the log has the learning rate of the
-    last part. The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
-    """
-    total = args.epochs * steps_per_epoch
-    groups: list[dict[str, Any]] = []
-    schedules: list[dict[str, Any]] = []
-    left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for prefixes, rate, warmup_steps in parts:
-        tower = {name: left.pop(name) for name in list(left) if name.startswith(prefixes)}
-        lr = cosine_schedule(rate, args.min_lr, total, warmup_steps, start=rate / max(warmup_steps, 1))
-        # The last part comes first: what is logged is the rate of the first group.
-        groups[:0] = param_groups(tower, args.weight_decay, (args.beta1, args.beta2), args.eps)
-        # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
-        schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
-    factors = layer_factors(model.get_submodule("image.backbone"), args.layer_decay)
-    rest = {"layer_factors": factors, "accum_steps": args.grad_accum_steps, "seed": args.seed}
-    return create_updater(model, groups, schedules, device, dtype, **rest)
 
 
 def param_groups(

@@ -34,9 +34,9 @@ from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import read_json
 
 if importlib.util.find_spec("open_clip") is not None:
-    from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+    from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 else:  # options can still be parsed, and `open_templates` says what is missing
-    OPENAI_IMAGENET_TEMPLATES = SIMPLE_IMAGENET_TEMPLATES = ()
+    IMAGENET_CLASSNAMES = OPENAI_IMAGENET_TEMPLATES = SIMPLE_IMAGENET_TEMPLATES = ()
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def read_words(where: str) -> Any:
         where: a text file with one name per line, a JSON file, or `FILE.json:KEY` for the value of a key.
 
     Raises:
-        ValueError: the file is no JSON, has no such key, or is empty.
+        ValueError: the file is not valid JSON, has no such key, or is empty.
     """
     path, _, key = (where, "", "") if Path(where).is_file() else where.rpartition(":")
     if not path.endswith(".json"):
@@ -239,8 +239,6 @@ def open_labelled(
 def imagenet_names() -> list[str]:
     """ImageNet's 1000 classes in the order of their numbers, in OpenCLIP's words; MissingPackageError without it."""
     require("open_clip", "ImageNet's class names")
-    from open_clip import IMAGENET_CLASSNAMES
-
     return list(IMAGENET_CLASSNAMES)
 
 

@@ -12,12 +12,13 @@ evaluation never looks into the payload of a scorer. It takes rows of the payloa
 A class with the methods of `Scorer` can be evaluated by every command.
 """
 
+import argparse
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,15 +28,16 @@ from torch.nn import functional as F
 
 from dino_sparo.data.shares import share_loader
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.data.sources.decode import to_image
-from dino_sparo.draw.figure import Tile
+from dino_sparo.draw.figure import Band
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.towers import Tokens, without_padding
 from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,9 @@ class EncodedTexts:
     Attributes:
         payload: known to the scorer alone, as for images.
         num_truncated: captions that are longer than the context and were cut off.
-        alike: (captions,), a number for each caption; the model cannot tell captions of one number apart, whatever the
-            image. None if they are not counted.
-        marks: name -> (captions,), captions to which something happened: `truncated`, or a mark of the model's own.
+        alike: (captions,), group of each caption. Captions of one group have equal tokens, so their scores are equal.
+            None if groups are not counted.
+        marks: name -> (captions,), whether something happened to a caption: `truncated`, or a mark of this model.
     """
 
     payload: Any
@@ -145,31 +147,19 @@ class Scorer(Protocol):
         """The score of every image with every caption or class, fp32; both are payloads."""
 
 
-class CaptionMaps(NamedTuple):
-    """Maps of a model for one caption.
-
-    Attributes:
-        lines: further numbers in words; may be empty.
-        tiles: maps over `Explanation.picture`.
-    """
-
-    lines: Sequence[str]
-    tiles: Sequence[Tile]
-
-
 @dataclass(frozen=True)
 class Explanation:
     """Maps of a model on one image, per caption.
 
     Attributes:
         picture: (H, W, 3), the part of the image that the maps cover.
-        captions: maps per caption.
+        captions: numbers in words, which may be missing, and maps over `picture`, per caption.
         words: how to read a map and the numbers around it.
         ends: words for the lowest and the highest colour.
     """
 
     picture: Picture
-    captions: Sequence[CaptionMaps]
+    captions: Sequence[Band]
     words: str
     ends: tuple[str, str]
 
@@ -185,13 +175,29 @@ class ExplainableScorer(Protocol):
         """
 
 
+def encode_batch(
+    model: Any, token_ids: Int64[Tensor, "B N"], batch_size: int, device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "B M"]:
+    """A model's features of at most `batch_size` captions, fp32; filled up, so that all products have one size."""
+    filled = torch.cat((token_ids, token_ids[:1].expand(batch_size - len(token_ids), -1))).to(device)
+    with inference(model, device, dtype):
+        features: Tensor = model.encode_text(filled)[: len(token_ids)].float()
+    return features
+
+
+def computation_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of an `ImageRows` that the options of an evaluation name."""
+    dtype = PRECISIONS[args.precision]
+    return {"batch_size": args.batch_size_per_gpu, "num_workers": args.num_workers, "dtype": dtype}
+
+
 @dataclass(frozen=True)
 class ImageRows(ABC):
     """A model, and the settings that determine its image features.
 
     Attributes:
         model: on `device`, in eval mode.
-        transform: (image, rng) -> [view].
+        transform: (image, rng) -> [view]; an `EvalTransform`, if images are given without a source.
         device: where to compute.
         batch_size: images, or texts, per process and step.
         num_workers: processes that load images, per process.
@@ -236,9 +242,7 @@ class ImageRows(ABC):
 
     def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
         """The views of images of any size and mode; views stay as they are."""
-        if isinstance(images, Tensor):
-            return images
-        return torch.stack([self.transform(to_image(image, 3))[0] for image in images])
+        return images if isinstance(images, Tensor) else self.transform.batch(images)
 
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""
@@ -273,19 +277,21 @@ class DotProductScorer(ImageRows):
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
         """Features of captions, of length one in fp32."""
-        features = []
-        with inference(self.model, self.device, self.dtype):
-            for ids in progress(token_ids.split(self.batch_size), desc=desc):
-                # Filled up with the first caption, so that all products have one size.
-                padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
-                encoded = self.model.encode_text(padded)[: len(ids)]
-                features.append(F.normalize(encoded.float(), dim=-1))
-        # Put together outside of inference mode, so that a mask can be trained on the features.
-        return torch.cat(features)
+        settings = self.batch_size, self.device, self.dtype
+        parts = progress(token_ids.split(self.batch_size), desc=desc)
+        # Normalised outside of inference mode, so that a mask can be trained on the features.
+        return torch.cat([F.normalize(encode_batch(self.model, ids, *settings), dim=-1) for ids in parts])
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """Features of all images of a source, on every process; on `storage`, by default the device."""
-        return self._rows(source, self.encode_image, storage)
+        """Features of all images of a source, on every process; on `storage`, by default the device.
+
+        Raises:
+            UserError: no image can be read.
+        """
+        images = self._rows(source, self.encode_image, storage)
+        if not len(images.features):
+            raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+        return images
 
     def _shared(
         self, ids: Int64[Tensor, "rows ..."], encode: Callable[[Tensor], Float[Tensor, "part M"]]

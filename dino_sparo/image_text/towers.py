@@ -146,6 +146,10 @@ class TextEncoder(nn.Module):
         """Slots (B, L, V) and their attention (B, L, N), zero after the end token."""
         return self.readout(self(token_ids), end_token_mask(token_ids))
 
+    def tokenize(self, texts: Sequence[str]) -> "Tokens":
+        """Captions -> ids, at most as many as the context has."""
+        return tokenize(texts, self.config.context_length)
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the blocks' inputs for the backward pass; see `Backbone.set_grad_checkpointing`."""
         self.grad_checkpointing = enable
@@ -249,7 +253,7 @@ def tower_configs(
     context_length: int = CONTEXT_LENGTH,
     vocab_size: int = VOCAB_SIZE,
     pre_norm: bool = True,
-    slots: Mapping[str, Any] | None = None,
+    slots: Mapping[str, Any] = {},
     **image: Any,
 ) -> tuple[EncoderConfig, TextConfig]:
     """The configurations of both towers; the defaults are CLIP's for a ViT-B/32.
@@ -267,7 +271,6 @@ def tower_configs(
         slots: fields that both towers have, such as `num_slots`.
         image: further fields of the image tower.
     """
-    slots = slots or {}
     text = TextConfig(context_length, vocab_size, text_width, text_heads, text_layers, readouts[1], **slots)
     return EncoderConfig(arch, patch_size, readouts[0], pre_norm=pre_norm, **slots, **image), text
 

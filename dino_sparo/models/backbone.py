@@ -14,13 +14,12 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from timm.layers import PatchEmbed, QuickGELU, trunc_normal_
-from timm.models import is_model
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.models.architectures import ARCHITECTURES, PATCH_SIZE, TIMM, ViTSize, size_of
+from dino_sparo.models.architectures import PATCH_SIZE, TIMM, ViTSize
 from dino_sparo.models.foreign_backbone import (
     ForeignBackbone,
     check_images,
@@ -115,7 +114,7 @@ class Backbone(nn.Module):
         self.norm = norm_layer(self.embed_dim) if final_norm else nn.Identity()
         if pre_norm:
             self._init_as_open_clip()
-        else:
+        elif not self.pos_embed.is_meta:  # no numbers, but the draws would take long
             trunc_normal_(self.pos_embed, std=0.02)
             trunc_normal_(self.cls_token, std=0.02)
             self.blocks.apply(init_linear)
@@ -312,42 +311,10 @@ def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tens
 
 def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
     """Matrix by which torch resamples `length` numbers to `wanted`, in double: its result for each unit vector."""
-    units = torch.eye(length, dtype=torch.float64)[None, :, :, None]  # a batch of one, a channel for each
+    # On the CPU in any context: on the meta device, where options are checked, torch interpolates in slow Python.
+    units = torch.eye(length, dtype=torch.float64, device="cpu")[None, :, :, None]  # a batch of one, a channel for each
     scale = (wanted + GRID_OFFSET) / length
     return F.interpolate(units, scale_factor=(scale, 1.0), mode="bicubic")[0, :, :, 0].t()
-
-
-def create_backbone(
-    arch: str,
-    patch_size: int = 16,
-    img_size: int = 224,
-    remove_blocks: int = 0,
-    pre_norm: bool = False,
-    quick_gelu: bool = False,
-    class_token: bool = False,
-    **settings: Any,
-) -> AnyBackbone:
-    """Build a backbone by the name of its architecture.
-
-    Args:
-        arch: a key of `ARCHITECTURES`, with `_heads12` for 12 attention heads, or `timm/NAME`.
-        patch_size: P, pixels.
-        img_size: side in pixels of the images whose grid the position embedding stores.
-        remove_blocks: number of blocks to leave out at the end.
-        pre_norm: see `Backbone`; a timm model has its own form, which its name says.
-        quick_gelu: as `pre_norm`.
-        class_token: the read-out reads the class token.
-        settings: in_chans, drop_path_rate, final_norm.
-    """
-    if arch.startswith(TIMM):
-        name = arch.removeprefix(TIMM)
-        return ForeignBackbone(name, patch_size, img_size, remove_blocks, class_token=class_token, **settings)
-    size = size_of(arch)
-    if size is None:
-        hint = f"; did you mean timm/{arch}?" if is_model(arch.partition(".")[0]) else ""
-        raise UserError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
-    depth = size.depth - remove_blocks
-    return Backbone(size, patch_size, img_size, depth=depth, pre_norm=pre_norm, quick_gelu=quick_gelu, **settings)
 
 
 def default_patch_size(arch: str, ours: int = PATCH_SIZE) -> int:
@@ -372,6 +339,6 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
 
 def init_linear(module: nn.Module) -> None:
     """Initialize a linear layer, in place, as DINO does: truncated normal weights (std 0.02), biases zero."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and not module.weight.is_meta:
         trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)

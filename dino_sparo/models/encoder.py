@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from timm.models import is_model
 from torch import Tensor, nn
 
-from dino_sparo.models.architectures import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.models.backbone import AnyBackbone, create_backbone, default_patch_size
+from dino_sparo.models.architectures import ARCHITECTURES, KEY_DIM, NUM_SLOTS, SLOT_DIM, TIMM, size_of
+from dino_sparo.models.backbone import AnyBackbone, Backbone, default_patch_size
+from dino_sparo.models.foreign_backbone import ForeignBackbone
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
 from dino_sparo.runtime.faults import UserError
@@ -269,18 +271,14 @@ def encoder_from_config(
         raise UserError(f"readout {config.readout!r} needs codes, which only CLIP has (train-clip); choose another")
     if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
-    backbone = create_backbone(
-        config.arch,
-        config.patch_size,
-        config.img_size,
-        remove_blocks=int(config.replaces_block),
-        in_chans=config.in_chans,
-        drop_path_rate=drop_path_rate,
-        pre_norm=config.pre_norm,
-        quick_gelu=config.quick_gelu,
-        class_token=kind.reads_class_token_only,
-        final_norm=not kind.takes_raw_tokens,
-    )
+    backbone = create_backbone(config, drop_path_rate)
+    if kind.reads_class_token_only and not backbone.has_class_token:
+        raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
+    return Encoder(backbone, build_readout(backbone, config, codebook), config)
+
+
+def build_readout(backbone: AnyBackbone, config: EncoderConfig, codebook: nn.Parameter | None = None) -> nn.Module:
+    """The read-out of a configuration on a backbone, with random weights; `codebook` as in `encoder_from_config`."""
     sizes = ReadoutSizes(
         backbone.embed_dim,
         config.num_slots,
@@ -291,7 +289,25 @@ def encoder_from_config(
         backbone.num_prefix_tokens,
         norm_eps=backbone.norm_eps,
     )
-    if kind.reads_class_token_only and not backbone.has_class_token:
-        raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
-    readout = kind.build(sizes)
-    return Encoder(backbone, readout, config)
+    return config.kind.build(sizes)
+
+
+def create_backbone(config: EncoderConfig, drop_path_rate: float = 0.0) -> AnyBackbone:
+    """Build the backbone of an encoder with random weights: a model of timm, or our vision transformer."""
+    kind, removed = config.kind, int(config.replaces_block)
+    shared: dict[str, Any] = {
+        "patch_size": config.patch_size,
+        "img_size": config.img_size,
+        "in_chans": config.in_chans,
+        "drop_path_rate": drop_path_rate,
+        "final_norm": not kind.takes_raw_tokens,
+    }
+    if config.arch.startswith(TIMM):  # whose name says its form: neither pre_norm nor quick_gelu applies
+        name = config.arch.removeprefix(TIMM)
+        return ForeignBackbone(name, remove_blocks=removed, class_token=kind.reads_class_token_only, **shared)
+    size = size_of(config.arch)
+    if size is None:
+        hint = f"; did you mean timm/{config.arch}?" if is_model(config.arch.partition(".")[0]) else ""
+        raise UserError(f"unknown arch {config.arch!r}; choose one of {sorted(ARCHITECTURES)}, or timm/NAME{hint}")
+    depth = size.depth - removed
+    return Backbone(size, depth=depth, pre_norm=config.pre_norm, quick_gelu=config.quick_gelu, **shared)

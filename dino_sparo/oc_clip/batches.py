@@ -80,6 +80,11 @@ class EncodedGraphs(NamedTuple):
     entity_counts: tuple[int, ...]
     relation_counts: tuple[int, ...]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All but the numbers on the host."""
+        return self[:6]
+
 
 def look_up(
     graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]

@@ -110,7 +110,7 @@ class Binding(nn.Module):
         chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
             caption with all images is the smallest chunk.
         pads_on: kinds of devices on which captions with different numbers of entities form a chunk while training.
-            Evaluations pad nothing: graphs that are equal except for the order of their nodes tie to the bit.
+            Evaluations pad nothing: graphs that differ in the order of their nodes alone have bit-identical scores.
     """
 
     def __init__(self, image_dim: int, num_patches: int, sizes: BindingConfig) -> None:
@@ -133,6 +133,17 @@ class Binding(nn.Module):
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         # An empty parameter must not be trained: DDP would wait for its gradient.
         self.default_tokens = nn.Parameter(torch.randn(sizes.num_default, dim), requires_grad=sizes.num_default > 0)
+
+    def forward(
+        self,
+        entities: Float[Tensor, "U E dim"],
+        mask: Bool[Tensor, "U E"],
+        keys: Float[Tensor, "B N dim"],
+        values: Float[Tensor, "B N dim"],
+    ) -> Float[Tensor, "B U E dim"]:
+        """The slots of all captions in all images; slots of padding have no meaning."""
+        with torch.autocast(keys.device.type, enabled=False):
+            return self.chunk_slots(self.queries(entities), self.project(keys, values), mask)
 
     def encode_patches(
         self, patches: Float[Tensor, "B N image_dim"]

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from PIL import ImageColor
-from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.draw.figure import Tile, map_painter
@@ -176,21 +175,9 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
     shares, defaults = binding.attention(graphs.entities[0], keys[0])
     patch_size = model.image.backbone.patch_size
     grid = tuple(side // patch_size for side in pair.image.shape[-2:])
-
-    def on_host(tensor: Tensor) -> np.ndarray:
-        return tensor.float().cpu().numpy()
-
-    return PairMaps(
-        pair,
-        graph,
-        float(score),
-        on_host(cosines[0]),
-        on_host(true),
-        on_host(turned),
-        on_host(shares).reshape(-1, *grid),
-        on_host(defaults).reshape(-1, *grid),
-        binding.competition,
-    )
+    tensors = (cosines[0], true, turned, shares.unflatten(1, grid), defaults.unflatten(1, grid))
+    of_entities, of_relations, of_turned, maps, rest = (tensor.float().cpu().numpy() for tensor in tensors)
+    return PairMaps(pair, graph, float(score), of_entities, of_relations, of_turned, maps, rest, binding.competition)
 
 
 # The tiles.

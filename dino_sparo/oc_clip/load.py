@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import ClipView, view_pixels
-from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
+from dino_sparo.image_text.scorer import EncodedTexts, Explanation, ImageRows, computation_of
 from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up, tokenize_phrases
 from dino_sparo.oc_clip.explain import ENDS, EXPLANATIONS, explain_pair, tiles_of
@@ -34,7 +34,6 @@ from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
-from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.file import CheckpointError, load_strictly
 
@@ -202,7 +201,7 @@ class GraphScorer(ImageRows):
             ]
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, seen, PICTURE_HEIGHT)
-        captioned = [CaptionMaps(pair.sentences, tiles_of(pair, picture)) for pair in explained]
+        captioned = [Band(lines=pair.sentences, tiles=tiles_of(pair, picture)) for pair in explained]
         competition = self.model.binding.competition
         return Explanation(picture, captioned, EXPLANATIONS[competition], ENDS[competition])
 
@@ -268,16 +267,8 @@ def open_oc_clip_model(
             f"--img_size {args.img_size}: the binding was trained for images of {size} px, whose patches have a "
             "position each; leave it out"
         )
-    scorer = scorer_of(
-        loaded,
-        args.graphs or DEFAULT_GRAPHS,
-        device,
-        border,
-        args.max_missing_graphs,
-        batch_size=args.batch_size_per_gpu,
-        num_workers=args.num_workers,
-        dtype=PRECISIONS[args.precision],
-    )
+    graphs = args.graphs or DEFAULT_GRAPHS
+    scorer = scorer_of(loaded, graphs, device, border, args.max_missing_graphs, **computation_of(args))
     trained_on = loaded.record.get("trained_on_graphs") or {}
     if args.graphs is None and trained_on.get("parser") != DEFAULT_GRAPHS:
         logger.warning(
@@ -302,11 +293,8 @@ def scorer_of(
     max_missing: float = MAX_MISSING,
     **settings: Any,
 ) -> GraphScorer:
-    """The scorer of a loaded model."""
-    if isinstance(graphs, str):
-        caption_graphs = open_graphs(graphs, max_missing=max_missing)
-    else:
-        caption_graphs = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
+    """The scorer of a loaded model; for `graphs` see `open_graphs`."""
+    caption_graphs = open_graphs(graphs, max_missing=max_missing)
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}

@@ -25,17 +25,13 @@ from dino_sparo.runtime.collectives import all_gather_object, gather_with_gradie
 
 
 def relation_loss(
-    true: Float[Tensor, " B"],
-    swapped: Float[Tensor, " B"],
-    shuffled: Float[Tensor, " B"],
-    altered: Bool[Tensor, " B"],
-    logit_scale: Float[Tensor, ""] | None = None,
+    scores: Float[Tensor, "B 3"], altered: Bool[Tensor, " B"], logit_scale: Float[Tensor, ""] | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Each graph against two copies with false relations, in the image of the graph.
 
         L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
 
-    with G the true graph, the swapped and the shuffled one; see `batches.draw_negatives`.
+    with G the true graph, the swapped and the shuffled one, in the order of `scores`; see `batches.draw_negatives`.
 
     Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
     scores and the constant loss ln 3; it is left out of the sum, and counts in B.
@@ -43,7 +39,6 @@ def relation_loss(
     Returns:
         L_rel, and for the log the same sum divided by the number of pairs with an altered relation, 0 without any.
     """
-    scores = torch.stack([true, swapped, shuffled], dim=-1)
     logits = scores if logit_scale is None else logit_scale * scores
     losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~altered, 0)
     total = losses.sum()
@@ -60,12 +55,12 @@ def local_loss(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """L_rel of this rank's matched pairs: the slots are bound once, and only the relations' scores differ."""
     slots = network.binding.bind_matched(encoded.entities, encoded.entity_mask, keys, values)[None]
-    true, swapped, shuffled = (
-        network.scoring.scores(encoded._replace(subjects=subjects, objects=objects), slots)[0]
+    scores = [
+        network.scoring(*encoded._replace(subjects=subjects, objects=objects).tensors, slots)[0]
         for subjects, objects in graphs.ends.to(keys.device, non_blocking=True)
-    )
+    ]
     is_altered = graphs.is_altered.to(keys.device, non_blocking=True)
-    return relation_loss(true, swapped, shuffled, is_altered, logit_scale)
+    return relation_loss(torch.stack(scores, dim=-1), is_altered, logit_scale)
 
 
 def graphs_of_all_ranks(

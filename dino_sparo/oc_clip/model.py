@@ -19,6 +19,7 @@ from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config, refuse_unknown
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
+from dino_sparo.oc_clip.options import TEXT_SIZES
 from dino_sparo.oc_clip.scoring import Scoring
 
 
@@ -131,30 +132,23 @@ def create_oc_clip(
     patch_size: int | None = None,
     img_size: int = 224,
     binding: BindingConfig | None = None,
-    *,
-    text_width: int = 256,
-    text_heads: int = 4,
-    text_layers: int = 6,
-    context_length: int = 20,
     **sizes: Any,
 ) -> OCCLIP:
     """Build an OC-CLIP model with random weights.
 
-    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's. The text encoder's
-    sizes are the paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.
+    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
         arch: a key of `ARCHITECTURES`, or `timm/NAME`.
         patch_size: P, pixels; None: 16, or the timm model's own.
         img_size: side of the images in pixels; the binding is built for their number of patches.
         binding: sizes of binding and scoring; by default the paper's.
-        text_width: like the other sizes, see `towers.tower_configs`.
+        sizes: further arguments of `towers.tower_configs`. The text encoder's are by default the paper's for CC12M
+            (OC-CLIP, appendix A.8), whose images have patches of 16 pixels: `options.TEXT_SIZES`.
     """
     patch_size = default_patch_size(arch) if patch_size is None else patch_size
-    text = {"text_width": text_width, "text_heads": text_heads, "text_layers": text_layers}
-    sizes |= {**text, "context_length": context_length, "img_size": img_size}
     # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.
-    towers = tower_configs(("gap", "eos"), arch, patch_size, **sizes)
+    towers = tower_configs(("gap", "eos"), arch, patch_size, img_size=img_size, **{**TEXT_SIZES, **sizes})
     return oc_clip_from_config(OCCLIPConfig(*towers, binding or BindingConfig()))
 
 

@@ -17,14 +17,8 @@ DEFAULT_GRAPHS = "templates"
 
 # CC12M's numbers (OC-CLIP, appendix A.8), but for a batch and a warm-up for some 10^5 pairs on one machine; betas and
 # eps that the paper does not give are OpenCLIP's.
-DEFAULTS = {
-    "text_width": 256,
-    "text_heads": 4,
-    "text_layers": 6,
-    "context_length": 20,
-    "epochs": 20,
-    "weight_decay": 0.5,
-}
+TEXT_SIZES = {"text_width": 256, "text_heads": 4, "text_layers": 6, "context_length": 20}
+DEFAULTS = {**TEXT_SIZES, "epochs": 20, "weight_decay": 0.5}
 PRESETS = Path(__file__).parent / "presets"
 
 GRAPH_SIZES: Group = {

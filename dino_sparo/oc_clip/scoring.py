@@ -1,7 +1,6 @@
 """Slots, entities and relations -> the structured similarity of images and graphs; `score_all_pairs` binds, too."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.oc_clip.batches import EncodedGraphs
-from dino_sparo.oc_clip.binding import Binding, BindingConfig, BoundPatches
+from dino_sparo.oc_clip.binding import Binding, BindingConfig
 
 MIN_COEF = 1e-3  # of entities and of relations in a score
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
@@ -59,14 +58,26 @@ class Scoring(nn.Module):
         self.rel_coef.clamp_(min=MIN_COEF)
 
     def scores(self, graphs: EncodedGraphs, slots: Float[Tensor, "B U E dim"]) -> Float[Tensor, "B U"]:
+        """`forward`, never compiled."""
+        return self.forward(*graphs.tensors, slots)
+
+    def forward(
+        self,
+        entities: Float[Tensor, "U E dim"],
+        entity_mask: Bool[Tensor, "U E"],
+        relations: Float[Tensor, "U R rel_dim"],
+        subjects: Int[Tensor, "U R"],
+        objects: Int[Tensor, "U R"],
+        relation_mask: Bool[Tensor, "U R"],
+        slots: Float[Tensor, "B U E dim"],
+    ) -> Float[Tensor, "B U"]:
         """Scores of all images and graphs from the slots of each graph in each image.
 
         Slots (1, U, E, dim) of `Binding.bind_matched` give the scores of matched pairs, (1, U).
         """
         with torch.autocast(slots.device.type, enabled=False):
-            fits = self.relation_scores(graphs.relations, graphs.subjects, graphs.objects, slots)
-            fits, num_relations = fits.masked_fill(~graphs.relation_mask, 0), graphs.relation_mask.sum(dim=-1)
-            return self.combined(graphs.entities, graphs.entity_mask, slots, fits, num_relations)
+            fits = self.relation_scores(relations, subjects, objects, slots).masked_fill(~relation_mask, 0)
+            return self.combined(entities, entity_mask, slots, fits, relation_mask.sum(dim=-1))
 
     def combined(
         self,
@@ -143,37 +154,38 @@ def score_all_pairs(
 ) -> Float[Tensor, "B U"]:
     """S of every image and graph; no slot is kept.
 
-    Graphs with equal numbers of entities (`Binding.pads_on`: with similar numbers) are bound and scored together, in
-    chunks bounded by `binding.chunk_mb`. Relations are not padded: the graphs of a chunk are joined into one graph,
-    whose relations are scored together. While training, only the scores of large chunks stay in memory
-    (`Binding.chunks`).
+    Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`.
+    Relations are not padded: the graphs of a chunk are joined into one graph, whose relations are scored together.
+    Training on the devices `Binding.pads_on` pads entities and relations of a chunk instead. While training, only the
+    scores of large chunks stay in memory (`Binding.chunks`).
     """
+    pads = binding.training and keys.device.type in binding.pads_on
+    chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys), pads)
 
-    def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
-        def of_chunk(tensor: Tensor) -> Tensor:
-            return tensor if is_whole else tensor[index]
+    def call(score: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        if is_large and binding.training and torch.is_grad_enabled():
+            return checkpoint(score, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return score(*inputs)
 
+    def score_padded(width: int, index: Tensor | None = None, *_: Tensor) -> Tensor:
+        tensors = graphs.tensors if index is None else [tensor[index] for tensor in graphs.tensors]
+        entities, mask = (tensor[:, :width] for tensor in tensors[:2])
+        return scoring(entities, mask, *tensors[2:], binding(entities, mask, keys, values))
+
+    def score_joined(width: int, index: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         with torch.autocast(keys.device.type, enabled=False):
-            entities, mask = (of_chunk(tensor)[:, :width] for tensor in (graphs.entities, graphs.entity_mask))
-            slots = binding.chunk_slots(of_chunk(queries)[:, :width], patches, mask if pads else None)
+            entities, mask = (tensor[index, :width] for tensor in (graphs.entities, graphs.entity_mask))
+            slots = binding.chunk_slots(queries[index, :width], patches)
             chosen = index[rows], columns
             relations = graphs.relations[chosen][None]
             subjects, objects = (ends[chosen][None] + rows * width for ends in (graphs.subjects, graphs.objects))
             scores = scoring.relation_scores(relations, subjects, objects, slots.flatten(1, 2)[:, None])
             fits = scores.new_zeros(*slots.shape[:2], graphs.relations.shape[1])
             fits[:, rows, columns] = scores[:, 0]
-            return scoring.combined(entities, mask, slots, fits, of_chunk(graphs.relation_mask).sum(dim=-1))
+            return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
 
-    with torch.autocast(keys.device.type, enabled=False):
-        patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
-    pads = binding.training and keys.device.type in binding.pads_on
-    chunks, is_large = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys), pads)
-    # The captions of a single padded chunk keep their order: the backward pass of indexing sorts, in many launches.
-    is_whole = pads and len(chunks) == 1
-    chunks = [sorted(chunks[0])] if is_whole else chunks
-    score: Callable[..., Tensor] = score_chunk
-    if is_large and binding.training and torch.is_grad_enabled():
-        score = partial(checkpoint, score_chunk, use_reentrant=False, preserve_rng_state=False)
+    if pads and len(chunks) == 1:  # in their order: the backward pass of indexing sorts, in many launches
+        return call(score_padded, max(graphs.entity_counts))
     order = [text for texts in chunks for text in texts]
     numbers = [sorted(range(len(order)), key=order.__getitem__)]
     for texts in chunks:
@@ -181,11 +193,13 @@ def score_all_pairs(
         columns = [column for text in texts for column in range(graphs.relation_counts[text])]
         numbers += texts, rows, columns
     original, *indices = _on_device(numbers, keys.device)
-    parts = [
-        score(index, max(graphs.entity_counts[text] for text in texts), rows, columns, patches)
-        for texts, index, rows, columns in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True)
-    ]
-    return parts[0] if is_whole else torch.cat(parts, dim=1)[:, original]
+    if not pads:
+        with torch.autocast(keys.device.type, enabled=False):
+            patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
+    score, parts = score_padded if pads else score_joined, []
+    for texts, *inputs in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True):
+        parts.append(call(score, max(graphs.entity_counts[text] for text in texts), *inputs))
+    return torch.cat(parts, dim=1)[:, original]
 
 
 def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, " _"], ...]:

@@ -109,11 +109,10 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """The image encoder; the number and length of phrases change with every batch."""
         return [self.network.image.backbone]
 
-    def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
-        """Keys and values of the images, entities and relations of the phrases."""
-        with self.updater.autocast():
-            encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
-        return encoded
+    @property
+    def dynamic_modules(self) -> list[nn.Module]:
+        """Binding and scoring of all pairs, in the padded form of a GPU."""
+        return [self.network.binding, self.network.scoring]
 
     def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
         """The contrastive loss and the local loss of relations; see the top of `loss.py`.
@@ -123,7 +122,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         `ent_rel_ratio`, alpha / beta.
         """
         network, logit_scale = self.network, self.logit_scale
-        keys, values, entities, relations = features
+        keys, values, entities, relations = features  # of the images, of the phrases
         graphs = join_graphs([batch.graphs for batch in batches])
         rank_graphs = look_up(graphs, entities, relations)
         all_graphs = rank_graphs if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)

@@ -96,32 +96,31 @@ class Meters:
     """Means of named numbers over an epoch, kept on the device until they are read."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor | float] = {}
-        self.counts: dict[str, int] = {}
+        self.totals: dict[str, tuple[Tensor | float, int]] = {}  # name -> sum and count
 
     def update(self, **values: Tensor | float) -> None:
         """Add one observation of each named number."""
         for name, value in values.items():
             value = value.detach().double() if isinstance(value, Tensor) else float(value)
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.counts[name] = self.counts.get(name, 0) + 1
+            total, count = self.totals.get(name, (0.0, 0))
+            self.totals[name] = total + value, count + 1
 
     def state_dict(self) -> dict[str, list[float]]:
         """Sum and count of each number on this rank, as plain values."""
-        return {name: [float(value), float(self.counts[name])] for name, value in self.sums.items()}
+        return {name: [float(total), float(count)] for name, (total, count) in self.totals.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Continue the sums and counts that `state_dict` returned."""
-        self.sums = {name: total for name, (total, _) in state.items()}
-        self.counts = {name: int(count) for name, (_, count) in state.items()}
+        self.totals = {name: (total, int(count)) for name, (total, count) in state.items()}
 
     def means(self) -> dict[str, float]:
         """Mean of each number over all ranks, which must have observed the same names."""
-        if not self.sums:
+        if not self.totals:
             return {}
-        names = sorted(self.sums)
-        totals = torch.tensor([[float(self.sums[name]), self.counts[name]] for name in names], dtype=torch.float64)
-        device = next((value.device for value in self.sums.values() if isinstance(value, Tensor)), totals.device)
+        names = sorted(self.totals)
+        totals = torch.tensor([[float(number) for number in self.totals[name]] for name in names], dtype=torch.float64)
+        tensors = (total for total, _ in self.totals.values() if isinstance(total, Tensor))
+        device = next((total.device for total in tensors), totals.device)
         totals = all_reduce_sum(totals.to(device)).cpu()
         return {name: (total / count).item() for name, (total, count) in zip(names, totals, strict=True)}
 

@@ -1,7 +1,10 @@
 """The options of SimDINO's training in data-flow order; names are RobinWu218/SimDINO's."""
 
 from dino_sparo.distillation import options as shared
+from dino_sparo.distillation.options import check_options
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number
+
+__all__ = ["check_options", "get_args_parser"]
 
 HEAD: Group = {"z_dim": Option(256, "Width of the features that the loss compares.", positive_int)}
 LOSS: Group = {

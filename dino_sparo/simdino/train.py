@@ -53,11 +53,7 @@ class SimDINOObjective(DistillationObjective):
     loss_key = "simdino_loss"
     fixed_options = (*DistillationObjective.fixed_options, "z_dim")
     loss: SimDINOLoss
-
-    @property
-    def loss_exchanges(self) -> bool:
-        """Whether the loss exchanges tensors between ranks: the coding rate does."""
-        return True
+    loss_exchanges = True  # the coding rate is that of all ranks' features
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:

@@ -11,9 +11,11 @@ from torch import nn
 
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.training.objective import Objective
+from dino_sparo.training.optim import scale_
 
 logger = logging.getLogger(__name__)
 
+MAX_SCALED = 200  # gradients; to compile the scaling of more takes longer than it saves
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
 
@@ -28,7 +30,7 @@ def is_compiled(choice: str, device: torch.device) -> bool:
 
 
 def compile_networks(objective: Objective[Any]) -> None:
-    """Compile for the shapes of the first step; a later change of shapes is an error."""
+    """Compile for the shapes of the first step, and `dynamic_modules` for all shapes."""
     modules = objective.compiled_modules
     parts = [part for module in modules for part in module.modules()]
     if any(isinstance(part, nn.SyncBatchNorm) for part in parts):
@@ -44,6 +46,11 @@ def compile_networks(objective: Objective[Any]) -> None:
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision tf32 allows it
     for module in modules:
         module.compile(dynamic=False)
+    for module in objective.dynamic_modules:
+        module.compile(dynamic=True)
+    updater = objective.updater
+    if updater.device.type == "cuda" and len(updater.parameters) <= MAX_SCALED:
+        updater.scale_gradients = torch.compile(scale_, dynamic=False)
     logger.info("the first step compiles the networks, which takes a minute or two")
 
 

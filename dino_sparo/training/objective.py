@@ -146,6 +146,11 @@ class Objective(ABC, Generic[AnyBatch]):
         """The modules that `--compile` compiles; by default all networks."""
         return list(self.networks.values())
 
+    @property
+    def dynamic_modules(self) -> list[nn.Module]:
+        """Further modules that `--compile` compiles, once for inputs of all sizes."""
+        return []
+
     @cached_property
     def data_hashes(self) -> dict[str, str]:
         """Fingerprint of the data, by a noun in the plural; resuming warns if it changed."""

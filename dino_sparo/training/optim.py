@@ -146,18 +146,28 @@ def cosine_schedule(
     return np.concatenate((warmup, cosine))
 
 
+def scale_(tensors: list[Tensor], factors: tuple[Float[Tensor, ""], ...]) -> None:
+    """Multiply each tensor by its factor, in place; compiled it takes one launch on a GPU, else one for each tensor."""
+    torch._foreach_mul_(tensors, factors)
+
+
 @torch.no_grad()
-def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float, norms: Float[Tensor, " parameters"]) -> None:
+def clip_gradients_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norms: Float[Tensor, " parameters"],
+    scale: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_,
+) -> None:
     """Scale down, in place, every gradient whose norm exceeds `max_norm`.
 
         g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter separately
 
     Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device, and all factors are computed
-    together. `norms` are those of `gradient_norms`.
+    together. `norms` are those of `gradient_norms`; `scale` is `scale_`, which may be compiled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     factors = (max_norm / (norms + CLIP_EPSILON)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factors.unbind())
+    scale(gradients, factors.unbind())
 
 
 @torch.no_grad()

@@ -101,8 +101,7 @@ class Recorder:
             return compute(inputs)
         if self.replay is None:
             self._record(self.record, compute, inputs)
-        for static, value in zip(self.inputs, inputs, strict=True):
-            static.copy_(value)
+        torch._foreach_copy_(self.inputs, list(inputs))
         assert self.replay is not None
         self.replay()
         self._add_gradients(is_only_part)

@@ -6,7 +6,7 @@ gradients between `finish_gradients` and `update`. Nothing here reads the device
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.launch import rank
-from dino_sparo.training.optim import OPTIMIZERS, gradient_norms, split_by_factor
+from dino_sparo.training.optim import OPTIMIZERS, gradient_norms, scale_, split_by_factor
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
@@ -40,6 +40,7 @@ class Updater:
         step_seed: a number that (seed, step, rank) determine, for what a step draws by a generator of its own.
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
+        scale_gradients: `optim.scale_`, for clipping; may be compiled.
         nonfinite: (), 1 from the first step whose loss is not finite. Without fp16 the gradients count too, and the
             flag is set on every rank. With fp16 it is set on the rank with that loss, and on every rank if gradients
             overflow at a scale below `MIN_FP16_SCALE`. From then on the optimizer changes nothing.
@@ -56,6 +57,7 @@ class Updater:
     step: int = 0
     step_seed: int = field(init=False, default=0)
     scaler: torch.amp.GradScaler | None = field(init=False)
+    scale_gradients: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_
     nonfinite: Tensor = field(init=False)
     overflow: Tensor = field(init=False)
 

@@ -20,14 +20,7 @@ from torch import Tensor
 from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.foreign_backbone import plan_of, pretrained_weights
 from dino_sparo.runtime.files import file_sha256, parse_object
-from dino_sparo.weights.entries import (
-    IMAGE_TEXT_KEYS,
-    NETWORKS,
-    PUBLISHED,
-    encoder_description,
-    has_clips_images,
-    top_weights,
-)
+from dino_sparo.weights import entries
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign import infer_config, is_open_clip
 from dino_sparo.weights.released import release_of, released_file
@@ -57,12 +50,12 @@ def load_checkpoint(path: str | Path, verify: bool = True, mmap: bool = False) -
     """
     if is_timm_model(path):
         plan, weights = plan_of(str(path).removeprefix(TIMM)), timm_model_weights(path)
-        return {**weights, "encoder": encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
+        return {**weights, "encoder": entries.encoder_description(infer_config({}, str(path)), plan.mean, plan.std)}
     if release := release_of(path):
         weights = read_torch_file(released_file(str(path)), verify, mmap)
-        # A network of timm is not recognised by its weights, but by this entry.
-        is_timm = release.arch.startswith(TIMM)
-        return {**weights, "encoder": encoder_description(infer_config({}, release.arch))} if is_timm else weights
+        if release.arch.startswith(TIMM):  # it is not recognised by its weights, but by this entry
+            weights["encoder"] = entries.encoder_description(infer_config({}, release.arch))
+        return weights
     path = weights_file(path)
     if not path.is_file():
         inside = path / "checkpoint.pth"
@@ -130,11 +123,11 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     activation is GELU, and mean and std are those of ImageNet, or of OpenAI for a CLIP. A `config.json` of another
     library is ignored; a damaged `open_clip_config.json` is refused.
     """
-    if any(key in checkpoint for key in (*IMAGE_TEXT_KEYS, *NETWORKS, "encoder")):
+    if any(key in checkpoint for key in (*entries.IMAGE_TEXT_KEYS, *entries.NETWORKS, "encoder")):
         return checkpoint
-    is_clip = is_open_clip(top_weights(checkpoint))
+    is_clip = is_open_clip(entries.top_weights(checkpoint))
     published = path.with_name("open_clip_config.json" if is_clip else "config.json")
-    whose = "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's"
+    whose = "OpenAI's" if entries.has_clips_images(checkpoint) else "ImageNet's"
     assumed = f"its images are taken as normalised like {whose}"
     if not published.is_file():
         logger.info("%s: no %s next to it; %s", path, published.name, assumed)
@@ -163,4 +156,4 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
             path,
             resize_mode,
         )
-    return {**checkpoint, PUBLISHED: {**normalization, "quick_gelu": activation}}
+    return {**checkpoint, entries.PUBLISHED: {**normalization, "quick_gelu": activation}}

@@ -14,18 +14,8 @@ import torch
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.foreign_backbone import ForeignBackbone
+from dino_sparo.weights import entries
 from dino_sparo.weights.checkpoint import load_checkpoint
-from dino_sparo.weights.entries import (
-    activation_of,
-    describe_encoder,
-    encoder_entry,
-    image_text_entry,
-    max_value_of,
-    network_name,
-    network_weights,
-    normalization_of,
-    say_heads,
-)
 from dino_sparo.weights.file import CheckpointError, load_strictly
 from dino_sparo.weights.foreign import timm_remedy, timm_weights, without_layer_scale
 
@@ -67,12 +57,12 @@ def encoder_of(
     is_described: bool = False,
 ) -> Encoder:
     """`load_encoder` for a checkpoint that was read from `path`; with `is_described` it has no weights, only sizes."""
-    is_foreign = encoder_entry(checkpoint, path) is None and image_text_entry(checkpoint) is None
-    weights = network_weights(checkpoint, which, path)
+    is_foreign = entries.encoder_entry(checkpoint, path) is None and entries.image_text_entry(checkpoint) is None
+    weights = entries.network_weights(checkpoint, which, path)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
-    description = describe_encoder(checkpoint, weights, path, arch, patch_size)
+    description = entries.describe_encoder(checkpoint, weights, path, arch, patch_size)
     if quick_gelu:
-        if activation_of(checkpoint) is False:
+        if entries.activation_of(checkpoint) is False:
             raise CheckpointError(
                 f"--quick_gelu is for weights that do not say how they were trained, but {path} says: with GELU"
             )
@@ -85,13 +75,13 @@ def encoder_of(
     elif not any(name.startswith("backbone.model.") for name in weights):
         encoder_state, fitting = encoder.state_dict(), timm_weights(encoder.backbone, weights, path)
         weights = {name: value for name, value in fitting.items() if name in encoder_state}
-    network = network_name(checkpoint, which) or "encoder"
+    network = entries.network_name(checkpoint, which) or "encoder"
     remedy = f"; {timm_remedy(weights)}" if is_foreign else ""
     load_strictly(encoder, weights, f"{path} ({network})", remedy, assign=is_described)
-    max_value = max_value_of(checkpoint)
-    view = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint), max_value=max_value)
+    max_value = entries.max_value_of(checkpoint)
+    view = EvalTransform(encoder.config.img_size, *entries.normalization_of(checkpoint), max_value=max_value)
     encoder.transform = view.batch
     logger.info("%s of %s: %s", network, path, encoder.summary)
     if is_foreign:
-        say_heads(encoder.config.arch, path)
+        entries.say_heads(encoder.config.arch, path)
     return encoder.eval()

@@ -26,48 +26,7 @@ from dino_sparo.weights.file import Replacing, write_safetensors
 
 CODE = "modeling_sparo.py"
 
-CARD = """\
----
-library_name: transformers
-pipeline_tag: image-feature-extraction
-license: apache-2.0
-tags:
-- dino_sparo
-- {readout}
----
-
-# {title}
-
-An image encoder, trained with dino_sparo: {architecture}.
-The read-out `{readout}` turns its tokens into {slots}.
-
-| training | |
-|---|---|
-{facts}
-
-{scores}
-## Use
-
-```python
-import torch
-from PIL import Image, ImageOps
-from transformers import AutoImageProcessor, AutoModel
-
-processor = AutoImageProcessor.from_pretrained({name}, trust_remote_code=True)
-model = AutoModel.from_pretrained({name}, trust_remote_code=True).eval()
-output = model(**processor({images}, return_tensors="pt"))
-output.pooler_output  # (1, {encoding_dim}), the encoding
-output.slots  # (1, {num_slots}, {slot_dim})
-output.slot_attentions  # (1, {num_slots}, N), the weight of each token in each slot
-output.last_hidden_state  # (1, N, {embed_dim}), the tokens: {num_prefix_tokens} before the patches, then one per patch
-```
-
-The code needs `pip install torch transformers {timm}`. With `pip install dino_sparo`, this loads the same encoder:
-
-```python
-encoder = dino_sparo.load_encoder({name})
-```
-"""
+CARD = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
 
 
 def write_folder(network: Encoder, out: str, record: Mapping[str, Any], replacing: Replacing) -> Path:

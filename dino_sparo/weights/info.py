@@ -19,20 +19,11 @@ from dino_sparo.weights.checkpoint import load_checkpoint, weights_file
 from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import NETWORKS, image_text_entry, network_name
 from dino_sparo.weights.file import DOCUMENTS_KEY
-from dino_sparo.weights.origin import origin_of
+from dino_sparo.weights.origin import OBJECTIVES, origin_of
 from dino_sparo.weights.results import evaluated_data, scores_of, subject_of
 
 BEST_SCORES = ("best_knn", "best_top1", "best_zero_shot")  # entries of checkpoints
 CHECKED, UNCHECKED = "no: the checksums fit", "not known: there are no checksums"
-# Objective -> the command that trains it.
-COMMANDS = {
-    "DINO": "train",
-    "SimDINO": "train-simdino",
-    "iBOT": "train-ibot",
-    "CLIP": "train-clip",
-    "OC-CLIP": "train-oc-clip",
-    "fine-tuning": "finetune",
-}
 DefaultsOf = Callable[[str], Mapping[str, Any]]
 Folders = Mapping[str, Callable[[Path], dict[str, Any]]]
 
@@ -84,7 +75,8 @@ def _describe_weights(path: str, file: Path, defaults_of: DefaultsOf) -> dict[st
     has_checksums, is_export = zipfile.is_zipfile(file), "sha256" in content
     recipe = origin["recipe"] or {}
     if args and origin["objective"]:
-        defaults = plain(dict(defaults_of(COMMANDS[origin["objective"]])))
+        command = dict(OBJECTIVES.values())[origin["objective"]]
+        defaults = plain(dict(defaults_of(command)))
         recipe = {name: args[name] for name in defaults if name in args and args[name] != defaults[name]}
     best = {name: f"{content[name]:.2f} %" for name in BEST_SCORES if content.get(name, -1) >= 0}
     epochs = args.get("epochs") or recipe.get("epochs")

@@ -10,10 +10,14 @@ from typing import Any
 from dino_sparo.runtime.files import file_sha256, versions
 from dino_sparo.weights.results import ENCODER_RESULTS, data_name, scores_beside
 
-# Entry of a checkpoint -> its objective.
+# Entry of a checkpoint -> its objective, and the command that trains it.
 OBJECTIVES = {
-    **{"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO", "simdino_loss": "SimDINO", "ibot_loss": "iBOT"},
-    "finetune": "fine-tuning",
+    "oc_clip": ("OC-CLIP", "train-oc-clip"),
+    "clip": ("CLIP", "train-clip"),
+    "dino_loss": ("DINO", "train"),
+    "simdino_loss": ("SimDINO", "train-simdino"),
+    "ibot_loss": ("iBOT", "train-ibot"),
+    "finetune": ("fine-tuning", "finetune"),
 }
 # Options that an export records. The others describe paths, machines and the architecture, which the export has.
 RECIPE = (
@@ -42,7 +46,7 @@ def origin_of(
     data = args.get("data_path") or args.get("shards") or []
     names = [data_name(path) for path in ([data] if isinstance(data, str) else data)]
     origin = {
-        "objective": next((name for key, name in OBJECTIVES.items() if key in content), None),
+        "objective": next((name for key, (name, _) in OBJECTIVES.items() if key in content), None),
         "data": ", ".join(filter(None, names)) or None,
         "num_images": content.get("num_images", content.get("num_pairs")),
         "epoch": content.get("epoch"),

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from dino_sparo.models.architectures import TIMM
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import written_beside
 
 logger = logging.getLogger(__name__)
 
@@ -115,21 +116,18 @@ def released_file(name: str, part: str = "pretrain") -> Path:
     if path.is_file():
         return path
     address = f"{ADDRESS}{stem}_pretrain/{path.name}"
-    part_of_file = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with urlopen(address, timeout=TIMEOUT_S) as answer, part_of_file.open("wb") as file:
-            total = int(answer.headers.get("Content-Length") or 0)
-            with tqdm.wrapattr(answer, "read", total=total or None, desc=path.name, leave=False) as body:
-                shutil.copyfileobj(body, file)
-            if total and file.tell() != total:
-                raise HTTPException(f"{file.tell()} of {total} bytes arrived")
-        os.replace(part_of_file, path)
-    except (OSError, HTTPException) as error:  # an error of the address is an OSError
-        raise UserError(
-            f"{address} could not be downloaded ({error}); where there is a network, download the file, and put it at "
-            f"{path}"
-        ) from error
-    finally:
-        part_of_file.unlink(missing_ok=True)
+    with written_beside(path) as part_of_file:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with urlopen(address, timeout=TIMEOUT_S) as answer, part_of_file.open("wb") as file:
+                total = int(answer.headers.get("Content-Length") or 0)
+                with tqdm.wrapattr(answer, "read", total=total or None, desc=path.name, leave=False) as body:
+                    shutil.copyfileobj(body, file)
+                if total and file.tell() != total:
+                    raise HTTPException(f"{file.tell()} of {total} bytes arrived")
+        except (OSError, HTTPException) as error:  # an error of the address is an OSError
+            raise UserError(
+                f"{address} could not be downloaded ({error}); where there is a network, download the file, and put it "
+                f"at {path}"
+            ) from error
     return path

@@ -11,15 +11,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from dino_sparo.demo.run import (
-    IMAGE_SIZE,
-    TRAINING_TABLE,
-    RunCommand,
-    evaluate,
-    read_recipe,
-    write_pairs,
-    write_training_pairs,
-)
+from dino_sparo.demo import run as demo
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.encoders import OTHER_SEED, trained_encoder, untrained_encoder
 from dino_sparo.image_text.towers import tokenize
@@ -27,12 +19,13 @@ from dino_sparo.oc_clip.load import load_oc_clip
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.runtime.cli import option_words
 from dino_sparo.weights.checkpoint import load_checkpoint
+from studies.binding.probes import standardized
 from studies.binding.scenes import PROBED_SHAPES
 from studies.plans import DINO_RECIPE
 
 NUM_DINO_TRAINING = int(str(DINO_RECIPE["data_path"]).split(":")[1])
 DINO = "train"  # command
-DEMO = read_recipe("oc-clip")
+DEMO = demo.read_recipe("oc-clip")
 PAIR_MODELS = {"OC-CLIP": "oc_clip", "CLIP cls": "cls", "CLIP sparo": "sparo"}  # names here and in the demo
 SMALLEST_NUM_IMAGES = 64  # one batch of pairs
 
@@ -61,7 +54,7 @@ MODELS = {
 }
 
 
-def train_model(name: str, seed: int, share: float, folder: Path, run: RunCommand) -> None:
+def train_model(name: str, seed: int, share: float, folder: Path, run: demo.RunCommand) -> None:
     """Train a model, or finish its training; a finished training returns at once.
 
     Args:
@@ -75,19 +68,19 @@ def train_model(name: str, seed: int, share: float, folder: Path, run: RunComman
     num_images = max(SMALLEST_NUM_IMAGES, round(share * model.num_images))
     options = {"seed": seed, "device": "cpu", "num_workers": 0, "precision": "fp32", "output_dir": folder}
     if model.command == DINO:
-        options |= {"data_path": f"scenes:{num_images}:{IMAGE_SIZE}", "knn_freq": 0}
+        options |= {"data_path": f"scenes:{num_images}:{demo.IMAGE_SIZE}", "knn_freq": 0}
     else:
-        table = pairs / TRAINING_TABLE
+        table = pairs / demo.TRAINING_TABLE
         warmup_steps = round(share * int(DEMO["training"]["warmup_steps"]))
         options |= {"data_path": table, "warmup_steps": max(1, warmup_steps)}
         if not table.is_file() or len(table.read_text().splitlines()) != num_images:
-            write_training_pairs(pairs, num_images)
+            demo.write_training_pairs(pairs, num_images)
     run(model.command, option_words({**model.options, **options}))
 
 
-def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCommand) -> dict[str, float]:
+def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: demo.RunCommand) -> dict[str, float]:
     """The demo's scores of a trained model on held-out scenes, in percent."""
-    data_path = f"scenes:{num_images}:{IMAGE_SIZE}"
+    data_path = f"scenes:{num_images}:{demo.IMAGE_SIZE}"
     if MODELS[name].command == DINO:
         words = {"pretrained_weights": folder / "checkpoint.pth", "data_path": data_path, "device": "cpu", "seed": seed}
         shared = option_words({**words, "num_workers": 0, "nb_knn": 20})
@@ -95,8 +88,8 @@ def demo_scores(name: str, seed: int, num_images: int, folder: Path, run: RunCom
         return {f"20-NN, {state}": result["results"][0]["top1"] for state, result in results.items()}
     questions = folder.parent / "questions" / "pairs"
     if not questions.exists():
-        write_pairs(questions, num_images // 2, run)
-    return evaluate(DEMO, PAIR_MODELS[name], folder, {"images": data_path, "pairs": questions}, "cpu", run)
+        demo.write_pairs(questions, num_images // 2, run)
+    return demo.evaluate(DEMO, PAIR_MODELS[name], folder, {"images": data_path, "pairs": questions}, "cpu", run)
 
 
 BATCH_SIZE = 250
@@ -156,8 +149,7 @@ def best_part(train: Float[Tensor, "B parts width"], y: Tensor, validation: Tens
     """The slot whose ridge regression leaves the smallest error of the validation images' bindings."""
     errors = []
     for part in range(train.shape[1]):
-        mean, deviation = train[:, part].mean(dim=0), train[:, part].std(dim=0).clamp_min(1e-6)
-        z, z_validation = ((x[:, part] - mean) / deviation for x in (train, validation))
+        z, z_validation = standardized([train[:, part], validation[:, part]])
         weights = torch.linalg.solve(z.t() @ z + torch.eye(z.shape[1]), z.t() @ (y - y.mean(dim=0)))
         errors.append((z_validation @ weights + y.mean(dim=0) - y_validation).square().mean().item())
     return errors.index(min(errors))

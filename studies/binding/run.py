@@ -23,36 +23,18 @@ from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.runtime.cli import Option, Parser, say
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
-from studies.binding import scenes
+from studies import report
+from studies.binding import probes, scenes
 from studies.binding.models import MODELS, ONE_SLOT, SLOTS, Readings, best_part, demo_scores, read_model, train_model
-from studies.binding.probes import (
-    CAPACITIES,
-    MAIN,
-    Information,
-    Split,
-    fit_probe,
-    prior_logits,
-    projected,
-    standardized,
-)
 from studies.binding.scenes import NUM_COLOURS, NUM_SHAPES
-from studies.report import (
-    differences,
-    draw_marks,
-    interval_table,
-    label_rows,
-    markdown,
-    mean_and_deviation,
-    talk_panels,
-)
 
 MEASURES = ("shapes", "colours", "binding", "shuffled", "true - shuffled")
 # Width, capacity and labels of a probe -> column of the tables.
 COLUMNS = {
-    **{("equal", capacity, "true"): capacity for capacity in CAPACITIES},
+    **{("equal", capacity, "true"): capacity for capacity in probes.CAPACITIES},
     ("native", "linear", "true"): "linear, own width",
-    ("equal", MAIN, "true"): "binding",
-    ("equal", MAIN, "shuffled"): "shuffled",
+    ("equal", probes.MAIN, "true"): "binding",
+    ("equal", probes.MAIN, "shuffled"): "shuffled",
 }
 # Model and reading, minus another model and reading, both trained.
 COMPARED = (
@@ -83,13 +65,13 @@ def values_of(results: Results, entropy: float) -> Values:
             column, seed = COLUMNS[width, capacity, labels], result["seed"]
             row = reading if reading == result["model"] else f"{result['model']}, {reading}"
             measures = values.setdefault((row, state), {})
-            information = Information(losses["loss_y"], losses["loss_shapes"] + losses["loss_colours"], entropy)
+            information = probes.Information(losses["loss_y"], losses["loss_shapes"] + losses["loss_colours"], entropy)
             measures.setdefault(column, {})[seed] = 100 * information.ratio
             if column == "binding":
                 measures.setdefault("shapes", {})[seed] = 100 * (1 - losses["loss_shapes"] / ENTROPY_SHAPES)
                 measures.setdefault("colours", {})[seed] = 100 * (1 - losses["loss_colours"] / ENTROPY_COLOURS)
     for measures in values.values():
-        measures["true - shuffled"] = differences(measures.get("binding", {}), measures.get("shuffled", {}))
+        measures["true - shuffled"] = report.differences(measures.get("binding", {}), measures.get("shuffled", {}))
     return values
 
 
@@ -99,35 +81,33 @@ def tables(results: Results, entropy: float) -> str:
 
     def table(columns: Sequence[str]) -> str:
         head = ["", "weights", "seeds", *columns]
-        cells = {row: [measures.get(column, {}) for column in columns] for row, measures in values.items()}
-        return markdown(
-            head, [[*row, str(len(measures["binding"])), *map(_cell, cells[row])] for row, measures in values.items()]
-        )
+        rows = []
+        for row, measures in values.items():
+            cells = [report.mean_and_deviation([*measures.get(column, {}).values()]) for column in columns]
+            rows.append([*row, str(len(measures["binding"])), *cells])
+        return report.markdown(head, rows)
 
     parts = {
         "The demos' scores, %:": score_table(results),
-        f"Information in % of the entropy, {MAIN}, equal width:": table(MEASURES),
-        f"Binding ratio in % by capacity, equal width; binding: {MAIN}:": table(
+        f"Information in % of the entropy, {probes.MAIN}, equal width:": table(MEASURES),
+        f"Binding ratio in % by capacity, equal width; binding: {probes.MAIN}:": table(
             [column for column in COLUMNS.values() if column != "shuffled"]
         ),
-        "Differences of these percentages, paired by seed:": interval_table("difference", MEASURES, _pairs(values)),
+        "Differences of these percentages, paired by seed:": difference_table(values),
     }
     return "\n\n".join(text for part in parts.items() for text in part)
 
 
-def _cell(values: Mapping[int, float]) -> str:
-    return mean_and_deviation([*values.values()]) if values else ""
-
-
-def _pairs(values: Values) -> dict[str, list[dict[int, float]]]:
+def difference_table(values: Values) -> str:
     """Trained minus untrained of each reading, and `COMPARED`."""
     pairs = {f"{row}: trained - untrained": ((row, "trained"), (row, "untrained")) for row, _ in values}
     pairs |= {f"{one} - {other}": ((one, "trained"), (other, "trained")) for one, other in COMPARED}
-    return {
-        name: [differences(values[one].get(column, {}), values[other].get(column, {})) for column in MEASURES]
+    rows = {
+        name: [report.differences(values[one].get(column, {}), values[other].get(column, {})) for column in MEASURES]
         for name, (one, other) in pairs.items()
         if one in values and other in values
     }
+    return report.interval_table("difference", MEASURES, rows)
 
 
 def score_table(results: Results) -> str:
@@ -136,7 +116,8 @@ def score_table(results: Results) -> str:
     for result in results:
         for score, value in result.get("scores", {}).items():
             scores.setdefault((result["model"], score), []).append(value)
-    return markdown(["model", "score", "%"], [[*key, mean_and_deviation(each)] for key, each in scores.items()])
+    rows = [[*key, report.mean_and_deviation(each)] for key, each in scores.items()]
+    return report.markdown(["model", "score", "%"], rows)
 
 
 SHOWN_MEASURES = ("colours", "binding", "true - shuffled")
@@ -150,11 +131,11 @@ def draw(results: Results, entropy: float, path: Path) -> None:
     rows = list(dict.fromkeys(row for row, _ in shown))[::-1]
     models = list(dict.fromkeys(row.split(", ")[0] for row in rows))
     colours = {row: colour_of(models.index(row.split(", ")[0]), len(models)) for row in rows}
-    with talk_panels(path, 1, len(SHOWN_MEASURES), (15.0, 2.0 + 0.4 * len(rows))) as (axes,):
+    with report.talk_panels(path, 1, len(SHOWN_MEASURES), (15.0, 2.0 + 0.4 * len(rows))) as (axes,):
         for axis, measure in zip(axes, SHOWN_MEASURES, strict=True):
             for (row, state), measures in shown.items():
-                draw_marks(axis, [*measures.get(measure, {}).values()], state, colours[row], rows.index(row))
-            label_rows(axis, rows if axis is axes[0] else [""] * len(rows), [colours[row] for row in rows])
+                report.draw_marks(axis, [*measures.get(measure, {}).values()], state, colours[row], rows.index(row))
+            report.label_rows(axis, rows if axis is axes[0] else [""] * len(rows), [colours[row] for row in rows])
             axis.set_xlabel(f"{measure}, %")
             axis.axvline(0, color=FAINT, zorder=0)
         axes[0].set_title("hollow: untrained, filled: trained", loc="left")
@@ -221,8 +202,8 @@ class Labels:
         shuffled = scenes.exchanged(self.objects, seed=0)
         self.y = {name: scenes.bindings(one) for name, one in (("true", self.objects), ("shuffled", shuffled))}
         self.f = scenes.features(self.objects)
-        self.y_offset = {name: prior_logits(labels, y) for name, labels in self.y.items()}
-        self.f_offset = prior_logits(self.f, f.unique(dim=0))
+        self.y_offset = {name: probes.prior_logits(labels, y) for name, labels in self.y.items()}
+        self.f_offset = probes.prior_logits(self.f, f.unique(dim=0))
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Training, validation and test part."""
@@ -232,10 +213,11 @@ class Labels:
 def probes_of(readings: Mapping[str, Tensor], state: str) -> Iterator[Probe]:
     """All measurements of a model's readings in one state of its weights."""
     for name, value in readings.items():
-        yield Probe(state, name, "equal", MAIN)
-        yield Probe(state, name, "equal", MAIN, "shuffled")
+        yield Probe(state, name, "equal", probes.MAIN)
+        yield Probe(state, name, "equal", probes.MAIN, "shuffled")
         if state == "trained":
-            yield from (Probe(state, name, "equal", capacity) for capacity in CAPACITIES if capacity != MAIN)
+            others = (capacity for capacity in probes.CAPACITIES if capacity != probes.MAIN)
+            yield from (Probe(state, name, "equal", capacity) for capacity in others)
             if value.flatten(1).shape[1] > EQUAL_WIDTH:
                 yield Probe(state, name, "native", "linear")
 
@@ -243,11 +225,11 @@ def probes_of(readings: Mapping[str, Tensor], state: str) -> Iterator[Probe]:
 def measure(probe: Probe, reading: Tensor, labels: Labels, seed: int) -> dict[str, float]:
     """Losses in bits of the probes for F and Y; for F, shapes and colours are separate."""
     parts = [part.flatten(1) for part in labels.split(reading)]
-    z = standardized(projected(parts, EQUAL_WIDTH) if probe.width == "equal" else parts)
+    z = probes.standardized(probes.projected(parts, EQUAL_WIDTH) if probe.width == "equal" else parts)
 
     def fit(values: Tensor, offset: Tensor) -> Tensor:
-        train, validation, test = map(Split, z, labels.split(values), labels.split(offset))
-        return fit_probe(train, validation, test, CAPACITIES[probe.capacity], seed)
+        train, validation, test = map(probes.Split, z, labels.split(values), labels.split(offset))
+        return probes.fit_probe(train, validation, test, probes.CAPACITIES[probe.capacity], seed)
 
     f = fit(labels.f, labels.f_offset)
     return {

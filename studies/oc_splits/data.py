@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.scenes.graphs import (
-    RELATIONS,
-    Circle,
-    Relation,
-    SceneDescription,
-    place_one,
-    place_pair,
-    turned_object,
-)
+from dino_sparo.data.scenes import graphs
 from dino_sparo.data.scenes.images import draw_scene
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 from studies.oc_splits.design import Picture, Question, Split, Thing, choose, shuffled, stream
@@ -46,19 +38,19 @@ PNG: dict[str, Any] = {"compress_level": 1}  # the default takes as long as draw
 FORMAT = 2  # version of the files
 
 
-def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> SceneDescription:
+def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> graphs.SceneDescription:
     """Place the objects of a picture; size, texture, direction and position, which captions do not name, are random."""
 
-    def placed(thing: Thing, circle: Circle) -> Any:
-        return turned_object(rng, thing.shape, thing.colour, choose(rng, TEXTURES), circle)
+    def placed(thing: Thing, circle: graphs.Circle) -> Any:
+        return graphs.turned_object(rng, thing.shape, thing.colour, choose(rng, TEXTURES), circle)
 
     if len(picture.things) == 1:
-        return SceneDescription((placed(picture.things[0], place_one(rng)),), (), background)
+        return graphs.SceneDescription((placed(picture.things[0], graphs.place_one(rng)),), (), background)
     large_first = picture if rng.random() < 0.5 else picture.turned
-    predicate = large_first.predicate or choose(rng, RELATIONS)
-    circles = place_pair(rng, predicate)
+    predicate = large_first.predicate or choose(rng, graphs.RELATIONS)
+    circles = graphs.place_pair(rng, predicate)
     objects = tuple(placed(thing, circle) for thing, circle in zip(large_first.things, circles, strict=True))
-    return SceneDescription(objects, (Relation(0, predicate, 1),), background)
+    return graphs.SceneDescription(objects, (graphs.Relation(0, predicate, 1),), background)
 
 
 def training_pictures(split: Split, num_images: int) -> Iterator[tuple[Picture, str | None]]:

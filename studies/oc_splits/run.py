@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, read_recipe, spread, start_demo
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
+from dino_sparo.draw.tables import text_table
 from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
@@ -36,7 +37,6 @@ SEEN_SHARES, HARD_SHARES = (20, 50, 80), (0, 25, 50)
 TRUE_GRAPHS, PARSED_GRAPHS = "true", "templates"
 CHANCE = 50.0
 WARMUP_SHARE = 10  # warmup takes one step in ten
-NAME_WIDTH, COLUMN_WIDTH = 24, 15
 
 
 class Model(NamedTuple):
@@ -144,15 +144,10 @@ def get_args_parser() -> Parser:
     return Parser(OPTIONS, "studies oc-splits")
 
 
-def chosen_amount(args: argparse.Namespace) -> Amount:
-    """The amount that the options choose."""
-    amounts = {name: getattr(args, name) for name in Amount._fields}
-    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in amounts.items() if value})
-
-
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
-    amount = chosen_amount(args)
+    chosen = {name: value for name in Amount._fields if (value := getattr(args, name))}
+    amount = (SHORT if args.short else FULL)._replace(**chosen)
     args.seeds, args.models = [*dict.fromkeys(args.seeds)], [*dict.fromkeys(args.models)]
     if args.curve:
         require_matplotlib()
@@ -200,16 +195,11 @@ def model_result(
     Raises:
         ValueError: the folder holds a result of other options.
     """
-    settings: dict[str, Any] = {
-        "model": name,
-        **{"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed},
-        **{"num_images": amount.num_images, "num_questions": amount.num_questions},
-        **{
-            "command": MODELS[name].command,
-            "graphs": MODELS[name].graphs,
-            "options": recipe(name, split.seed, amount, args),
-        },
-    }
+    model, options = MODELS[name], recipe(name, split.seed, amount, args)
+    cell = {"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed}
+    sizes = {"num_images": amount.num_images, "num_questions": amount.num_questions}
+    training = {"command": model.command, "graphs": model.graphs, "options": options}
+    settings: dict[str, Any] = {"model": name, **cell, **sizes, **training}
     path = folder / "result.json"
     devices = {"device": args.device, "num_workers": args.num_workers}
     if path.is_file():
@@ -223,7 +213,7 @@ def model_result(
         begin = time.monotonic()
         paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
         checkpoints = {"saveckp_freq": "1"} if args.curve else {}
-        run(MODELS[name].command, option_words({**settings["options"], **paths, **checkpoints}))
+        run(model.command, option_words({**options, **paths, **checkpoints}))
         seconds = time.monotonic() - begin
         result = {
             **settings,
@@ -294,21 +284,17 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     kind = results[0]["split"]
     first, second, *others = TESTS[kind]
     columns = [first, second, "mean of both", *others]
-    lines = [_row("", [*columns, "parameters", "seconds"])]
+    rows = [["", *columns, "parameters", "seconds"]]
     for name in dict.fromkeys(result["model"] for result in results):
         of_model = [result for result in results if result["model"] == name]
         times = [result["training_s"] for result in of_model]
         costs = [f"{of_model[0]['num_parameters']:,}", "-" if None in times else f"{statistics.mean(times):.0f}"]
-        for label, part, more in ((name, "tests", costs), ("  shuffled pictures", "shuffled", [])):
+        for label, part, more in ((name, "tests", costs), ("  shuffled pictures", "shuffled", ["", ""])):
             values = zip(*(accuracies(result[part], kind) for result in of_model), strict=True)
-            lines.append(_row(label, [spread(each, "") for each in values] + more))
-    prior = [100.0, 0.0, *[CHANCE] * (len(columns) - 2)]
-    lines.append(_row("captions alone, at best", [f"{value:.1f}" for value in prior]))
-    return "\n".join([*lines, _row("guessing", [f"{CHANCE:.1f}"] * len(columns))])
-
-
-def _row(label: str, values: Sequence[str]) -> str:
-    return f"{label:<{NAME_WIDTH}}" + "".join(f"{value:>{COLUMN_WIDTH}}" for value in values)
+            rows.append([label, *(spread(each, "") for each in values), *more])
+    guesses = [f"{CHANCE:.1f}"] * len(columns)
+    rows += [["captions alone, at best", "100.0", "0.0", *guesses[2:], "", ""], ["guessing", *guesses, "", ""]]
+    return text_table(rows, num_words=1)
 
 
 def draw_curves(results: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_look_is_what_the_model_attends_to(weights):
     loaded = load_clip(weights)
     source = open_pairs("scenes:19:48", default_split="val")
     view = PatchView([32], 8, loaded.mean, loaded.std)
-    looks = see_pairs(loaded.model, source, view, tokenize, torch.device("cpu"), max_pairs=18)
+    looks = see_pairs(loaded.model, source, view, torch.device("cpu"), max_pairs=18)
     assert len(looks) == 18
     look = looks[17]
     caption = source.captions_of(look.index)[0]

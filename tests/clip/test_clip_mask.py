@@ -107,8 +107,8 @@ def test_the_mask_learns_by_default_and_saturates_above_chance_with_the_bound_th
         bound: fit_mask(features, parts, **settings_of(epochs=10, batch_size=50, bound=bound))
         for bound in ("min", "max")
     }
-    assert found["min"].losses[-1] < math.log(2) < found["max"].losses[-1]
-    saturated = {bound: int(((each.weights - 0.5).abs() > 0.499).sum()) for bound, each in found.items()}
+    assert found["min"][1]["losses"][-1] < math.log(2) < found["max"][1]["losses"][-1]
+    saturated = {bound: int(((weights - 0.5).abs() > 0.499).sum()) for bound, (weights, _) in found.items()}
     assert saturated["min"] == 0 < saturated["max"]
     assert settings_of()["bound"] == "min"
 
@@ -141,9 +141,9 @@ def test_one_step_is_that_of_sgd():
     with torch.no_grad():
         for parameter in network.parameters():
             parameter -= 0.003 * parameter.grad
-    found = fit_mask(features, PARTS, **settings_of(epochs=1, lr=0.003, batch_size=NUM_PAIRS))
-    torch.testing.assert_close(found.weights, network()[0].detach(), rtol=1e-4, atol=1e-6)
-    assert (found.epoch, len(found.losses), len(found.accuracies)) == (1, 1, 1)
+    weights, course = fit_mask(features, PARTS, **settings_of(epochs=1, lr=0.003, batch_size=NUM_PAIRS))
+    torch.testing.assert_close(weights, network()[0].detach(), rtol=1e-4, atol=1e-6)
+    assert (course["best_epoch"], len(course["losses"]), len(course["accuracies"])) == (1, 1, 1)
 
 
 def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
@@ -157,26 +157,26 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
     features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
     assert macro(split_results(features, DotProductScorer.score_pairs)) < 100
-    found = fit_mask(features, 3, **settings_of(epochs=20, batch_size=4))
-    assert found.accuracies[found.epoch - 1] == 100
-    assert found.weights[0] > 0.7
-    assert found.weights[1] < 0.3
-    assert found.losses[-1] < found.losses[0]
+    weights, course = fit_mask(features, 3, **settings_of(epochs=20, batch_size=4))
+    assert course["accuracies"][course["best_epoch"] - 1] == 100
+    assert weights[0] > 0.7
+    assert weights[1] < 0.3
+    assert course["losses"][-1] < course["losses"][0]
 
 
 def test_the_first_of_the_best_epochs_is_kept():
     features = random_pairs(1)
     settings = settings_of(epochs=9, batch_size=5, seed=2)
-    found = fit_mask(features, PARTS, **settings)
-    assert found.epoch == found.accuracies.index(max(found.accuracies)) + 1
-    assert macro(split_results(masked_pairs(features, found.weights), DotProductScorer.score_pairs)) == max(
-        found.accuracies
-    )
-    again = fit_mask(features, PARTS, **settings)
-    assert torch.equal(again.weights, found.weights)
-    assert again.losses == found.losses
-    other = fit_mask(features, PARTS, **settings_of(epochs=9, batch_size=5, seed=3))
-    assert other.losses != found.losses
+    weights, course = fit_mask(features, PARTS, **settings)
+    accuracies = course["accuracies"]
+    assert course["best_epoch"] == accuracies.index(max(accuracies)) + 1
+    assert (course["num_parts"], course["parts_above_half"]) == (PARTS, int((weights > 0.5).sum()))
+    assert macro(split_results(masked_pairs(features, weights), DotProductScorer.score_pairs)) == max(accuracies)
+    again, same_course = fit_mask(features, PARTS, **settings)
+    assert torch.equal(again, weights)
+    assert same_course == course
+    _, other = fit_mask(features, PARTS, **settings_of(epochs=9, batch_size=5, seed=3))
+    assert other["losses"] != course["losses"]
 
 
 def test_a_mask_that_is_no_longer_finite_is_refused():
@@ -286,7 +286,8 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
 
 def test_wide_masks_are_drawn_as_an_area(tmp_path):
     weights = torch.rand(400, generator=torch.Generator().manual_seed(0))
-    mask.draw_mask(mask.FitResult(weights, 2, [0.7, 0.6], [50.0, 60.0]), 45.0, tmp_path / "mask.png")
+    course = {"parts_above_half": int((weights > 0.5).sum()), "best_epoch": 2, "accuracies": [50.0, 60.0]}
+    mask.draw_mask(weights, course, 45.0, tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 10_000
 
 

@@ -15,7 +15,7 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots import select
-from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
+from dino_sparo.clip.slots.select import draw, score_slots, table
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import open_source
@@ -53,7 +53,7 @@ def run(*options: object) -> dict:
 
 
 @pytest.fixture(scope="module")
-def scores(weights: Path) -> SlotScores:
+def scores(weights: Path) -> dict:
     source = open_evaluation_images("scenes:53:32")
     return score_slots(small_encoder(weights), source, source, list(SHAPES), TEMPLATES_USED, SLOTS)
 
@@ -61,22 +61,26 @@ def scores(weights: Path) -> SlotScores:
 def accuracy(weights: Path, slots: list[int]) -> float:
     source = open_evaluation_images("scenes:53:32")
     encoder = small_encoder(weights, SlotSelection(tuple(slots)))
-    return evaluate_zero_shot(encoder, source, list(SHAPES), TEMPLATES_USED).top1
+    return evaluate_zero_shot(encoder, source, list(SHAPES), TEMPLATES_USED)["top1"]
 
 
 def test_a_slots_score_is_the_accuracy_of_the_model_reduced_to_it(weights, scores):
-    assert scores.alone == pytest.approx([accuracy(weights, [slot]) for slot in range(SLOTS)])
-    assert len(set(scores.alone)) > 1
+    alone = {row["slot"]: row["top1"] for row in scores["ranking"]}
+    assert alone == pytest.approx({slot: accuracy(weights, [slot]) for slot in range(SLOTS)})
+    assert len(set(alone.values())) > 1
 
 
 def test_the_curve_is_the_accuracy_of_the_model_reduced_to_the_best(weights, scores):
-    expected = [accuracy(weights, scores.ranking[:number]) for number in range(1, SLOTS + 1)]
-    assert scores.curve == pytest.approx(expected)
-    assert (scores.num_images, scores.num_corrupt, scores.num_classes) == (53, 0, len(SHAPES))
+    ranking = [row["slot"] for row in scores["ranking"]]
+    expected = [accuracy(weights, ranking[:number]) for number in range(1, SLOTS + 1)]
+    assert [row["top1_choosing"] for row in scores["curve"]] == pytest.approx(expected)
+    assert [row["num_kept"] for row in scores["curve"]] == list(range(1, SLOTS + 1))
+    assert scores["images"] == {"num_images": 53, "num_held_out": 53, "num_corrupt": 0}
+    assert scores["prompts"]["num_classes"] == len(SHAPES)
 
 
 def test_slots_are_ranked_by_score_and_of_equals_the_first_comes_first(scores):
-    assert scores.ranking == sorted(range(SLOTS), key=lambda slot: (-scores.alone[slot], slot))
+    assert scores["ranking"] == sorted(scores["ranking"], key=lambda row: (-row["top1"], row["slot"]))
 
 
 def test_chunks_change_nothing(weights, scores, monkeypatch):
@@ -88,25 +92,38 @@ def test_chunks_change_nothing(weights, scores, monkeypatch):
 def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores):
     chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:53:32"), (53, 53))
     found = score_slots(small_encoder(weights), chosen, held_out, list(SHAPES), TEMPLATES_USED, SLOTS)
-    assert (found.num_images, found.num_held_out) == (26, 26)
-    best = SlotSelection(tuple(found.ranking[:2]))
+    assert found["images"] == {"num_images": 26, "num_held_out": 26, "num_corrupt": 0}
+    best = SlotSelection(tuple(row["slot"] for row in found["ranking"][:2]))
     alone = evaluate_zero_shot(small_encoder(weights, best), held_out, list(SHAPES), TEMPLATES_USED)
-    assert found.held_out_curve[1] == pytest.approx(alone.top1)
-    assert "on the 26 held-out images" in select.table(found, 2)
-    assert "on the 26 images that chose" in select.table(found, 2)
+    assert found["curve"][1]["top1_held_out"] == pytest.approx(alone["top1"])
+    lines = table({**found, "slots": [0, 1]})
+    assert "on the 26 held-out images" in lines
+    assert "on the 26 images that chose" in lines
+
+
+def result_of(alone: list[float], together: list[float], slots: list[int], num_classes: int = 3) -> dict:
+    """A result with the same accuracies on both halves of the images."""
+    ranking = sorted(range(len(alone)), key=lambda slot: -alone[slot])
+    rows = [{"num_kept": k, "top1_choosing": top1, "top1_held_out": top1} for k, top1 in enumerate(together, 1)]
+    return {
+        "ranking": [{"slot": slot, "top1": alone[slot]} for slot in ranking],
+        "curve": rows,
+        "slots": slots,
+        "images": {"num_images": 7, "num_held_out": 5, "num_corrupt": 0},
+        "prompts": {"num_classes": num_classes},
+    }
 
 
 def test_the_best_number_is_the_smallest_at_the_top():
-    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], [0.0] * 4, 10, 10, 0, 3, 0)
-    ranking = [{"slot": slot} for slot in found.ranking]
-    assert describe_selection(ranking, found.rows(), None, None)["slots"] == [0, 1]
+    found = result_of([1.0] * 4, [2.0, 9.0, 9.0, 4.0], [])
+    assert describe_selection(found["ranking"], found["curve"], None, None)["slots"] == [0, 1]
 
 
 @pytest.mark.parametrize("num_slots", [3, 10, 12])
 def test_the_table_has_a_row_for_each_of_the_ten_best_slots(num_slots):
     ranking = list(reversed(range(num_slots)))
     alone, together = ([float(base + slot) for slot in range(num_slots)] for base in (10, 50))
-    lines = select.table(SlotScores(alone, ranking, together, together, 7, 5, 0, 3, 0), 2).splitlines()
+    lines = table(result_of(alone, together, [0, 1])).splitlines()
     rows = [[float(word) for word in line.split()] for line in lines[1 : 1 + min(num_slots, 10)]]
     assert rows == [[place + 1, slot, alone[slot], together[place]] for place, slot in enumerate(ranking) if place < 10]
     assert lines[1 + len(rows)].startswith(
@@ -141,10 +158,9 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
     found = score_slots(encoder, source, source, source.classes or [], ("a {} thing",), 2)
-    assert found.alone == pytest.approx([100 / 3, 100])
-    assert found.ranking == [1, 0]
-    assert found.curve == [100, 100]
-    assert (found.num_images, found.num_corrupt) == (6, 1)
+    assert found["ranking"] == [{"slot": 1, "top1": 100}, {"slot": 0, "top1": pytest.approx(100 / 3)}]
+    assert [row["top1_choosing"] for row in found["curve"]] == [100, 100]
+    assert found["images"] == {"num_images": 6, "num_held_out": 6, "num_corrupt": 1}
 
 
 def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
@@ -214,9 +230,8 @@ def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_
     """It lay on the bars, whose heights it was near."""
     chance = 100 / num_classes
     alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
-    scores = SlotScores(alone, list(range(num_slots)), alone, alone, 100, 50, 0, num_classes, 0)
     with drawn_words() as figures:
-        draw(scores, 1, tmp_path / "slots.png")
+        draw(result_of(alone, alone, [0], num_classes), tmp_path / "slots.png")
     assert_readable(figures)
     boxes = {words.words: words.box for words in figures[0]}
     above = next(box for words, box in boxes.items() if words.startswith("chance"))

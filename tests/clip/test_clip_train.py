@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.clip.loss import clip_loss
 from dino_sparo.clip.options import PRESETS, get_args_parser
 from dino_sparo.clip.train import CLIPObjective
-from dino_sparo.image_text.objective import ModelPart, micro_batch_size, param_groups, updater_of_parts
+from dino_sparo.image_text.objective import micro_batch_size, param_groups
 from dino_sparo.image_text.options import shorten_warmups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
@@ -132,9 +133,9 @@ def test_a_resumed_run_takes_the_weight_decay_that_is_asked_for() -> None:
     model = small_clip()
 
     def updater(weight_decay: float) -> Updater:
-        args = parsed("--weight_decay", str(weight_decay), "--epochs", "2")
-        parts: list[ModelPart] = [(("",), 0.1, 1)]
-        return updater_of_parts(model, parts, args, 3, torch.device("cpu"), torch.float32)
+        args = parsed("--weight_decay", str(weight_decay), "--epochs", "2", "--lr", "0.1", "--warmup_steps", "1")
+        objective = bare(CLIPObjective, args=args, network=model, sampler=SimpleNamespace(steps_per_epoch=3))
+        return objective.updater_of_parts(torch.device("cpu"), torch.float32)
 
     before, after = updater(0.2), updater(0.01)
     after.optimizer.load_state_dict(before.optimizer.state_dict())

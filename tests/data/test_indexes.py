@@ -217,7 +217,7 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(os.path.basename(shard))
         yield from shard_samples(shard)
 
-    monkeypatch.setattr(tars, "shard_samples", watched)
+    monkeypatch.setattr(tars.indexes, "shard_samples", watched)
     return seen
 
 

@@ -349,7 +349,7 @@ def test_a_table_finds_its_columns_by_name(root: Path, delimiter: str) -> None:
         ),
         ("l.txt", "a.png\n", "train", "list .* has no split 'train'; put train.txt and val.txt"),
         ("l.bin", "a\0b", None, "is not a text file"),
-        ("photo.jpg", "a", None, "is a single image; give the folder"),
+        ("photo.jpg", "a", "train", "has no split 'train'; put train/ and val/ into a folder"),
         ("images.zip", "a", None, "is compressed, so its images cannot be read in random order"),
         ("shard.tar.gz", "a", None, r"is compressed, .*decompress it to a plain \.tar"),
     ],
@@ -359,6 +359,16 @@ def test_bad_files_are_errors(root: Path, name: str, text: str, split: str | Non
     (root / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         open_source(str(root / name), split)
+
+
+def test_a_single_image_is_a_source_of_one_image(root: Path) -> None:
+    write(root / "a.png", 7)
+    source = open_source(str(root / "a.png"), "all")
+    assert (len(source), source.labels, source.location(0)) == (1, None, str(root / "a.png"))
+    assert_shows(source, 0, 7)
+    (root / "b.png").write_text("broken")
+    with pytest.raises(CorruptImageError, match=r"b\.png"):
+        open_source(str(root / "b.png"))
 
 
 def test_names_in_a_list_need_no_ending_of_an_image_to_have_labels(root: Path) -> None:

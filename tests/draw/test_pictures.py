@@ -42,7 +42,7 @@ def several(*sides: MapSet, max_maps: int | None = None) -> Figure:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_maps", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_maps", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 16))])
 def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     """A portrait with three columns lost the end of its explanation."""
     maps = maps_of(num_maps, alike=2, shape=shape)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from refusals import refused
+from small_models import save_small_encoder
 
 from dino_sparo.__main__ import run
+from dino_sparo.commands import parser_of
 from dino_sparo.evaluation.embed import cluster
 from dino_sparo.evaluation.embed.store import load_embeddings
 
@@ -242,7 +244,6 @@ def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path) -> None:
         (["--images", "EMBEDDINGS", "--output", "p.json"], "p.json names the table"),
         (["--images", "EMBEDDINGS", "--output", "config.csv"], "config.json exists already"),
         (["--output", "config.csv"], "config.json exists already"),
-        (["--folds", "1"], "--folds 1: cross-validation needs at least 2"),
     ],
 )
 def test_predict_overwrites_no_json_and_not_its_own_table(
@@ -254,6 +255,14 @@ def test_predict_overwrites_no_json_and_not_its_own_table(
         run("predict", [str(labelled), *[str(labelled) if word == "EMBEDDINGS" else word for word in words]])
     assert Path("config.json").read_text() == "mine"
     assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize("name", ["predict embeddings", "few-labels", "table-probe"])
+def test_one_fold_is_refused_when_options_are_parsed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, *words = name.split()
+    with pytest.raises(SystemExit):
+        parser_of(command).parse_args([*words, "--folds", "1"])
+    assert "--folds: 1: give at least 2 for the cross-validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -275,3 +284,21 @@ def test_a_classifier_needs_labels_of_two_classes(labelled: Path, tmp_path: Path
     for folder, message in ((single, "two classes with two images each"), (none, "have no labels")):
         with refused(message):
             run("predict", [str(folder)])
+
+
+def test_images_are_embedded_as_the_labelled_embeddings_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = save_small_encoder(tmp_path / "encoder.pth")
+    for number in range(6):  # 12-bit values, so that --max_value decides
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 24), 500 + 600 * number, np.uint16)).save(path)
+    words = ["--pretrained_weights", str(weights), "--device", "cpu", "--num_workers", "0"]
+    for name, given in (("labelled", ["--max_value", "4095", "--img_size", "16"]), ("other", ["--img_size", "16"])):
+        run("embed", ["--data_path", str(tmp_path / "images"), "--output_dir", str(tmp_path / name), *words, *given])
+    labelled, images = str(tmp_path / "labelled"), str(tmp_path / "images")
+    fitted = "has the images that the classifier is fitted on (6 of 6)"
+    result = run("predict", [labelled, "--images", images, "--folds", "2", *words, "--output", str(tmp_path / "p.csv")])
+    assert fitted in result["warnings"][0]
+    assert "read differently" not in caplog.text
+    run("predict", [labelled, "--images", str(tmp_path / "other"), "--folds", "2"])
+    assert f"max_value 65535 in {tmp_path / 'other'}, 4095 in {labelled}" in caplog.text

@@ -291,7 +291,7 @@ def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
 
 def test_training_sees_the_encoders_colours_and_the_precision_and_seed_asked_for(checkpoint, monkeypatch):
     asked = mock.Mock(wraps=live_batches)
-    monkeypatch.setattr(linear_command, "live_batches", asked)
+    monkeypatch.setattr(linear_command.probe, "live_batches", asked)
     probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--precision", "bf16", "--seed", 3)
     loader, _, dtype = asked.call_args.args[2:]
     augmentation, sampler = loader.dataset.transform, loader.batch_sampler

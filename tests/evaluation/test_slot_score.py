@@ -403,7 +403,7 @@ def test_rare_classes_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_redundancy_is_averaged_over_images_and_not_over_batches() -> None:
-    seen = survey.Survey(redundancy={"model": {"maps": [(0.5, 16), (1.0, 4)], "values": []}})
+    seen = survey.Survey(redundancy={("model", "maps"): [(0.5, 16), (1.0, 4)]})
     assert seen.mean_redundancy() == {"model": {"maps": pytest.approx(0.6)}}
 
 

@@ -17,7 +17,8 @@ from dino_sparo import load_encoder
 from dino_sparo.__main__ import run
 from dino_sparo.ibot import step as ibot_step
 from dino_sparo.ibot.mask import pack
-from dino_sparo.models.backbone import AnyBackbone, create_backbone
+from dino_sparo.models.backbone import AnyBackbone
+from dino_sparo.models.encoder import EncoderConfig, create_backbone
 from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.file import CheckpointError
@@ -33,7 +34,7 @@ def patches_of(backbone: AnyBackbone, *arguments: Tensor) -> Tensor:
 @pytest.mark.parametrize("arch", ["vit_micro", *(family.arch for family in VITS)])
 def test_a_masked_patch_is_not_seen_and_the_mask_token_learns(arch: str) -> None:
     torch.manual_seed(0)
-    backbone = create_backbone(arch, patch_size=8, img_size=32).eval()
+    backbone = create_backbone(EncoderConfig(arch, 8, "gap", img_size=32)).eval()
     backbone.require_patches()
     images, masked = torch.randn(2, 3, 32, 32), torch.zeros(2, 16, dtype=torch.bool)
     masked[1, 6] = True  # second row, third column

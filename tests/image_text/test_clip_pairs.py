@@ -22,9 +22,8 @@ from dino_sparo.data.crops import sample_box
 from dino_sparo.data.scenes.graphs import Ties
 from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.scenes.patterns import COLOURS, SHAPES
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource
-from dino_sparo.image_text.objective import number_pairs
-from dino_sparo.image_text.pairs import tars as pair_tars
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, indexes
+from dino_sparo.image_text.objective import open_data
 from dino_sparo.image_text.pairs.batches import (
     LeftOut,
     PairBatch,
@@ -118,7 +117,7 @@ def test_shards_without_pairs_get_the_remedy_for_their_endings(
 def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tar(tmp_path / "a.tar", [*pair_members(0, 3), ("lone.png", picture(9))])
     first = open_pairs(str(path), max_left_out=1.0)
-    monkeypatch.setattr(pair_tars, "shard_samples", lambda shard: pytest.fail("indexed again"))
+    monkeypatch.setattr(indexes, "shard_samples", lambda shard: pytest.fail("indexed again"))
     again = open_pairs(str(path), max_left_out=1.0)
     assert contents(again) == contents(first)
     assert again.left_out == first.left_out
@@ -491,7 +490,7 @@ def open_numbered_pairs(data_path: str) -> int:
     options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]
     args = get_args_parser().parse_args(options)
     process = Distributed(launch.rank(), 2, torch.device("cpu"))
-    return len(number_pairs(args, process, 1, partial(collate_pairs, context_length=8))[1])
+    return len(open_data(args, process, partial(collate_pairs, context_length=8))[1])
 
 
 def test_ranks_with_different_pairs_are_told(tmp_path: Path, two_ranks: TwoRanks) -> None:

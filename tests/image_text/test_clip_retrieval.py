@@ -17,9 +17,15 @@ from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.retrieval import Recall, evaluate_retrieval, merge_equal, recall
 from dino_sparo.image_text.pairs.batches import PairSource
 
+ALL = {"any": 100, "share": 100}
+
 
 def run(*options: object) -> dict:
     return evaluate("retrieval", *options)
+
+
+def counts(result: dict, *names: str) -> tuple[int, ...]:
+    return tuple(result["images"][name] for name in names)
 
 
 # --- recall
@@ -55,8 +61,8 @@ def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
         for row, own in zip(scores.tolist(), matches, strict=True):
             nearest = sorted(range(29), key=lambda c: (-row[c], c in own))[:k]  # of equals the wrong one first
             numbers.append(sum(candidate in own for candidate in nearest))
-        assert found[k].any == pytest.approx(100 * sum(n > 0 for n in numbers) / 13)
-        assert found[k].share == pytest.approx(100 * sum(n / k for n in numbers) / 13)
+        assert found[k]["any"] == pytest.approx(100 * sum(n > 0 for n in numbers) / 13)
+        assert found[k]["share"] == pytest.approx(100 * sum(n / k for n in numbers) / 13)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -71,8 +77,8 @@ def test_equal_images_tie_in_whichever_block_they_are(monkeypatch, seed):
     images[8], texts[8] = images[0], texts[0]
     found = recall(colour_encoder(), images, texts, torch.arange(9)[:, None].expand(-1, 2), [1, 2])
     for direction in found:
-        assert direction[1].any == pytest.approx(100 * 7 / 9)
-        assert direction[2].any == 100
+        assert direction[1]["any"] == pytest.approx(100 * 7 / 9)
+        assert direction[2]["any"] == 100
 
 
 def test_captions_that_differ_in_case_and_white_space_alone_are_one_text():
@@ -92,10 +98,9 @@ def test_captions_that_many_images_share_are_one_text_and_not_ties_that_are_all_
     (tmp_path / "pairs.csv").write_text("\n".join(lines))
     data = open_caption_set(str(tmp_path / "pairs.csv"))
     found = evaluate_retrieval(colour_encoder(), data, [1, 3])
-    assert found.text[1] == (100, 100)
-    assert found.image[1] == (100, 100)
-    assert found.image[3] == (100, 100)
-    assert (found.num_images, found.num_captions, found.num_texts) == (9, 10, 3)
+    assert found["text_recall"]["@1"] == ALL
+    assert found["image_recall"] == {"@1": ALL, "@3": ALL}
+    assert counts(found, "num_images", "num_captions", "num_texts") == (9, 10, 3)
     assert "9 images, 10 captions, 3 different" in retrieval.table(found)
 
 
@@ -114,12 +119,13 @@ def test_recall_of_images_and_captions_by_hand(tmp_path):
     data = open_caption_set(str(tmp_path), str(tmp_path / "captions.token"))
     found = evaluate_retrieval(colour_encoder(), data, [1, 2])
     # Blue's own caption is tied with green's "blue", so it comes second.
-    assert found.text[1] == (pytest.approx(200 / 3), pytest.approx(200 / 3))
-    assert found.text[2] == (100, pytest.approx(100 * (2 / 2 + 1 / 2 + 1 / 2) / 3))
+    assert found["text_recall"] == {
+        "@1": {"any": pytest.approx(200 / 3), "share": pytest.approx(200 / 3)},
+        "@2": {"any": 100, "share": pytest.approx(100 * (2 / 2 + 1 / 2 + 1 / 2) / 3)},
+    }
     # "blue" is nearest to blue; for green it is second, tied with red, hence third.
-    assert found.image[1] == (80, 80)
-    assert found.image[2] == (80, 40)
-    assert (found.num_images, found.num_captions, found.num_corrupt) == (3, 5, 0)
+    assert found["image_recall"] == {"@1": {"any": 80, "share": 80}, "@2": {"any": 80, "share": 40}}
+    assert counts(found, "num_images", "num_captions", "num_corrupt") == (3, 5, 0)
 
 
 def test_images_that_cannot_be_read_go_with_their_captions(tmp_path, monkeypatch):
@@ -131,8 +137,8 @@ def test_images_that_cannot_be_read_go_with_their_captions(tmp_path, monkeypatch
         evaluate_retrieval(colour_encoder(), data, [1])
     monkeypatch.setattr(protocol, "MAX_MISSING", 0.5)
     found = evaluate_retrieval(colour_encoder(), data, [1])
-    assert (found.num_images, found.num_captions, found.num_corrupt) == (2, 2, 1)
-    assert found.image[1] == found.text[1] == (100, 100)
+    assert counts(found, "num_images", "num_captions", "num_corrupt") == (2, 2, 1)
+    assert found["image_recall"]["@1"] == found["text_recall"]["@1"] == ALL
 
 
 # --- layouts

@@ -163,7 +163,7 @@ def test_zero_shot_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, tmp_
         scores = [sum(score(image, scorer.words(text)) for text in prompts(templates, name)) / 3 for name in names]
         ranking = sorted(range(len(names)), key=lambda c: (-scores[c], c))
         top1, top5 = top1 + (ranking[0] == label), top5 + (label in ranking[:5])
-    assert (found.top1, found.top5) == pytest.approx((100 * top1 / 41, 100 * top5 / 41))
+    assert (found["top1"], found["top5"]) == pytest.approx((100 * top1 / 41, 100 * top5 / 41))
     options = ("--data_path", "scenes:11:32", "--output_dir", tmp_path / "a")
     result = command("zero-shot", zero_shot.evaluate_checkpoint, scorer, *options)
     assert (result["similarity"], result["prompts"]["ensemble"]) == ("binding, fp32", scorer.ensemble)
@@ -183,14 +183,14 @@ def test_retrieval_scores_each_pair_once_in_blocks_and_equals_a_loop(
     images = [mean_colour(data.images, index) for index in range(23)]
     table = [[float(torch.tensor(score(image, scorer.words(text)))) for text in texts] for image in images]
     for k in (1, 3, 10):
-        for by_image, recall in ((True, found.text[k]), (False, found.image[k])):
+        for by_image, recalls in ((True, found["text_recall"]), (False, found["image_recall"])):
             hits = []
             for query in range(23 if by_image else len(texts)):
                 pairs = [(query, c) if by_image else (c, query) for c in range(len(texts) if by_image else 23)]
                 nearest = sorted(pairs, key=lambda pair: (-table[pair[0]][pair[1]], pair in matches))[:k]
                 hits.append(sum(pair in matches for pair in nearest))
-            assert recall.any == pytest.approx(100 * sum(n > 0 for n in hits) / len(hits))
-            assert recall.share == pytest.approx(100 * sum(n / k for n in hits) / len(hits))
+            assert recalls[f"@{k}"]["any"] == pytest.approx(100 * sum(n > 0 for n in hits) / len(hits))
+            assert recalls[f"@{k}"]["share"] == pytest.approx(100 * sum(n / k for n in hits) / len(hits))
     options = ("--data_path", "scenes:11:32", "--output_dir", tmp_path / "a")
     result = command("retrieval", retrieval.evaluate_checkpoint, scorer, *options)
     assert result["similarity"] == "binding, fp32"

@@ -19,8 +19,8 @@ from test_clip_train import run
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.image_text.objective import stream_pairs
-from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
+from dino_sparo.image_text.objective import open_data
+from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.streams import PairStream
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.runtime.launch import Distributed
@@ -141,9 +141,9 @@ def test_a_run_trains_on_a_stream_and_goes_on_with_another(tmp_path: Path) -> No
 @pytest.mark.parametrize(("option", "reason"), [("--max_image_mpix", "pixels"), ("--max_image_mb", "MB")])
 def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason: str) -> None:
     """The bug: the options had no effect."""
-    words = f"--shards streamed --epoch_pairs 6 --num_workers 0 {option} 0.00001"
+    words = f"--shards streamed --epoch_pairs 6 --batch_size 3 --num_workers 0 {option} 0.00001"
     args = get_args_parser().parse_args(["--data_path", str(write_shard(tmp_path / "0.tar", 5)), *words.split()])
-    data = stream_pairs(args, Distributed(0, 1, torch.device("cpu")), 3)
+    data = open_data(args, Distributed(0, 1, torch.device("cpu")), collate_pairs)
     with pytest.raises(ValueError, match=rf"in a row of .* are not pairs, .*{reason}"):
         next(iter(data[2]))
 

@@ -16,10 +16,12 @@ from test_clip_train import run
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text import objective
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, validate, validation_pairs
+from dino_sparo.image_text.objective import open_data
+from dino_sparo.image_text.pairs.batches import collate_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.file import CheckpointError
 
 CPU = torch.device("cpu")
@@ -55,9 +57,11 @@ def test_what_is_trained_on_does_not_validate_if_both_come_from_one_table(tmp_pa
         Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
     table = tmp_path / "t.csv"
     table.write_text("path,caption,split\n0.png,a,train\n1.png,b,val\n")
-    words = ["--data_path", str(table), "--split", "train", "--val_path", str(table)]
-    held_out = objective._open_held_out(get_args_parser().parse_args(words))
-    assert held_out.captions_of(0) == ["b"]
+    words = ["--data_path", str(table), "--split", "train", "--val_path", str(table), "--batch_size", "1"]
+    args = get_args_parser().parse_args([*words, "--num_workers", "0"])
+    source, _, _, held_out = open_data(args, Distributed(0, 1, CPU), collate_pairs)
+    assert [pairs.captions_of(0) for pairs in (source, held_out) if pairs is not None] == [["a"], ["b"]]
+    assert (len(source), len(held_out or ())) == (1, 1)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.999])

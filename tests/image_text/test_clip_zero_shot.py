@@ -98,10 +98,11 @@ def test_accuracies_by_hand(tmp_path, caplog):
     paint(tmp_path / "blue" / "0.png", "broken")
     source = open_source(str(tmp_path))
     found = evaluate_zero_shot(colour_encoder(), source, ["blue", "green", "red"], ("a {} thing",))
-    assert found.top1 == 75.0
-    assert found.mean_per_class == pytest.approx(100 * (2 / 3 + 1) / 2)  # blue has no image
-    assert found.per_class == [(0, 0), (1, 1), (3, 2)]
-    assert (found.num_images, found.num_corrupt, found.num_ties, found.top5) == (4, 2, 0, 100.0)
+    assert (found["top1"], found["top5"], found["ties"]["images"]) == (75.0, 100.0, 0)
+    assert found["mean_per_class_recall"] == pytest.approx(100 * (2 / 3 + 1) / 2)  # blue has no image
+    recalls = [(row["name"], row["num_images"], row["recall"]) for row in found["per_class"]]
+    assert recalls == [("blue", 0, None), ("green", 1, 100), ("red", 3, pytest.approx(200 / 3))]
+    assert found["images"] == {"num_images": 4, "num_corrupt": 2}
     assert "left out 2 images that cannot be read" in caplog.text
 
 
@@ -109,7 +110,7 @@ def test_a_model_that_cannot_tell_is_at_chance_and_its_ties_are_counted(tmp_path
     for name in ("a", "b", "c", "d"):
         paint(tmp_path / name / "0.png", "red")
     found = evaluate_zero_shot(colour_encoder(), open_source(str(tmp_path)), list("abcd"), ("{}",))
-    assert (found.top1, found.num_ties) == (25.0, 4)
+    assert (found["top1"], found["ties"]["images"]) == (25.0, 4)
 
 
 def test_no_readable_image_is_an_error():
@@ -434,7 +435,7 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
     encoder = small_encoder(weights)
     chosen = dataclasses.replace(encoder, model=ReducedClip(encoder.model, SlotSelection((3, 1))))
     found = evaluate_zero_shot(chosen, Scenes(23, 32, "val", ties=INDEPENDENT), list(SHAPES), scene_templates())
-    assert found.top1 == result["top1"]
+    assert found["top1"] == result["top1"]
     by_number = run(*options[:-1], "3,1", "--output_dir", tmp_path / "slots")
     assert by_number.pop("slots") == {key: result["slots"][key] for key in ("kind", "slots", "num_slots", "rule")}
     del by_number["options"]

@@ -23,7 +23,7 @@ from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 from dino_sparo.clip import load_clip
 from dino_sparo.clip.load import clip_scorer, leading_slots, slot_leads
 from dino_sparo.data.views import ClipView
-from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, merge_words
+from dino_sparo.draw.figure import Band, Figure, Section, Tile, Word, map_painter, merge_words
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.failures import (
@@ -38,7 +38,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
 )
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question, answer_questions, judge
 from dino_sparo.image_text.evaluation.protocol import Crop
-from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer
+from dino_sparo.image_text.scorer import ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.runtime.faults import UserError
 
@@ -172,9 +172,9 @@ def figure(has_maps: bool) -> Figure:
     ]
     paint = map_painter(rng.random((3, 5)))
     tile = Tile(picture, "a&b.png", paint, "some phrase of a length", notes=("+0.001", "word" * 9 + " 4%"))
-    maps = [CaptionMaps((), ())] * 2
+    maps = [Band()] * 2
     if has_maps:
-        maps = [CaptionMaps(["a line of numbers " * 9], [tile] * 7), CaptionMaps((), [tile])]
+        maps = [Band(lines=["a line of numbers " * 9], tiles=[tile] * 7), Band(tiles=[tile])]
     sections = [failure_section(failure, Tile(picture, failure.image), maps) for failure in failures]
     ends = ("low", "high") if has_maps else None
     return Figure(TITLE, "a <model>", sections, LAYOUT, ["What it is."], "How. More.", ends)

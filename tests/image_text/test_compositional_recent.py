@@ -15,6 +15,7 @@ import torch
 from clip_fakes import evaluate, small_checkpoint
 from PIL import Image
 
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.compositional import command as command_module
 from dino_sparo.image_text.evaluation.compositional import questions as questions_module
@@ -29,6 +30,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.short import compare_pairs
 from dino_sparo.image_text.evaluation.protocol import ROOT, file_of, named_source
+from dino_sparo.runtime.faults import UserError
 from studies.drawn_sets import draw_sets
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "recent_sets.json").read_text())
@@ -149,6 +151,25 @@ def test_images_in_tables_are_those_of_their_row(drawn):
         assert np.array_equal(*pictures)
 
 
+def test_a_damaged_table_is_named_and_damage_to_its_images_is_counted(drawn, tmp_path):
+    """The bug: a truncated .arrow file ended with a traceback of pyarrow."""
+    tables = [next(drawn.rglob(name)) for name in ("data-00000*.arrow", "test-00000*.parquet")]
+    for path in tables:
+        copy = tmp_path / path.suffix / path.name
+        copy.parent.mkdir()
+        copy.write_bytes(path.read_bytes()[:3000])
+        with pytest.raises(UserError, match=f"{path.name} is not a valid table: .*; download the file again"):
+            find_benchmarks(["vismin", "bivlc"], ImageRules(copy.parent))
+    content = bytearray(tables[1].read_bytes())
+    content[4:40] = bytes(36)  # the head of the first column, the images
+    copy = tmp_path / "damaged" / tables[1].name
+    copy.parent.mkdir()
+    copy.write_bytes(content)
+    (found,) = find_benchmarks(["bivlc"], ImageRules(copy.parent))
+    with pytest.raises(CorruptImageError, match="is not a valid table"):
+        named_source(ROOT, found.questions[0].images, [str(copy)] * 2).read(0)
+
+
 # --- short tables, significance, resuming
 
 
@@ -164,6 +185,13 @@ def test_mcnemar_counts_the_questions_that_one_model_alone_answers():
     assert found.value == pytest.approx(100 * 7 / 33)
     equal = compare_pairs(BENCHMARKS["cola"], *[outcomes_of("image", first)] * 2, seed=0)
     assert equal == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_without_a_mean_two_models_are_compared_over_all_questions():
+    """The bug: pairs of attributes that are all rare have no macro mean, and --short ended with a ValueError."""
+    rights = [True, False, False], [True, True, True]
+    both = [[outcome for split in "ab" for outcome in outcomes_of(split, each)] for each in rights]
+    assert compare_pairs(BENCHMARKS["aro-attribution"], *both, seed=0).value == pytest.approx(100 * 2 / 3)
 
 
 def test_the_paired_bootstrap_draws_questions_of_both_models_together():
@@ -265,6 +293,38 @@ def test_a_damaged_line_is_asked_again_with_all_later_ones(drawn, weights, tmp_p
     assert result == expected
     assert len(counting.asked) == sum(len(json.loads(line)[0]) for line in lines[2:])
     assert "line 3 is unreadable; its questions and later ones are asked again" in caplog.text
+
+
+def test_a_last_model_that_cannot_be_opened_ends_the_command_before_the_first_is_asked(
+    drawn, weights, tmp_path, monkeypatch
+):
+    """The bug: a broken file at the end of the list was found after all models before it were evaluated."""
+    (tmp_path / "broken.pth").write_bytes(weights[0].read_bytes()[:5000])
+    monkeypatch.setattr(questions_module, "encode_questions", counting := Counting())
+    with pytest.raises(ValueError, match=r"broken\.pth is truncated"):
+        evaluate("compositional", "--model", *weights, tmp_path / "broken.pth", "--data_root", drawn)
+    assert counting.calls == 0
+
+
+def test_a_full_disk_while_answers_are_written_ends_with_the_files_name_and_the_answers_stay(
+    drawn, weights, tmp_path, monkeypatch
+):
+    """The bug: the error named no file, and its traceback said that it was a bug."""
+    options = ("--model", weights[0], "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+    opened = Path.open
+
+    def open_full(path: Path, *how: Any, **more: Any) -> Any:
+        is_third = path.suffix == ".jsonl" and how == ("a",) and path.read_text().count("\n") == 3
+        return opened(Path("/dev/full") if is_third else path, *how, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        with pytest.raises(UserError, match=r"answers\.jsonl cannot be written \(No space left on device\); free some"):
+            evaluate("compositional", *options)
+    monkeypatch.setattr(questions_module, "encode_questions", Counting())
+    (journal,) = tmp_path.glob("*.jsonl")
+    assert journal.read_text().count("\n") == 3
+    evaluate("compositional", *options)
 
 
 def test_warnings_stay_with_their_model_and_outlive_a_kill(drawn, weights, tmp_path, monkeypatch):

@@ -5,15 +5,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from clip_fakes import evaluate, small_checkpoint
+from hugging_face import LENGTH, save_hugging_face
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from dino_sparo.image_text.evaluation.protocol import ROOT, named_source
@@ -21,40 +21,9 @@ from dino_sparo.image_text.evaluation.published import open_hugging_face, open_o
 from studies.drawn_sets import draw_sets
 
 CAPTIONS = ["a red star left of a blue ring", "a blue star left of a red ring", "ring", "a red " * 9]
-WORDS = ("a", "red", "star", "left", "of", "blue", "ring")
-LENGTH = 13
 ARGS = argparse.Namespace(
     pretrained_weights="small", precision="fp32", batch_size_per_gpu=3, num_workers=0, img_size=None, exif="apply"
 )
-
-
-def save_hugging_face(folder: Path, kind: str) -> Path:
-    """An untrained CLIP or SigLIP with a tokenizer of a few words; SigLIP's has neither start token nor mask."""
-    ids = {"<pad>": 0, "<end>": 1, "<start>": 2, "<unk>": 3, **{word: 4 + number for number, word in enumerate(WORDS)}}
-    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    single = "<start> $A <end>" if kind == "clip" else "$A <end>"
-    words.post_processor = processors.TemplateProcessing(single, special_tokens=[("<start>", 2), ("<end>", 1)])
-    names = ["input_ids", "attention_mask"] if kind == "clip" else ["input_ids"]
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", model_max_length=LENGTH,
-        model_input_names=names,
-    )  # fmt: skip
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": 11, "max_position_embeddings": LENGTH, "eos_token_id": 1, "pad_token_id": 0}
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    torch.manual_seed(0)
-    processor: Any
-    if kind == "clip":
-        config: Any = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        model: Any = transformers.CLIPModel(config)
-        processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32)
-    else:
-        model = transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=vision))
-        processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
-    for each in (model, tokenizer, processor):
-        each.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -132,14 +101,36 @@ def test_a_folder_of_hugging_face_stands_beside_our_checkpoint_and_a_name_withou
     options = ("--data_root", root, "--benchmarks", "vismin", "spec", "--output_dir", tmp_path / "out")
     results = evaluate("compositional", *options, "--model", folder, ours)
     assert "model.safetensors" in results[0]["model"]["files"]
+    assert " at 0x" not in results[0]["view"]  # an address of this process
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"compositional_siglip_model.safetensors_drawn.json", "compositional_clip_checkpoint_drawn.json"}
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["siglip", "clip"]
     with pytest.raises(ValueError, match="other: is unknown; give one of open_clip:, hf:"):
         evaluate("compositional", *options, "--model", "other:x")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:5000])
+    with pytest.raises(ValueError, match="cannot be opened by transformers: Error while deserializing"):  # was a bug
+        open_hugging_face(str(folder), ARGS, torch.device("cpu"))
+    weights.write_bytes(content)
     config = transformers.CLIPTextConfig(vocab_size=11, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
     transformers.CLIPTextModel(config).save_pretrained(folder)
     with pytest.raises(ValueError, match="has no encoders of images and captions"):
+        open_hugging_face(str(folder), ARGS, torch.device("cpu"))
+
+
+def test_a_folder_that_lacks_files_is_refused(tmp_path):
+    """The bug: transformers makes a tokenizer without words, or draws the weights at random; both gave results."""
+    folder = save_hugging_face(tmp_path, "clip")
+    words = [path.rename(path.with_suffix(".gone")) for path in folder.glob("tokenizer*.json")]
+    with pytest.raises(ValueError, match=r"a tokenizer without words; get all files, such as tokenizer\.json"):
+        open_hugging_face(str(folder), ARGS, torch.device("cpu"))
+    for path in words:
+        path.rename(path.with_suffix(".json"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["visual_projection.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights of CLIPModel, such as visual_projection\.weight; get all"):
         open_hugging_face(str(folder), ARGS, torch.device("cpu"))
 
 

@@ -13,7 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
-from dino_sparo.models.backbone import Backbone, ViTSize, create_backbone
+from dino_sparo.models.backbone import Backbone, ViTSize
+from dino_sparo.models.encoder import EncoderConfig, create_backbone
 from dino_sparo.runtime.precision import use_fused_attention
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -271,15 +272,15 @@ def test_intermediate_tokens_are_those_after_the_last_blocks_each_normalised(n: 
 
 def test_a_backbone_is_built_by_name_with_the_papers_defaults() -> None:
     with recorded.SkipInitialisation():
-        backbone = create_backbone("vit_micro")
-        shorter = create_backbone("vit_micro", remove_blocks=1, drop_path_rate=0.3)
+        backbone = create_backbone(EncoderConfig("vit_micro", readout="cls"))
+        shorter = create_backbone(EncoderConfig("vit_micro", readout="sparo"), drop_path_rate=0.3)
     sizes = (backbone.embed_dim, backbone.num_heads, backbone.depth, len(backbone.blocks))
     assert sizes == (128, 4, 4, 4)
     assert (backbone.patch_size, backbone.img_size, backbone.in_chans) == (16, 224, 3)
     assert isinstance(backbone.norm_pre, nn.Identity)
     assert drop_path_rates(backbone) == [0, 0, 0, 0]
     assert drop_path_rates(shorter) == pytest.approx([0, 0.1, 0.2])  # of four blocks
-    defaults = [inspect.signature(built).parameters for built in (Backbone, create_backbone)]
+    defaults = [inspect.signature(built).parameters for built in (Backbone, EncoderConfig)]
     for name in ("patch_size", "img_size"):
         assert defaults[0][name].default == defaults[1][name].default
     assert not backbone.grad_checkpointing
@@ -288,7 +289,7 @@ def test_a_backbone_is_built_by_name_with_the_papers_defaults() -> None:
 def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
     names = r"\['vit_base', 'vit_huge', 'vit_large', 'vit_micro', 'vit_small', 'vit_tiny'\]"
     with pytest.raises(ValueError, match=f"unknown arch 'vit_smal'; choose one of {names}"):
-        create_backbone("vit_smal")
+        create_backbone(EncoderConfig("vit_smal"))
 
 
 # CLIP's vision transformer.

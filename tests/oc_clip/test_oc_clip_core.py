@@ -8,10 +8,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jaxtyping
 import pytest
 import torch
 from oc_clip_fakes import bind_all
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from dino_sparo.image_text.step import contrastive_loss
@@ -244,7 +246,7 @@ def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("training", "pads"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("training", "pads"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("chunk_mb", "kept_share"), [(256, 1), (256, 0), (1e-9, 0)], ids=["kept", "large", "single"])
 def test_scores_of_all_pairs_are_those_of_the_equations(
     kind: str, training: bool, chunk_mb: float, kept_share: float, pads: bool, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +257,26 @@ def test_scores_of_all_pairs_are_those_of_the_equations(
     case.binding.pads_on = ("cpu",) if pads else ()
     ours = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
     assert_same(case, ours, expected_scores(case))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+def test_the_padded_form_is_compiled_once_for_graphs_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
+    case, counter = problem(), CompileCounter()
+    case.binding.pads_on = ("cpu",)
+    patches = [tensor.detach() for tensor in case.binding.encode_patches(case.patches)]
+    narrow = [[tensor[:, :width].contiguous() for tensor in case.graphs.tensors] for width in (2, 3)]
+    counts = tuple(tuple(min(count, width) for count in ENTITIES) for width in (2, 3))
+    graphs = [
+        case.graphs,
+        *(EncodedGraphs(*t[:3], t[3] % 1, t[4] % 1, t[5], c, c) for t, c in zip(narrow, counts, strict=True)),
+    ]
+    expected = [score_all_pairs(case.binding, case.scoring, one, *patches) for one in graphs]
+    for module in (case.binding, case.scoring):
+        module.compile(dynamic=True, backend=counter)
+    for one, scores in zip(graphs, expected, strict=True):
+        torch.testing.assert_close(score_all_pairs(case.binding, case.scoring, one, *patches), scores, **EXACT)
+    assert counter.frame_count == 2
 
 
 def padded_scores(case: Problem, graphs: EncodedGraphs) -> Tensor:
@@ -415,7 +437,7 @@ def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
     scale = torch.tensor(2.3, dtype=torch.float64, requires_grad=True)
     leaves = [scores, alternatives, *([scale] if learned else [])]
     given, factor = (scale, scale) if learned else (None, 1.0)
-    relation = relation_loss(*alternatives.unbind(dim=1), has_relation, given)
+    relation = relation_loss(alternatives, has_relation, given)
     ours = contrastive_loss(scores, given) + 0.7 * relation[0] / 2
     # Equation 5 times 1 / (2 B), and equation 6 over pairs with relations, divided by B.
     logits, with_relation = factor * scores, factor * alternatives[has_relation]
@@ -429,12 +451,12 @@ def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
 
 
 def test_pairs_without_relations_have_no_part_in_the_local_loss() -> None:
-    scores = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     some = torch.tensor([True, False, False, True])
-    (gradient,) = torch.autograd.grad(relation_loss(*scores, some)[0], scores)
-    assert gradient[:, ~some].eq(0).all()
-    assert gradient[:, some].ne(0).all()
-    nothing = relation_loss(*scores, torch.zeros(4, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(relation_loss(scores, some)[0], scores)
+    assert gradient[~some].eq(0).all()
+    assert gradient[some].ne(0).all()
+    nothing = relation_loss(scores, torch.zeros(4, dtype=torch.bool))
     assert (nothing[0].item(), nothing[1].item()) == (0, 0)
     assert torch.autograd.grad(nothing[0], scores)[0].eq(0).all()
 
@@ -443,5 +465,6 @@ def test_without_a_temperature_the_losses_cannot_fall_far() -> None:
     best = 2 * torch.eye(128, dtype=torch.float64) - 1
     assert contrastive_loss(best).item() == pytest.approx(2.90, abs=0.005)
     # Two entities and one relation: cosines 1, f = 1 for the true graph and -1 for both others; alpha 1.5, beta 0.5.
-    true, false = (torch.tensor([(1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5)], dtype=torch.float64) for f in (1, -1))
-    assert relation_loss(true, false, false, torch.tensor([True]))[0].item() == pytest.approx(0.92, abs=0.005)
+    true, false = ((1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5) for f in (1, -1))
+    scores = torch.tensor([[true, false, false]], dtype=torch.float64)
+    assert relation_loss(scores, torch.tensor([True]))[0].item() == pytest.approx(0.92, abs=0.005)

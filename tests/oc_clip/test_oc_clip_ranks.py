@@ -16,7 +16,7 @@ from PIL import Image
 from runs import options
 
 from dino_sparo.clip.options import check_options, get_args_parser
-from dino_sparo.image_text.objective import number_pairs
+from dino_sparo.image_text.objective import open_data
 from dino_sparo.image_text.pairs.batches import collate_pairs
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts
 from dino_sparo.runtime.launch import Distributed, rank, world_size
@@ -108,7 +108,7 @@ def _open_pairs(tables: list[str]) -> int:
     args = get_args_parser().parse_args(words)
     check_options(args)
     process = Distributed(rank(), world_size(), torch.device("cpu"))
-    return len(number_pairs(args, process, 1, collate_pairs)[0])
+    return len(open_data(args, process, collate_pairs)[0])
 
 
 def write_table(path: Path, captions: list[str]) -> str:

@@ -63,7 +63,7 @@ def test_meters_keep_no_graph_and_do_not_follow_tensors_that_change() -> None:
     running = torch.tensor(3.0, dtype=torch.float64)
     meters.update(loss=running)
     running.fill_(99.0)
-    total = meters.sums["loss"]
+    total, _ = meters.totals["loss"]
     assert isinstance(total, torch.Tensor)
     assert not total.requires_grad
     assert meters.means() == {"loss": 2.5}

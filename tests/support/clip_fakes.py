@@ -9,6 +9,7 @@ import pytest
 import torch
 from open_clip.tokenizer import SimpleTokenizer
 from PIL import Image
+from small_models import written_once
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,6 +95,7 @@ def save_clip(network: CLIP, path: Path, **changes: Any) -> Path:
     return path
 
 
+@written_once
 def small_checkpoint(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
     """An untrained model in a checkpoint of CLIP training."""
     torch.manual_seed(seed)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from objectives import bare
 from runs import train_small
+from small_models import written_once
 from torch import Tensor, nn
 
 from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
@@ -49,6 +50,7 @@ def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP
     return model
 
 
+@written_once
 def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
     """An untrained model in a checkpoint of OC-CLIP's training."""
     model = small_model(seed, context=20, **binding)

@@ -40,26 +40,31 @@ def has_shape(annotation: Any) -> bool:
     return any(map(has_shape, parts))
 
 
+def at_first_call(function: Callable[..., Any], typechecker: Any) -> Callable[[], Callable[..., Any]]:
+    """What gives the checked function. Most functions are never called in a process, and each check is compiled."""
+    return functools.cache(lambda: typechecker(function))
+
+
 def checked(function: Callable[..., Any], typechecker: Any) -> Callable[..., Any]:
     """A function whose types are checked."""
-    check = typechecker(function)
+    check = at_first_call(function, typechecker)
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
-        return (function if jaxtyping.config.jaxtyping_disable else check)(*arguments, **keywords)
+        return (function if jaxtyping.config.jaxtyping_disable else check())(*arguments, **keywords)
 
     return call
 
 
 def checked_with_letters(function: Callable[..., Any], typechecker: Any) -> Callable[..., Any]:
     """A function whose types and shapes are checked."""
-    check = typechecker(function)
+    check = at_first_call(function, typechecker)
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if jaxtyping.config.jaxtyping_disable:
             return function(*arguments, **keywords)
         with letters:
-            return check(*arguments, **keywords)
+            return check()(*arguments, **keywords)
 
     return call

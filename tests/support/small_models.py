@@ -5,9 +5,10 @@
 200 kB. A gzipped file has the bytes of the checkpoint that was written.
 """
 
+import functools
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,25 @@ def record_of(folder: str, name: str) -> dict[str, Any]:
     return json.loads((REFERENCE / folder / f"{name}.json").read_text())
 
 
+def written_once(write: Callable[..., Path]) -> Callable[..., Path]:
+    """A function that writes a file. Calls with equal arguments copy the first file and leave the same random state."""
+    kept: dict[Any, tuple[bytes, torch.Tensor]] = {}
+
+    @functools.wraps(write)
+    def write_or_copy(path: Path, *arguments: Any, **keywords: Any) -> Path:
+        key = arguments, tuple(sorted(keywords.items()))
+        if key not in kept:
+            kept[key] = write(path, *arguments, **keywords).read_bytes(), torch.get_rng_state()
+        content, random_state = kept[key]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        torch.set_rng_state(random_state)
+        return path
+
+    return write_or_copy
+
+
+@written_once
 def save_small_encoder(path: Path, readout: str = "sparo", seed: int = 0, **sizes: int) -> Path:
     """An untrained encoder in one of our checkpoints, with statistics of images that are not ImageNet's."""
     torch.manual_seed(seed)

@@ -116,6 +116,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(
     assert_same_checkpoint(whole, folder, command)
 
 
+@of_the_trainer
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     command: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +312,7 @@ BAD_OPTIONS = {
 }
 
 
+@of_the_trainer
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 def test_options_that_fit_no_training_are_refused_in_one_line(
     command: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str

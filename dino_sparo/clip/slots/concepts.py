@@ -11,7 +11,7 @@ h, w are rows and columns of the patch grid.
 
 import html
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import mass_mask
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import view_pairs
-from dino_sparo.image_text.towers import Tokens, simple_tokenizer
+from dino_sparo.image_text.towers import simple_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +113,7 @@ class Choice(NamedTuple):
 
 @torch.no_grad()
 def see_pairs(
-    model: CLIP,
-    source: PairSource,
-    view: PatchView,
-    tokenize: Callable[[list[str]], Tokens],
-    device: torch.device,
-    max_pairs: int,
+    model: CLIP, source: PairSource, view: PatchView, device: torch.device, max_pairs: int
 ) -> list[PairAttention]:
     """Run a model over at most `max_pairs` pairs, evenly spread over the source; unreadable pairs are skipped.
 
@@ -128,7 +123,7 @@ def see_pairs(
     num_truncated = 0
     pairs = view_pairs(source, spread_out(source, max_pairs), view)
     while batch := list(islice(pairs, BATCH_SIZE)):
-        tokens = tokenize([pair.caption for pair in batch])
+        tokens = model.text.tokenize([pair.caption for pair in batch])
         num_truncated += tokens.num_truncated
         columns = see(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
         for pair, ids, maps, attention, cosines in zip(batch, tokens.ids, *columns, strict=True):

@@ -12,7 +12,7 @@ SPARO, section 5.2, table 5 and appendix 0.C.1.
 
 import argparse
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dino_sparo.clip.slots.subsets import ReducedClip, mask_features
 from dino_sparo.data.sources.decode import ImageLimits
 from dino_sparo.draw.plots import ACCENT, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
+from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
@@ -85,23 +86,6 @@ class Mask(nn.Module):
         return torch.sigmoid(scale / 4 * self.theta), scale
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """The best mask, and the course of its fit.
-
-    Attributes:
-        weights: (parts,), after the epoch with the highest accuracy.
-        epoch: that epoch, from 1; of several the first.
-        losses: mean loss of every epoch, nats.
-        accuracies: on the pairs after every epoch, mean over the splits, percent.
-    """
-
-    weights: Float[Tensor, " parts"]
-    epoch: int
-    losses: list[float]
-    accuracies: list[float]
-
-
 def part_products(pairs: EncodedQuestions, num_parts: int) -> Float[Tensor, "3 pairs parts"]:
     """Scalar products of normalised encodings, part by part; the number of parts divides M.
 
@@ -141,11 +125,15 @@ def fit_mask(
     batch_size: int,
     seed: int,
     bound: str,
-) -> FitResult:
+) -> tuple[Float[Tensor, " parts"], dict[str, Any]]:
     """Learn a mask on frozen encodings by SGD, and keep the mask of the best epoch.
 
     After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
     splits. Pairs of all splits are put together without balancing them.
+
+    Returns:
+        The weights after the epoch with the highest accuracy, of several the first; and the course of the fit, for the
+        result: this epoch, from 1, the mean loss of every epoch, nats, and the accuracy after every epoch, percent.
     """
     products = part_products(pairs, num_parts)
     mask = Mask(num_parts, bound).to(pairs.images.device)
@@ -168,7 +156,13 @@ def fit_mask(
         losses.append(float(total) / len(pairs.questions))
         accuracies.append(macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs)))
     best = accuracies.index(max(accuracies))
-    return FitResult(masks[best], best + 1, losses, accuracies)
+    return masks[best], {
+        "num_parts": num_parts,
+        "parts_above_half": int((masks[best] > 0.5).sum()),
+        "best_epoch": best + 1,
+        "losses": losses,
+        "accuracies": accuracies,
+    }
 
 
 def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
@@ -215,9 +209,9 @@ def change_elsewhere(
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
         "data_path": data_path,
-        "initial": results[0].top1,
-        "masked": results[1].top1,
-        "num_images": results[0].num_images,
+        "initial": results[0]["top1"],
+        "masked": results[1]["top1"],
+        "num_images": results[0]["images"]["num_images"],
         "num_classes": len(classes.names),
         "classnames": classes.origin,
         "templates": list(templates),
@@ -265,14 +259,21 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     pairs = encode_pairs(scorer, local, args.max_missing, task.limits)
     before = split_results(pairs, scorer.score_pairs)
     settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
-    fit_result = fit_mask(pairs, num_parts, *settings)
-    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, task.weights["sha256"])
-    after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
+    weights, course = fit_mask(pairs, num_parts, *settings)
+    mask = SlotMask(tuple(weights.tolist()), config.embed_dim, task.weights["sha256"])
+    after = split_results(masked_pairs(pairs, weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download, task.limits) for where in args.evaluate]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
-        "fit": describe_fit(fit_result, args),
+        "fit": {
+            "parts": args.parts,
+            "optimizer": "SGD, constant learning rate, no weight decay",
+            **{name: getattr(args, name) for name in ("lr", "momentum", "epochs", "seed")},
+            "batch_size": args.mask_batch_size,
+            "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
+            **course,
+        },
         "pairs": {
             "images": str(local.images),
             "files": {file.removesuffix(".json"): record for file, record in local.file_records().items()},
@@ -283,7 +284,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         },
     }
     if is_main():
-        draw_mask(fit_result, result["accuracy"]["initial"], file.path.with_suffix(".png"))
+        draw_mask(weights, course, result["accuracy"]["initial"], file.path.with_suffix(".png"))
     names = {"initial": "accuracy without mask", "masked": "accuracy with mask"}
     return file.write(result, table(result), headline=scores_in_percent(result["accuracy"], names))
 
@@ -318,47 +319,26 @@ def describe(
     }
 
 
-def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, Any]:
-    """Settings and course of the fit."""
-    return {
-        "parts": args.parts,
-        "num_parts": len(fit_result.weights),
-        "parts_above_half": int((fit_result.weights > 0.5).sum()),
-        "optimizer": "SGD, constant learning rate, no weight decay",
-        **{name: getattr(args, name) for name in ("lr", "momentum", "epochs")},
-        "batch_size": args.mask_batch_size,
-        "seed": args.seed,
-        "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
-        "best_epoch": fit_result.epoch,
-        "losses": fit_result.losses,
-        "accuracies": fit_result.accuracies,
-    }
-
-
 def table(result: dict[str, Any]) -> str:
     """The accuracies as a table to print."""
-    rows = [("pairs of the fit", result["accuracy"])]
-    rows += [(each["data_path"], each) for each in result["elsewhere"]]
-    rows += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{'':<{width}}  {'initial %':>9}  {'masked %':>9}  {'relative change':>15}"]
-    for name, row in rows:
-        change = row.get("relative_change")
-        lines.append(
-            f"{name:<{width}}  {row['initial']:>9.2f}  {row['masked']:>9.2f}  "
-            f"{'' if change is None else format(change, '+.3f'):>15}"
-        )
+    named = [("pairs of the fit", result["accuracy"])]
+    named += [(each["data_path"], each) for each in result["elsewhere"]]
+    named += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
+    rows = [("", "initial %", "masked %", "relative change")]
+    for name, each in named:
+        change = each.get("relative_change")
+        changed = "" if change is None else f"{change:+.3f}"
+        rows.append((name, f"{each['initial']:.2f}", f"{each['masked']:.2f}", changed))
     fit = result["fit"]
-    lines.append(f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}")
-    return "\n".join(lines)
+    above = f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}"
+    return f"{text_table(rows, num_words=1)}\n{above}"
 
 
-def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
-    """Draw the course of the fit, and the mask, heaviest part first."""
-    order = fit_result.weights.argsort(descending=True, stable=True).tolist()
-    weights = fit_result.weights[order].tolist()
-    above = sum(weight > 0.5 for weight in weights)
-    epoch, accuracies = fit_result.epoch, fit_result.accuracies
+def draw_mask(values: Float[Tensor, " parts"], course: dict[str, Any], initial: float, path: Path) -> None:
+    """Draw the course of the fit, and the weights, heaviest part first."""
+    order = values.argsort(descending=True, stable=True).tolist()
+    weights = values[order].tolist()
+    above, epoch, accuracies = (course[name] for name in ("parts_above_half", "best_epoch", "accuracies"))
     best = accuracies[epoch - 1]
     with panels(path, 1, 2) as axes:
         fit, mask = axes[0]

@@ -14,7 +14,6 @@ section 5.5 and figure 4.
 import argparse
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import open_selection
 from dino_sparo.image_text.picture_pairs import PicturesTask, view_pictures
-from dino_sparo.image_text.towers import tokenize
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import on_first_process
 
@@ -65,8 +63,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     image_size = args.img_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
     source = task.pairs
-    tokens = partial(tokenize, context_length=config.text.context_length)
-    pairs = see_pairs(loaded.model.to(task.device), source, view, tokens, task.device, args.max_pairs)
+    pairs = see_pairs(loaded.model.to(task.device), source, view, task.device, args.max_pairs)
     if slots is None:
         choice = choose(pairs, args.max_slots, args.max_columns, criteria)
     else:

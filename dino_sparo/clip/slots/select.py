@@ -14,7 +14,6 @@ import argparse
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,45 +41,10 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_labelled
 from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.weights.results import scores_in_percent
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
-
-
-@dataclass(frozen=True)
-class SlotScores:
-    """Zero-shot accuracies of slots, top-1 in percent.
-
-    Attributes:
-        alone: (L,), accuracy of each slot by itself.
-        ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
-        curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
-        held_out_curve: (L,), like `curve`, on images that had no say in the ranking.
-        num_images: images that ranked the slots.
-        num_held_out: held-out images that were classified.
-        num_corrupt: images that could not be read, of those that ranked the slots.
-        num_classes: to choose among.
-        truncated_prompts: captions of classes that are longer than the context.
-    """
-
-    alone: list[float]
-    ranking: list[int]
-    curve: list[float]
-    held_out_curve: list[float]
-    num_images: int
-    num_held_out: int
-    num_corrupt: int
-    num_classes: int
-    truncated_prompts: int
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The curve as a result file holds it."""
-        return [
-            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
-            for k, (choosing, held_out) in enumerate(zip(self.curve, self.held_out_curve, strict=True), 1)
-        ]
 
 
 @torch.no_grad()
@@ -91,7 +55,7 @@ def score_slots(
     names: Sequence[str],
     templates: tuple[str, ...],
     num_slots: int,
-) -> SlotScores:
+) -> dict[str, Any]:
     """Zero-shot accuracy of every slot alone, and of the best k together, for every k.
 
         s_l(x, c) = w_cl . x_l / |w_cl|                                                 slot l alone
@@ -108,9 +72,13 @@ def score_slots(
         names: of the classes.
         templates: sentences with `{}`.
         num_slots: L.
+
+    Returns:
+        Entries of the result, accuracies in percent: `ranking`, slots from the best to the worst, of equally good ones
+        the first first; `curve`, of the k best together, k = 1 .. L; `images`; `prompts`.
     """
     classes = scorer.encode_classes(names, templates)
-    images, others = _image_features(scorer, source), _image_features(scorer, held_out)
+    images, others = (scorer.image_features(part, torch.device("cpu")) for part in (source, held_out))
     by_slot = classes.payload.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     units = F.normalize(by_slot, dim=2)
     alone = _accuracies(images, units, lambda slots: (slots[:, slot] @ w.t() for slot, w in enumerate(units)))
@@ -122,25 +90,20 @@ def score_slots(
         products = (slots[:, slot] @ weights.t() for slot, weights in zip(ranking, ranked, strict=True))
         return map(operator.truediv, itertools.accumulate(products), lengths)
 
-    return SlotScores(
-        alone,
-        ranking,
-        curve=_accuracies(images, by_slot, together),
-        held_out_curve=_accuracies(others, by_slot, together),
-        num_images=len(images.features),
-        num_held_out=len(others.features),
-        num_corrupt=images.num_corrupt,
-        num_classes=len(names),
-        truncated_prompts=classes.num_truncated,
-    )
-
-
-def _image_features(scorer: DotProductScorer, source: ImageSource) -> Features:
-    """The images' features on the CPU."""
-    images = scorer.image_features(source, torch.device("cpu"))
-    if not len(images.features):
-        raise UserError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
-    return images
+    curves = zip(*(_accuracies(part, by_slot, together) for part in (images, others)), strict=True)
+    return {
+        "ranking": [{"slot": slot, "top1": alone[slot]} for slot in ranking],
+        "curve": [
+            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
+            for k, (choosing, held_out) in enumerate(curves, 1)
+        ],
+        "images": {
+            "num_images": len(images.features),
+            "num_held_out": len(others.features),
+            "num_corrupt": images.num_corrupt,
+        },
+        "prompts": {"num_classes": len(names), "num_truncated": classes.num_truncated, "templates": list(templates)},
+    }
 
 
 def _accuracies(
@@ -181,62 +144,55 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     # One half chooses, the other half measures the choice.
     choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
     scores = score_slots(scorer, choosing, held_out, classes.names, templates, num_slots)
-    result = describe(scores, templates, task.weights["sha256"], args)
+    result = describe(scores, task.weights["sha256"], args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
-        draw(scores, len(result["slots"]), file.path.with_suffix(".png"))
+        draw(result, file.path.with_suffix(".png"))
     names = {"top1_all": "top-1, all slots", "top1_selected": "top-1, selected slots"}
-    headline = scores_in_percent(result, names)
-    return file.write(result, table(scores, len(result["slots"])), headline=headline)
+    return file.write(result, table(result), headline=scores_in_percent(result, names))
 
 
-def describe(
-    scores: SlotScores, templates: tuple[str, ...], weights_sha256: str, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Selection, accuracies and protocol: the content of the result."""
-    ranking = [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking]
-    selection = describe_selection(ranking, scores.rows(), args.keep, weights_sha256)
+def describe(scores: dict[str, Any], weights_sha256: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Selection, accuracies and protocol: the content of the result; `scores` are those of `score_slots`."""
+    curve = scores["curve"]
+    selection = describe_selection(scores["ranking"], curve, args.keep, weights_sha256)
+    data = {"data_path": args.data_path, "split": args.split, "max_images": args.num_images}
     return {
         **selection,
         "evaluation": "slot selection by zero-shot accuracy",
-        "top1_selected_on_choosing_images": scores.curve[len(selection["slots"]) - 1],
+        "top1_selected_on_choosing_images": curve[len(selection["slots"]) - 1]["top1_choosing"],
         "rule": {
             "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
             "number": number_rule(args.keep),
             "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
         },
-        "ranking": ranking,
-        "curve": scores.rows(),
-        "images": {
-            "data_path": args.data_path,
-            "split": args.split,
-            "max_images": args.num_images,
-            **{name: getattr(scores, name) for name in ("num_images", "num_held_out", "num_corrupt")},
-        },
-        "prompts": {
-            "num_classes": scores.num_classes,
-            "num_truncated": scores.truncated_prompts,
-            "templates": list(templates),
-        },
+        **scores,
+        "images": {**data, **scores["images"]},
     }
 
 
-def table(scores: SlotScores, number: int) -> str:
+def table(result: dict[str, Any]) -> str:
     """The best slots and their common accuracy, as lines to print."""
-    alone = [scores.alone[slot] for slot in scores.ranking]
-    lines = best_slots({"alone top-1 %": alone, "together top-1 %": scores.curve}, scores.ranking)
-    for curve, count, name in (
-        (scores.held_out_curve, scores.num_held_out, "held-out images"),
-        (scores.curve, scores.num_images, "images that chose"),
+    ranking, curve, kept = result["ranking"], result["curve"], len(result["slots"])
+    columns = {
+        "alone top-1 %": [row["top1"] for row in ranking],
+        "together top-1 %": [row["top1_choosing"] for row in curve],
+    }
+    lines = best_slots(columns, [row["slot"] for row in ranking])
+    for images, entry, name in (
+        ("num_held_out", "top1_held_out", "held-out images"),
+        ("num_images", "top1_choosing", "images that chose"),
     ):
-        kept = f"kept {number} of {len(scores.ranking)} slots: {curve[number - 1]:.2f} % top-1"
-        lines.append(f"{kept}; all slots: {curve[-1]:.2f} %, on the {count:,} {name}")
+        words = f"kept {kept} of {len(ranking)} slots: {curve[kept - 1][entry]:.2f} % top-1"
+        lines.append(f"{words}; all slots: {curve[-1][entry]:.2f} %, on the {result['images'][images]:,} {name}")
     return "\n".join(lines)
 
 
-def draw(scores: SlotScores, number: int, path: Path) -> None:
-    """Draw accuracy of the k best slots against k, and of each slot alone; `number` slots are kept."""
-    compared = ("held-out images", "images that chose", scores.curve)
-    curve = Curve("Best slots together", "zero-shot top-1", scores.rows(), *compared)
-    alone = [scores.alone[slot] for slot in scores.ranking]
-    draw_slots(path, [curve], scores.ranking, alone, number, 100 / scores.num_classes, "slot, best first")
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw accuracy of the k best slots against k, and of each slot alone."""
+    ranking, rows = result["ranking"], result["curve"]
+    compared = ("held-out images", "images that chose", [row["top1_choosing"] for row in rows])
+    curve = Curve("Best slots together", "zero-shot top-1", rows, *compared)
+    bars = [row["slot"] for row in ranking], [row["top1"] for row in ranking]
+    chance = 100 / result["prompts"]["num_classes"]
+    draw_slots(path, [curve], *bars, len(result["slots"]), chance, "slot, best first")

@@ -15,16 +15,9 @@ from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
 from dino_sparo.data.defaults import SCENE_SIZE
+from dino_sparo.data.scenes import patterns
 from dino_sparo.data.scenes.graphs import SceneDescription, SceneObject, Ties, between, sample_graph
-from dino_sparo.data.scenes.patterns import (
-    BACKGROUND_TABLE,
-    COLOUR_TABLE,
-    SHAPE_TABLE,
-    SHAPES,
-    TEXTURE_TABLE,
-    Array,
-    Tone,
-)
+from dino_sparo.data.scenes.patterns import SHAPES, Array, Tone
 from dino_sparo.runtime.faults import UserError
 
 DEFAULT_NUM_IMAGES = 20_000
@@ -208,7 +201,7 @@ def object_masks(graph: SceneDescription, size: int) -> Bool[np.ndarray, "object
     masks = np.zeros((len(graph.objects), size, size), dtype=bool)
     for mask, thing in zip(masks, graph.objects, strict=True):
         u, v = _upright(thing, *_offsets(thing, axis, axis))
-        visible = SHAPE_TABLE[thing.shape](u, v) <= 0
+        visible = patterns.SHAPE_TABLE[thing.shape](u, v) <= 0
         masks[:, visible] = False
         mask[visible] = True
     return masks
@@ -228,7 +221,7 @@ def _upright(thing: SceneObject, dx: Array, dy: Array) -> tuple[Array, Array]:
 
 
 def _paint_background(background: str, rng: np.random.Generator, size: int) -> Array:
-    pattern, dark, bright = BACKGROUND_TABLE[background]
+    pattern, dark, bright = patterns.BACKGROUND_TABLE[background]
     axis = _pixel_centers(size)
     row, column = int(size * rng.random()), int(size * rng.random())
     noise = _noise_tile(size)[row : row + size, column : column + size]
@@ -253,16 +246,16 @@ def _paint_object(canvas: Array, thing: SceneObject, light: tuple[float, float],
     axis = _pixel_centers(size)
     dx, dy = _offsets(thing, axis[x0:x1], axis[y0:y1])
     u, v = _upright(thing, dx, dy)
-    distance = SHAPE_TABLE[thing.shape](u, v)
+    distance = patterns.SHAPE_TABLE[thing.shape](u, v)
     pixels = np.float32(size * thing.radius)  # per unit of distance
 
     _cast_shadow(canvas, distance, x0, y0, light, thing.radius)
     frequency = np.float32(between(rng, *TEXTURE_FREQUENCY))
-    wave = TEXTURE_TABLE[thing.texture](
+    wave = patterns.TEXTURE_TABLE[thing.texture](
         frequency * u + np.float32(rng.random()), frequency * v + np.float32(rng.random())
     )
     tone = np.clip(0.5 + wave * (0.16 * pixels / frequency), 0, 1)
-    main, second = (_jittered(tone, rng) for tone in COLOUR_TABLE[thing.colour])
+    main, second = (_jittered(tone, rng) for tone in patterns.COLOUR_TABLE[thing.colour])
     paint = second + (main - second) * tone
     # A lit side, a dark side, and a darker rim keep the outline visible on a background of the same colour.
     shade = 1 + 0.2 * (np.float32(light[0]) * dx + np.float32(light[1]) * dy)

@@ -44,14 +44,15 @@ from dino_sparo.data.sources.decode import (
 from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolve_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.indexes import index_shards
-from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
-from dino_sparo.data.sources.tars import (
-    TarSource,
-    expand_shards,
-    images_kind,
-    open_shards,
-    refuse_compressed,
+from dino_sparo.data.sources.tables import (
+    TABLE_ENDINGS,
+    USUAL_COLUMNS,
+    TableColumns,
+    open_image,
+    open_list,
+    open_table,
 )
+from dino_sparo.data.sources.tars import TarSource, expand_shards, images_kind, open_shards, refuse_compressed
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
 from dino_sparo.runtime.faults import UserError
 
@@ -169,7 +170,7 @@ def opener_of(
     if os.path.isfile(path):
         refuse_compressed(path)
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
-            raise UserError(f"data_path={path!r} is a single image; give the folder that holds the images")
+            return partial(open_image, path, split, limits)
         if not path.lower().endswith(".tar"):
             return partial(open_list, path, split, limits)
     elif os.path.exists(path):

@@ -176,20 +176,19 @@ def to_image(
     """
     if isinstance(image, ChannelImage):
         return image
-    if isinstance(image, Image.Image):
-        image = _oriented(image, exif)
-    if in_chans == 3 and isinstance(image, Image.Image):
-        if image.format == "TIFF" and getattr(image, "is_animated", False) and not _HAS_WARNED[1]:
-            _HAS_WARNED[1] = 1
-            _logger.warning(
-                "a TIFF has several pages, of which only the first is read, as RGB; if the pages are channels, give "
-                "their number as --in_chans"
-            )
-        return to_rgb(image, max_value)
-    if isinstance(image, Image.Image):
-        planes = planes_of_image(image, in_chans)
-    else:
+    if isinstance(image, np.ndarray):
         planes = list(planes_of_array(image, in_chans))
+    else:
+        image = _oriented(image, exif)
+        if in_chans == 3:
+            if image.format == "TIFF" and getattr(image, "is_animated", False) and not _HAS_WARNED[1]:
+                _HAS_WARNED[1] = 1
+                _logger.warning(
+                    "a TIFF has several pages, of which only the first is read, as RGB; if the pages are channels, "
+                    "give their number as --in_chans"
+                )
+            return to_rgb(image, max_value)
+        planes = planes_of_image(image, in_chans)
     if planes[0].dtype.itemsize > 1 and planes[0].dtype.kind in "iu":
         low, high = min(plane.min() for plane in planes), max(plane.max() for plane in planes)
         _warn_of_dark(int(low), int(high), max_value)
@@ -220,26 +219,21 @@ def _oriented(image: Image.Image, exif: str) -> Image.Image:
     return upright
 
 
-def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
-    """An image of any mode as 8-bit RGB; `max_value` of 16-bit grayscale is white.
+def to_rgb(image: Image.Image, max_value: int) -> Image.Image:
+    """An image of any mode as 8-bit RGB; `max_value` of 16-bit grayscale is white (Pillow opens some as 32 bit).
 
     Raises:
         ValueError: the range of the pixels is unknown: floating-point numbers, or integers of more than 16 bit.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _scale_deep_gray(image, max_value)
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if image.mode == "F" or low < 0 or high > MAX_VALUE:
+            raise UserError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
+        _warn_of_dark(int(low), int(high), max_value)
+        scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
+        image = Image.fromarray(scaled.astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")  # converting what is RGB already would copy it
-
-
-def _scale_deep_gray(image: Image.Image, max_value: int) -> Image.Image:
-    """16-bit gray -> 8-bit gray, max_value -> 255; PIL gives some 16-bit files as 32-bit integers."""
-    values = np.asarray(image)
-    low, high = values.min(), values.max()
-    if image.mode == "F" or low < 0 or high > MAX_VALUE:
-        raise UserError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
-    _warn_of_dark(int(low), int(high), max_value)
-    scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
-    return Image.fromarray(scaled.astype(np.uint8))
 
 
 def _warn_of_dark(low: int, high: int, max_value: int) -> None:

@@ -53,13 +53,14 @@ def sizes_and_times(source: object) -> str | None:
     """Hash of the sizes and modification times of the source's files; None if its class has no method `files`."""
     if (files := getattr(source, "files", None)) is None:
         return None
-    return hash_of(np.fromiter(map(_size_and_time, files()), np.dtype((np.int64, 2))))
+    return hash_of(np.fromiter(map(size_and_time, files()), np.dtype((np.int64, 2))))
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def size_and_time(path: str) -> tuple[int, int]:
+    """Size of a file in bytes, and its time of change in nanoseconds; 0, 0 if it is unreadable."""
     try:
         state = os.stat(path)
-    except OSError:  # an unreadable image
+    except OSError:
         return 0, 0
     return state.st_size, state.st_mtime_ns
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
+from dino_sparo.data.sources.image_source import size_and_time
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular
 from dino_sparo.runtime.logs import progress
@@ -251,9 +252,10 @@ def index_shards(kind: Kind, shards: list[str]) -> list[Piece]:
     """The index of each shard, from the cache if it is current, else built. A very recent shard is not cached."""
     pieces, problem, nothing = list[Piece](), "", np.zeros(0, kind.dtype)
     for shard in progress(shards, desc="indexing shards"):
-        key, started, stamp = f"{kind.name} in {os.path.abspath(shard)}", time.time(), _stamp(shard)
+        key, started = f"{kind.name} in {os.path.abspath(shard)}", time.time()
+        size, changed = size_and_time(shard)
         stored = load_index(key)
-        if stored is not None and (*stored["stamp"],) == stamp:
+        if stored is not None and (*stored["stamp"],) == (changed, size):
             pieces.append(Piece(stored["records"], json.loads(stored["notes"].tobytes())))
             continue
         try:
@@ -264,18 +266,9 @@ def index_shards(kind: Kind, shards: list[str]) -> list[Piece]:
             pieces.append(Piece(nothing, {"damage": f"tar shard {shard!r} cannot be read ({error.strerror})"}))
             continue
         pieces.append(piece)
-        if stamp[0] < (started - SETTLE_S) * 1e9:
+        if changed < (started - SETTLE_S) * 1e9:
             notes = np.frombuffer(json.dumps(piece.notes).encode(), np.uint8)
-            problem = save_index(key, {"records": piece.records, "notes": notes, "stamp": np.array(stamp)})
+            problem = save_index(key, {"records": piece.records, "notes": notes, "stamp": np.array([changed, size])})
     if problem:
         _logger.warning("the index is not cached (%s); DINO_SPARO_CACHE names another folder", problem)
     return pieces
-
-
-def _stamp(shard: str) -> tuple[int, int]:
-    """A shard's time of change (ns) and size; 0, -1 if it is unreadable."""
-    try:
-        status = os.stat(shard)
-    except OSError:
-        return 0, -1
-    return status.st_mtime_ns, status.st_size

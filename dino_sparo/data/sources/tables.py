@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, IMAGE_EXTENSIONS, ImageLimits
+from dino_sparo.data.sources.decode import ARRAY_EXTENSION, DEFAULT_LIMITS, IMAGE_EXTENSIONS, ImageLimits, read_image
 from dino_sparo.data.sources.folders import ALL, SPLIT_NAMES
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings, encode_labels
 from dino_sparo.runtime.faults import UserError
@@ -335,6 +335,19 @@ def open_list(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS
     return _file_source("list", path, files, limits), "read"
 
 
+def open_image(path: str, split: str | None, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[FileSource, str]:
+    """A single image, without a label.
+
+    Raises:
+        ValueError: a split is asked for.
+        CorruptImageError: the image cannot be read.
+    """
+    if split not in (None, ALL):
+        raise UserError(f"image {path!r} has no split {split!r}; put train/ and val/ into a folder and give that")
+    read_image(path, path, limits=limits)
+    return FileSource(f"image {path}", "", [path], limits=limits), "read"
+
+
 def _name_and_label(line: str) -> tuple[str, str]:
     """A line of a list -> path and label, "" without one."""
     name, label = line, ""
@@ -385,8 +398,7 @@ def _file_source(kind: str, listing: str, named: list[tuple[str, str]], limits: 
     remedy = f"paths are absolute or relative to the {kind}'s folder"
     require_first_files(f"{kind} {listing!r}", root, paths, remedy)
     classes, numbers = encode_labels(labels)
-    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    return FileSource(f"{kind} {listing}", root, packed, classes, numbers, limits)
+    return FileSource(f"{kind} {listing}", root, paths, classes, numbers, limits)
 
 
 def require_first_files(listing: str, root: str, paths: Sequence[str] | PackedStrings, remedy: str) -> None:

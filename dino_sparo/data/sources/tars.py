@@ -17,19 +17,10 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
+from dino_sparo.data.sources import indexes
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, CorruptImageError, ImageLimits, left_out, read_image
 from dino_sparo.data.sources.image_source import encode_labels, hash_of
-from dino_sparo.data.sources.indexes import (
-    BLOCK_BYTES,
-    Kind,
-    Notes,
-    Piece,
-    ShardIndex,
-    blocks_of,
-    member_name,
-    open_index,
-    shard_samples,
-)
+from dino_sparo.data.sources.indexes import Kind, Notes, Piece, ShardIndex
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import open_regular, read_json
 
@@ -74,9 +65,9 @@ class TarSource:
 
     def location(self, index: int) -> str:
         """`shard!member`; if the shard has gone, the byte where the member began."""
-        shard, start = self.index.shard_of(index), int(self.index.records[index]["start"]) * BLOCK_BYTES
+        shard, start = self.index.shard_of(index), int(self.index.records[index]["start"]) * indexes.BLOCK_BYTES
         try:
-            return f"{shard}!{os.fsdecode(member_name(shard, start))}"
+            return f"{shard}!{os.fsdecode(indexes.member_name(shard, start))}"
         except (OSError, ValueError, StopIteration):
             return f"{shard}!byte {start:,}"
 
@@ -93,7 +84,7 @@ class TarSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         shard, record = self.index.shard_of(index), self.index.records[index]
-        offset, size = int(record["block"]) * BLOCK_BYTES, int(record["size"])
+        offset, size = int(record["block"]) * indexes.BLOCK_BYTES, int(record["size"])
         try:
             return read_image(shard, shard, offset, size, self.limits)
         except CorruptImageError as error:
@@ -114,7 +105,7 @@ def open_shards(
     Raises:
         ValueError: too much is damaged or compressed, or there is no image.
     """
-    index, notes = open_index(images_kind(limits), shards)
+    index, notes = indexes.open_index(images_kind(limits), shards)
     lost = lost_samples(shards, notes, index.counts)
     num_lost = sum(lost.values())
     total = num_lost + len(index)
@@ -171,11 +162,12 @@ def _index_images(shard: str, extensions: tuple[str, ...]) -> Piece:
     keys, positions, others = [], [], Counter[str]()
     label_of_sample, label_of_key = dict[tuple[bytes, int], str](), dict[bytes, str]()
     with open_regular(shard) as file:
-        for group, (key, members) in enumerate(shard_samples(shard)):  # a key may come again, with another label
+        # A key may come again, with another label.
+        for group, (key, members) in enumerate(indexes.shard_samples(shard)):
             for ending, member in members.items():
                 if ending.endswith(endings):
                     keys.append((key, group))
-                    positions.append(blocks_of(member))
+                    positions.append(indexes.blocks_of(member))
                 elif ending.endswith(b".cls"):
                     text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
                     label_of_sample[key, group] = label_of_key[key] = text.decode(errors="replace").strip()

@@ -4,7 +4,6 @@ All images are read once to score them, and the chosen images again to draw them
 number of maps.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from dino_sparo.data.shares import share_loader
+from dino_sparo.data.shares import readable_batches, share_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
@@ -30,8 +29,6 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import progress
-
-logger = logging.getLogger(__name__)
 
 PICTURE_HEIGHT = 168  # pixels, of a picture on the page
 THUMB_HEIGHT = 76  # pixels, on the sheet
@@ -152,17 +149,12 @@ def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers:
     parts: list[tuple[np.ndarray, ...]] = []
     sample: list[np.ndarray] = []
     stride = max(1, len(source) // GROUPING_IMAGES)
-    for batch in progress(loader, total=len(loader), desc="atlas"):
-        maps, slots = maps_and_slots(encoder, batch.views[0])
-        indices = batch.indices.numpy()
+    for batch, kept in readable_batches(loader, "atlas"):
+        maps, slots = (values[kept.numpy()] for values in maps_and_slots(encoder, batch.views[0]))
+        indices = batch.indices[kept].numpy()
         parts.append((indices, effective_patches(maps), class_token_share(maps), slots))
         sample += [image_maps for index, image_maps in zip(indices, maps, strict=True) if index % stride == 0]
-        for location, reason in batch.corrupt:
-            logger.warning("atlas: left out %s (%s)", location, reason)
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    # An unreadable image was replaced by its neighbour, which counts once.
-    first = np.unique(columns[0], return_index=True)[1]
-    return *(column[first] for column in columns), np.stack(sample[:GROUPING_IMAGES])
+    return *(np.concatenate(column) for column in zip(*parts, strict=True)), np.stack(sample[:GROUPING_IMAGES])
 
 
 def atlas_figure(atlas: Atlas, tiles: Sequence[Sequence[Tile]]) -> Figure:

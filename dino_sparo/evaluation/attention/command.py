@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 
 from dino_sparo.data.scenes.images import Scenes
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, open_source
-from dino_sparo.data.sources.decode import ARRAY_EXTENSION, read_image
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, open_source
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
@@ -87,7 +86,7 @@ def visualize(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_images(image_path: str | None, max_images: int, limits: ImageLimits) -> Images:
-    """One image, or at most `max_images` of anything that `open_source` takes; None: a built-in, held-out scene.
+    """At most `max_images` of anything that `open_source` takes; None: a built-in, held-out scene.
 
     Unreadable images of a source are skipped, unless all are unreadable.
     """
@@ -96,9 +95,6 @@ def read_images(image_path: str | None, max_images: int, limits: ImageLimits) ->
             raise UserError(f"the built-in scene has 3 channels, the model takes {limits.in_chans}; give --data_path")
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
-    is_image = image_path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))
-    if is_image and Path(image_path).is_file():
-        return [(image_path, read_image(image_path, image_path, limits=limits))]
     source = open_source(image_path, ALL, limits=limits)
     images: Images = []
     for index in spread_out(source, max_images):

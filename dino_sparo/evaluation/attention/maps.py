@@ -15,17 +15,16 @@ from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError
 
 NEAR_DUPLICATE = 0.95  # least cosine similarity of two maps that look the same; our choice
+Maps = Float[np.ndarray, "B maps h w"]
 
 
-def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B maps h w"]:
+def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Maps:
     """The maps of `maps_and_slots`."""
     return maps_and_slots(encoder, images)[0]
 
 
 @torch.no_grad()
-def maps_and_slots(
-    encoder: Encoder, images: Float[Tensor, "B C H W"]
-) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
+def maps_and_slots(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> tuple[Maps, Float[np.ndarray, "B L V"]]:
     """Attention maps of slots or heads, and the slots; with `cls` the class token is the only slot.
 
         sparo  the slots' attention over the patch tokens                        maps = L
@@ -75,12 +74,12 @@ def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
     return np.asarray(np.exp(-(shares * logs).sum(axis=-1)), dtype=maps.dtype)
 
 
-def rank_by_peakedness(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
+def rank_by_peakedness(maps: Maps) -> Int[np.ndarray, " maps"]:
     """Numbers of maps by peakedness, the geometric mean of their effective patches over the images; smallest first."""
     return np.argsort(np.log(effective_patches(maps)).mean(axis=0), kind="stable")
 
 
-def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "maps maps"]:
+def map_similarity(maps: Maps) -> Float[np.ndarray, "maps maps"]:
     """Cosine similarity of every two maps, averaged over the images, in [0, 1]."""
     flat = maps.reshape(*maps.shape[:2], -1).astype(np.float64)
     norms = np.linalg.norm(flat, axis=-1, keepdims=True)
@@ -88,7 +87,7 @@ def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "
     return np.clip(np.einsum("bmn,bkn->mk", unit, unit) / len(maps), 0, 1)  # b image, m and k maps, n patch
 
 
-def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
+def group_near_duplicates(maps: Maps) -> Int[np.ndarray, " maps"]:
     """Group maps that look the same on all images.
 
     Maps are taken in the order of `rank_by_peakedness`. A map joins the group whose first member is most similar to it,
@@ -111,9 +110,7 @@ def group_near_duplicates(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarr
     return groups
 
 
-def display_order(
-    maps: Float[np.ndarray, "B maps h w"], groups: Int[np.ndarray, " maps"], max_maps: int | None = None
-) -> Int[np.ndarray, " _"]:
+def display_order(maps: Maps, groups: Int[np.ndarray, " maps"], max_maps: int | None = None) -> Int[np.ndarray, " _"]:
     """Numbers of maps in the order of a figure: by peakedness, near-duplicates behind the first map of their group.
 
     If there are more than `max_maps` maps, only the first maps of at most `max_maps` groups.

@@ -47,6 +47,9 @@ CONTRAST = 2.0  # of colours, as DINOv3's notebook
 PER_LINE = 8  # images beside one another
 TOKENS, SLOTS = "patch tokens", "attention over slots"
 FILES = {TOKENS: "pca", SLOTS: "pca-slots"}  # stems of files
+Patches = Bool[np.ndarray, "images h w"]  # which patches are used
+Components = Float[np.ndarray, "images h w 3"]
+Colours = UInt8[np.ndarray, "images h w 3"]
 
 
 def draw_components(task: EncoderTask, images: Sequence[tuple[str, Image.Image]], view: PatchView) -> dict[str, Any]:
@@ -107,8 +110,8 @@ def patch_features(encoder: Encoder, images: Float[torch.Tensor, "B C H W"]) -> 
 
 
 def principal_components(
-    features: Float[np.ndarray, "images h w F"], chosen: Bool[np.ndarray, "images h w"]
-) -> tuple[Float[np.ndarray, "images h w 3"], Float[np.ndarray, " 3"]]:
+    features: Float[np.ndarray, "images h w F"], chosen: Patches
+) -> tuple[Components, Float[np.ndarray, " 3"]]:
     """Components of all patches in the basis of the chosen patches, and each component's share of the variance."""
     rows = torch.from_numpy(features[chosen]).double()
     mean = rows.mean(dim=0)
@@ -120,7 +123,7 @@ def principal_components(
     return components.float().numpy(), shares.clamp_min(0).numpy()
 
 
-def find_foreground(tokens: Float[np.ndarray, "images h w D"]) -> Bool[np.ndarray, "images h w"]:
+def find_foreground(tokens: Float[np.ndarray, "images h w D"]) -> Patches:
     """Patches whose first component, over all images, has another sign than its mean over the border."""
     first = principal_components(tokens, np.ones(tokens.shape[:3], bool))[0][..., 0]
     is_border = np.ones(first.shape, bool)
@@ -128,9 +131,7 @@ def find_foreground(tokens: Float[np.ndarray, "images h w D"]) -> Bool[np.ndarra
     return first > 0 if first[is_border].mean() <= 0 else first < 0
 
 
-def to_colours(
-    components: Float[np.ndarray, "images h w 3"], chosen: Bool[np.ndarray, "images h w"]
-) -> UInt8[np.ndarray, "images h w 3"]:
+def to_colours(components: Components, chosen: Patches) -> Colours:
     """Components as red, green and blue: sigmoid(2 y / std y), with std of the chosen patches."""
     deviations = np.maximum(components[chosen].std(axis=0), np.finfo(np.float32).tiny)
     return (255 / (1 + np.exp(-CONTRAST * components / deviations)) + 0.5).astype(np.uint8)
@@ -146,10 +147,7 @@ def paint_components(
 
 
 def component_tiles(
-    names: Sequence[str],
-    pictures: Sequence[Picture],
-    colours: Mapping[str, UInt8[np.ndarray, "images h w 3"]],
-    foreground: Bool[np.ndarray, "images h w"],
+    names: Sequence[str], pictures: Sequence[Picture], colours: Mapping[str, Colours], foreground: Patches
 ) -> dict[str, list[Tile]]:
     """The images, and for each kind of feature its colours on each image."""
     tiles = {"image": [Tile(*each, title="image") for each in zip(pictures, names, strict=True)]}

@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash
@@ -41,9 +40,9 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     if args.captions:
         raise UserError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
     task = EncoderTask.start(args)
-    encoder = task.encoder
+    task.encoder.eval()  # opened before the images: wrong weights are refused first
     source = task.open_split(args.split)
-    shapes = feature_shapes(encoder, args.what, task.transform.img_size, task.device)
+    shapes = feature_shapes(task)
     writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
     record = _record(task, source, shapes)
     return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, source, writer), source)
@@ -88,18 +87,15 @@ def announce(writer: EmbeddingWriter) -> list[int]:
     return remaining[rank() :: world_size()]
 
 
-def feature_shapes(
-    encoder: Encoder, what: Sequence[str], img_size: int, device: torch.device
-) -> dict[str, tuple[int, ...]]:
-    """The shape of each kind of feature for one image."""
-    config = encoder.config
-    if CLASS_TOKEN in what and not encoder.backbone.has_class_token:
+def feature_shapes(task: EncoderTask) -> dict[str, tuple[int, ...]]:
+    """The shape of each kind of feature in --what for one image."""
+    what, config = task.args.what, task.encoder.config
+    if CLASS_TOKEN in what and not task.encoder.backbone.has_class_token:
         raise UserError(f"--what cls: {config.arch} has no class token; take encoding, patches or mean")
     if "slots" in what and not config.kind.has_slots:
         raise UserError(f"--what slots: readout {config.readout!r} has no slots; take encoding, cls, patches or mean")
-    blank = torch.zeros(1, config.in_chans, img_size, img_size, device=device)
     with torch.inference_mode():
-        return {name: tuple(value.shape[1:]) for name, value in features_of(encoder.eval(), what, blank).items()}
+        return {name: tuple(value.shape[1:]) for name, value in features_of(task.encoder, what, task.blank).items()}
 
 
 def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B C H W"]) -> dict[str, Tensor]:
@@ -159,12 +155,7 @@ def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWrite
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
-    loader = create_loader(
-        ImageDataset(source, task.transform),
-        batches,
-        num_workers=task.args.num_workers,
-        pin_memory=task.device.type == "cuda",
-    )
+    loader = task.loader(ImageDataset(source, task.transform), batches)
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
     encode: Callable[[Tensor], Tensor] = task.encoder
     if list(writer.shapes) != ["encoding"]:

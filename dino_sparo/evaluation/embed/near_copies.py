@@ -6,6 +6,7 @@ All pairs are compared, block by block. Groups are connected components of simil
 may be less similar than the threshold.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,37 +65,27 @@ def connect(pairs: Sequence[Int[np.ndarray, "2 pairs"]], num_rows: int) -> Int[n
 
 
 def write_groups(
-    store: Embeddings,
-    vectors: Vectors,
-    record: Mapping[str, Any],
-    out: Path,
-    threshold: float,
-    data_path: str | None,
-    channels: Sequence[int],
+    store: Embeddings, vectors: Vectors, record: Mapping[str, Any], out: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Find groups, write table, page and record; returns the record."""
-    groups, highest = find_groups(vectors, threshold)
+    groups, highest = find_groups(vectors, args.duplicates)
     numbered = [(number, row) for number, rows in enumerate(groups) for row in rows]
     cells = ((number, *store.cells(row), f"{highest[row]:.6f}") for number, row in numbered)
     write_csv(out / f"{DUPLICATES}.csv", [("group", "row", "path", "label", "similarity"), *cells])
     result = {
         "evaluation": DUPLICATES,
         **record,
-        "threshold": threshold,
+        "threshold": args.duplicates,
         "num_groups": len(groups),
         "num_images": len(numbered),
     }
     page = out / f"{DUPLICATES}.html"
     page.unlink(missing_ok=True)
-    if groups and (pictures := open_pictures(store, page, data_path, channels)) is not None:
-        sections = [
-            Section(
-                [pictures.band((row, float(highest[row])) for row in rows[:SHOWN_IMAGES])],
-                f"group {number}",
-                [f"{len(rows):,} images"],
-            )
-            for number, rows in enumerate(groups[:SHOWN_PARTS])
-        ]
+    if groups and (pictures := open_pictures(store, page, args.data_path, args.show_channels)) is not None:
+        sections = []
+        for number, rows in enumerate(groups[:SHOWN_PARTS]):
+            band = pictures.band((row, float(highest[row])) for row in rows[:SHOWN_IMAGES])
+            sections.append(Section([band], f"group {number}", [f"{len(rows):,} images"]))
         words = "The largest groups first. Numbers: cosine similarity of an image to its nearest other image."
         save_found(f"{len(groups):,} groups of near copies", words, sections, page, result)
     write_json(result, out / f"{DUPLICATES}.json")

@@ -1,7 +1,7 @@
 """The options of `dino-sparo embed`, `cluster`, `search` and `predict`; no torch here."""
 
 from dino_sparo.draw.options import FIGURE_FORMAT, SHOW_CHANNELS
-from dino_sparo.evaluation.options import IMAGES, OUTPUT, evaluation_parser
+from dino_sparo.evaluation.options import FOLDS, IMAGES, OUTPUT, evaluation_parser
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int, positive_number, share_above_0, whole_number
 from dino_sparo.runtime.options import DEVICE
 from dino_sparo.weights.options import CHECKPOINT
@@ -30,9 +30,7 @@ EMBEDDINGS: Group = {
 
 def embed_parser() -> Parser:
     """The options of `dino-sparo embed`, in data-flow order."""
-    parser = evaluation_parser({"embeddings": EMBEDDINGS})
-    parser.set_defaults(batch_size_per_gpu=64)
-    return parser
+    return evaluation_parser({"embeddings": EMBEDDINGS}, defaults={"batch_size_per_gpu": 64})
 
 
 VECTOR_FEATURES: Group = {
@@ -125,7 +123,7 @@ CLASSIFIER: Group = {
         positive_number,
         nargs="+",
     ),
-    "folds": Option(5, "Folds of the cross-validation, at least 2.", positive_int),
+    "folds": FOLDS,
     "top": Option(3, "Number of most probable classes in the table.", positive_int),
     "output": Option(None, "Table of predictions (.csv); by default predictions.csv in the folder of --images."),
     "overwrite": Option(False, "Overwrite the table."),

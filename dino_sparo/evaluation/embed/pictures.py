@@ -59,7 +59,7 @@ class Pictures:
 
 
 def open_pictures(
-    embeddings: Embeddings, page: Path, data_path: str | None = None, channels: Sequence[int] = ()
+    embeddings: Embeddings, page: Path, data_path: str | None, channels: Sequence[int]
 ) -> Pictures | None:
     """The images of embeddings, by default at their old path; None, with a warning about `page`, if they are gone."""
     images = embeddings.record["images"]

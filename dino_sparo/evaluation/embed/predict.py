@@ -21,17 +21,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.command import embed_images
 from dino_sparo.evaluation.embed.options import embed_parser
-from dino_sparo.evaluation.embed.store import (
-    BLOCK_ROWS,
-    RECORD,
-    Embeddings,
-    check_sample,
-    load_embeddings,
-    require_same_encoder,
-    write_csv,
-)
+from dino_sparo.evaluation.embed.store import RECORD, Embeddings
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import refuse_existing, versions, write_json
@@ -54,14 +47,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     record = output.with_suffix(".json")
     if output == record:
         raise UserError(f"--output {output} names the table; the record is put beside it as JSON: give a .csv")
-    if args.folds < 2:
-        raise UserError(f"--folds {args.folds}: cross-validation needs at least 2")
     refuse_existing([output, record] if args.images else [record], args.overwrite, "--output")
     with tempfile.TemporaryDirectory(prefix="dino_sparo_") as temporary:
         paths = dict.fromkeys(filter(None, (args.folder, args.images, args.val)))
         if args.pretrained_weights and all(map(is_store, paths)):
             raise UserError("--pretrained_weights: all folders hold embeddings already; leave it out")
-        stores = {path: open_store(path, args, Path(temporary, str(n))) for n, path in enumerate(paths)}
+        stores: dict[str, Embeddings] = {}
+        for number, path in enumerate(paths):
+            stores[path] = open_store(path, args, Path(temporary, str(number)), stores.get(args.folder))
         return predict_from(stores, args, output)
 
 
@@ -70,10 +63,10 @@ def is_store(path: str) -> bool:
     return Path(path, RECORD).is_file()
 
 
-def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
-    """The embeddings at a path, or of the images at a path, which are embedded into `folder`."""
+def open_store(path: str, args: argparse.Namespace, folder: Path, labelled: Embeddings | None) -> Embeddings:
+    """The embeddings at a path, or of the images at a path, which are embedded into `folder` as `labelled` were."""
     if is_store(path):
-        return load_embeddings(path)
+        return store.load_embeddings(path)
     if not args.pretrained_weights:
         raise UserError(
             f"{path} has no embeddings: there is no {RECORD} in it; give the folder that dino-sparo embed wrote, or "
@@ -81,9 +74,11 @@ def open_store(path: str, args: argparse.Namespace, folder: Path) -> Embeddings:
         )
     options = {"data_path": path, "output_dir": str(folder), "split": "all", "what": [args.what]}
     options |= {"pretrained_weights": args.pretrained_weights, "checkpoint_key": args.checkpoint_key}
-    options |= {"img_size": args.img_size, "device": args.device, "num_workers": args.num_workers}
+    options |= {"device": args.device, "num_workers": args.num_workers}
+    options |= {} if labelled is None else store.options_of(labelled)
+    options |= {"img_size": args.img_size} if args.img_size is not None else {}
     embed_images(embed_parser().parse_keywords(options))
-    return load_embeddings(folder)
+    return store.load_embeddings(folder)
 
 
 def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, output: Path) -> dict[str, Any]:
@@ -94,17 +89,17 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
     labelled.array(args.what)
     for other in others.values():
         other.array(args.what)
-        require_same_encoder(labelled, other)
+        store.require_same_encoder(labelled, other)
     features, labels = _labelled_rows(labelled, args.what, args.folder)
     warnings = _warnings_of_fitted_images(labelled, others, args.what)
     for folder, embeddings in {args.folder: labelled, **others}.items():
-        warnings += check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
+        warnings += store.check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
-    accuracy_on = {
-        folder: _accuracy(classifier, other, args.what, folder)
-        for folder, other in others.items()
-        if folder == args.val or any(other.index["label"])
-    }
+    accuracy_on = {}
+    for folder, other in others.items():
+        if folder == args.val or any(other.index["label"]):
+            held_out, truths = _labelled_rows(other, args.what, folder)  # images of unknown classes are wrong
+            accuracy_on[folder] = 100 * float(np.mean(classifier.predict(held_out) == np.array(truths)))
     scores = [Score("accuracy by cross-validation", accuracy["accuracy"])]
     scores += [Score(f"accuracy on {folder}", value) for folder, value in accuracy_on.items()]
     result = {
@@ -124,7 +119,7 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     if args.images:
-        write_csv(output, _prediction_rows(classifier, others[args.images], args.what, args.top))
+        store.write_csv(output, _prediction_rows(classifier, others[args.images], args.what, args.top))
     write_json(result, record)
     say(_table(result))
     say(f"\n{output if args.images else record}")
@@ -185,19 +180,13 @@ def fit_classifier(
     return classifier, {**record, "left_out_classes": single}
 
 
-def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:
-    """Accuracy on labelled embeddings, percent; images of unknown classes are wrong."""
-    features, labels = _labelled_rows(embeddings, kind, folder)
-    return 100 * float(np.mean(classifier.predict(features) == np.array(labels)))
-
-
 def _prediction_rows(classifier: Any, new: Embeddings, kind: str, top: int) -> Iterator[tuple[Any, ...]]:
     """Names of columns, then the most probable classes of every new image and their probabilities."""
     top = min(top, len(classifier.classes_))
     names = [f"{name}_{number}" for number in range(2, top + 1) for name in ("prediction", "probability")]
     yield "row", "path", "prediction", "probability", *names
-    for start in range(0, len(new.index["path"]), BLOCK_ROWS):
-        probabilities = classifier.predict_proba(new.vectors(kind, slice(start, start + BLOCK_ROWS)))
+    for start in range(0, len(new.index["path"]), store.BLOCK_ROWS):
+        probabilities = classifier.predict_proba(new.vectors(kind, slice(start, start + store.BLOCK_ROWS)))
         order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
         for row, (of_image, best) in enumerate(zip(probabilities, order, strict=True), start):
             cells = [cell for i in best for cell in (classifier.classes_[i], f"{of_image[i]:.6f}")]

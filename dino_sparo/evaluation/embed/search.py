@@ -24,9 +24,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.sources import ARRAY_EXTENSION, IMAGE_EXTENSIONS
-from dino_sparo.data.sources.decode import read_image
-from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.draw.figure import Section, short_name
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.near_copies import DUPLICATES, write_groups
@@ -37,6 +34,7 @@ from dino_sparo.evaluation.embed.store import (
     Embeddings,
     check_sample,
     load_embeddings,
+    options_of,
     require_same_encoder,
     write_csv,
 )
@@ -84,9 +82,7 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         found = nearest(store, vectors, query[0], queries, args.top)
         results[SEARCH] = write_nearest(store, query, found, record, out, args)
     if args.duplicates is not None:
-        results[DUPLICATES] = write_groups(
-            store, vectors, record, out, args.duplicates, args.data_path, args.show_channels
-        )
+        results[DUPLICATES] = write_groups(store, vectors, record, out, args)
         counts = [results[DUPLICATES][name] for name in ("num_images", "num_groups")]
         say("{:,} images in {:,} groups of near copies".format(*counts))
     say("\n".join(str(path) for stem in stems for path in sorted(out.glob(f"{stem}.*"))))
@@ -105,7 +101,7 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
     task = open_encoder(store, args, device)
     query = Embeddings({}, {}, {**store.record, "encoder": plain(dict(task.weights))}, Path(args.images))
     require_same_encoder(store, query)
-    source = open_images(task, args.images)
+    source = task.open_split("all")
     kind, shape = args.what, store.array(args.what).shape[1:]
     features = task.features(source, lambda images: features_of(task.encoder, [kind], images)[kind].flatten(1))
     if not len(features.features):
@@ -119,18 +115,9 @@ def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device
     return query, Pictures(source, query, args.show_channels)
 
 
-def open_images(task: EncoderTask, path: str) -> ImageSource:
-    """All images of a path, or a single image."""
-    if not (Path(path).is_file() and path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION))):
-        return task.open_split("all")
-    read_image(path, path, limits=task.limits)  # refuses an unreadable image
-    return FileSource(f"image {path}", "", [path], limits=task.limits)
-
-
 def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
     """The encoder and the view of a store, for the images of --images."""
-    settings, encoder = store.record["settings"], store.record["encoder"]
-    limits = settings.get("limits", {})
+    encoder = store.record["encoder"]
     remedy = f"embed {args.images} with the options of {store.folder}, and give the folder"
     if encoder.get("untrained"):
         raise UserError(f"{store.folder} is of random weights; {remedy}")
@@ -138,10 +125,7 @@ def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.devi
         "pretrained_weights": args.pretrained_weights or encoder["pretrained_weights"],
         "checkpoint_key": encoder.get("checkpoint_key"),
         "data_path": args.images,
-        "max_image_mb": limits.get("max_mb"),
-        "max_image_mpix": limits.get("max_mpix"),
-        **{name: limits.get(name) for name in ("max_value", "exif")},
-        **{name: settings.get(name) for name in ("img_size", "fast_views", "precision")},
+        **options_of(store),
         **{name: getattr(args, name) for name in ("device", "num_workers")},
     }
     task = EncoderTask(embed_parser().parse_keywords(options), device)

@@ -132,6 +132,24 @@ def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
             f"{other.folder} holds embeddings of another encoder than {embeddings.folder}: {'; '.join(different)}; "
             "embed both with the same checkpoint"
         )
+    views = [
+        {name: value for name, value in options_of(each).items() if value is not None} for each in (other, embeddings)
+    ]
+    known = {name: value for name, value in views[1].items() if name in views[0]}
+    if different := differences(views[0], known, f"in {other.folder}", f"in {embeddings.folder}"):
+        logger.warning("features may not be comparable, as images were read differently: %s", "; ".join(different))
+
+
+def options_of(embeddings: Embeddings) -> dict[str, Any]:
+    """The options of dino-sparo embed with which images are read and computed as for these embeddings."""
+    settings = embeddings.record["settings"]
+    limits = settings.get("limits", {})
+    return {
+        "max_image_mb": limits.get("max_mb"),
+        "max_image_mpix": limits.get("max_mpix"),
+        **{name: limits.get(name) for name in ("max_value", "exif")},
+        **{name: settings.get(name) for name in ("img_size", "fast_views", "precision")},
+    }
 
 
 def read_record(folder: Path, verify: bool = False) -> dict[str, Any] | None:

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from dino_sparo.evaluation.encoders import EvaluatedEncoder
 from dino_sparo.evaluation.linear.probe import INIT_STD, MOMENTUM, Probes
-from dino_sparo.models.encoder import Encoder, EncoderConfig
+from dino_sparo.models.encoder import Encoder, EncoderConfig, build_readout
 from dino_sparo.models.pooling import BATCH_NORM_EPS
-from dino_sparo.models.readouts import ReadoutSizes, readout_kind
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.entries import encoder_description
@@ -77,21 +76,6 @@ def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, Encod
     }
 
 
-def build_readout(config: EncoderConfig, encoder: Encoder) -> nn.Module:
-    """A new read-out for the tokens of an encoder, or for its own configuration the encoder's read-out, frozen."""
-    if config is encoder.config:
-        return deepcopy(encoder.readout).requires_grad_(False)
-    sizes = ReadoutSizes(
-        encoder.backbone.embed_dim,
-        config.num_slots,
-        config.slot_dim,
-        config.key_dim,
-        config.group_size,
-        num_prefix_tokens=encoder.backbone.num_prefix_tokens,
-    )
-    return readout_kind(config.readout).build(sizes)
-
-
 class ReadoutProbes(Probes):
     """Read-outs with a classifier each, on the same tokens; one of each kind per learning rate.
 
@@ -127,8 +111,10 @@ class ReadoutProbes(Probes):
         for config in configs.values():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                readout = build_readout(config, encoder)
-                width = encoder.encoding_dim if config is encoder.config else config.num_slots * config.slot_dim
+                if config is encoder.config:
+                    readout, width = deepcopy(encoder.readout).requires_grad_(False), encoder.encoding_dim
+                else:
+                    readout, width = build_readout(encoder.backbone, config), config.num_slots * config.slot_dim
                 classifier = nn.Linear(width, num_classes)
                 nn.init.normal_(classifier.weight, std=INIT_STD)
                 nn.init.zeros_(classifier.bias)

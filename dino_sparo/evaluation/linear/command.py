@@ -27,35 +27,10 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.features import Features, image_counts, require_memory
-from dino_sparo.evaluation.linear.attentive import (
-    ProbeLARS,
-    ReadoutProbes,
-    best_of_each,
-    probe_configs,
-    save_readouts,
-    warmup_cosine,
-)
-from dino_sparo.evaluation.linear.probe import (
-    MOMENTUM,
-    REFERENCE_BATCH,
-    Batches,
-    LinearProbe,
-    ProbeRun,
-    Probes,
-    ProbeSampler,
-    ProbeSGD,
-    cached_batches,
-    check_same_record,
-    live_batches,
-    load_heads,
-    probe_accuracy,
-    reference_heads,
-    scaled_learning_rates,
-)
+from dino_sparo.evaluation.linear import attentive, probe
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import world_size
@@ -109,7 +84,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     saved = file.path.with_name(file.path.name.replace(stem, name, 1)).with_suffix(".pth")
     rows, counts = evaluate_saved(probed, saved_probes(args, saved, name)) if args.evaluate else train(probed, saved)
     result = describe(probed, rows, counts)
-    best = best_of_each(rows) if args.probe else {"": result["best"]}
+    best = attentive.best_of_each(rows) if args.probe else {"": result["best"]}
     headline = [Score(f"{kind} top-{n}".strip(), row[f"top{n}"]) for kind, row in best.items() for n in (1, 5)]
     return file.write(result, table(result), headline=headline)
 
@@ -131,39 +106,36 @@ class ProbeTask:
         if args.num_labels not in (None, task.num_classes):
             raise UserError(f"--num_labels {args.num_labels}, but the images have {task.num_classes} classes")
         self.global_batch_size = args.batch_size_per_gpu * world_size()
-        self.configs = probe_configs(task.encoder, args) if args.probe else {}
+        self.configs = attentive.probe_configs(task.encoder, args) if args.probe else {}
         # As in the reference: several layers of a vision transformer, the last layer of any other network.
         args.n_last_blocks = args.n_last_blocks or (LAYERS if args.probe or task.encoder.backbone.has_layers else 1)
         self.encode: Callable[[Tensor], Tensor] = partial(
             task.encoder.probe_features, n_last_blocks=args.n_last_blocks, avgpool_patchtokens=args.avgpool_patchtokens
         )
-        side = task.transform.img_size
-        blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
         with torch.inference_mode():
             if args.probe:
-                self.token_shape = task.encoder.backbone(blank).shape[1:]
+                self.token_shape = task.encoder.backbone(task.blank).shape[1:]
                 self.encode = lambda images: task.encoder.backbone(images).flatten(1)
-            self.feature_dim = self.encode(blank).shape[1]
+            self.feature_dim = self.encode(task.blank).shape[1]
         self.identity = {
             "weights": record["sha256"],
             "checkpoint_key": record["checkpoint_key"],
             "encoder_seed": record.get("seed"),
             **{f"encoder {name}": value for name, value in asdict(task.encoder.config).items()},
             **{name: getattr(args, name) for name in FEATURE_OPTIONS},
-            "img_size": side,
+            "img_size": task.transform.img_size,
             "num_classes": task.num_classes,
             # No entry means all slots, so that probes of version 0.1 can be resumed.
             **({"slots": record["slots"]["slots"]} if "slots" in record else {}),
             **{f"probe {kind}": asdict(config) for kind, config in self.configs.items()},
         }
 
-    def new_probes(self, num_rates: int) -> Probes:
+    def new_probes(self, num_rates: int) -> probe.Probes:
         """Probes with initial weights, one per learning rate and kind."""
-        task, seed = self.task, self.task.args.seed
-        if not self.configs:
-            return LinearProbe(self.feature_dim, task.num_classes, num_rates, seed).to(task.device)
-        probes = ReadoutProbes(task.encoder, self.configs, self.token_shape, task.num_classes, num_rates, seed)
-        return probes.to(task.device)
+        task, sizes = self.task, (self.task.num_classes, num_rates, self.task.args.seed)
+        if self.configs:
+            return attentive.ReadoutProbes(task.encoder, self.configs, self.token_shape, *sizes).to(task.device)
+        return probe.LinearProbe(self.feature_dim, *sizes).to(task.device)
 
     def val_features(self) -> tuple[Features, dict[str, int]]:
         """This process' share of the validation features, and the numbers of images."""
@@ -187,23 +159,23 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]], Counts]:
         **{name: getattr(args, name) for name in ("epochs", "fast", "val_freq", "seed")},
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
     }
-    probes, scaled = probed.new_probes(len(args.lr)), scaled_learning_rates(args.lr, probed.global_batch_size)
-    optimizer: ProbeLARS | ProbeSGD = ProbeSGD(probes, scaled)
-    if isinstance(probes, ReadoutProbes):
-        optimizer = ProbeLARS(probes, probes.rates(scaled))
-    run = ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
+    probes, scaled = probed.new_probes(len(args.lr)), probe.scaled_learning_rates(args.lr, probed.global_batch_size)
+    optimizer: attentive.ProbeLARS | probe.ProbeSGD = probe.ProbeSGD(probes, scaled)
+    if isinstance(probes, attentive.ReadoutProbes):
+        optimizer = attentive.ProbeLARS(probes, probes.rates(scaled))
+    run = probe.ProbeRun(probes, optimizer, [*args.lr] * max(len(probed.configs), 1), args.epochs, record, path)
     run.resume(args.overwrite)
     if run.epoch < args.epochs:
         val, num_val = probed.val_features()
         batches, num_train = training_batches(probed)
         run.counts = {**num_train, **num_val}
         if args.probe:
-            num_steps = len(ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
-            run.factors = lambda epoch: warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
+            num_steps = len(probe.ProbeSampler(int(num_train["num_train"] or 0), args.batch_size_per_gpu))
+            run.factors = lambda epoch: attentive.warmup_cosine(epoch, args.epochs, warmup_epochs(args), num_steps)
         run.train(batches, val, args.val_freq)
     rows = run.table()
-    if isinstance(probes, ReadoutProbes):
-        save_readouts(probes, rows, task.subject, path)
+    if isinstance(probes, attentive.ReadoutProbes):
+        attentive.save_readouts(probes, rows, task.subject, path)
     return rows, run.counts
 
 
@@ -215,21 +187,19 @@ def warmup_epochs(args: argparse.Namespace) -> float:
     return float(number)
 
 
-def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], Counts]:
+def training_batches(probed: ProbeTask) -> tuple[Callable[[int], probe.Batches], Counts]:
     """Epoch -> batches of features, cached with --fast, else of augmented images; and the numbers of images."""
     task, args = probed.task, probed.task.args
     source = task.splits[0]
     if args.fast:
         require_memory(len(source), probed.feature_dim, task.storage)
         train = task.features(source, probed.encode, gather=True)
-        batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
+        batches = probe.cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     augmentation = ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std)
     dataset = ImageDataset(source, augmentation, seed=args.seed)  # crops depend on seed, epoch and image alone
-    sampler = ProbeSampler(len(source), args.batch_size_per_gpu, args.seed)
-    is_cuda = task.device.type == "cuda"
-    loader = create_loader(dataset, sampler, num_workers=args.num_workers, pin_memory=is_cuda)
-    batches = live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
+    loader = task.loader(dataset, probe.ProbeSampler(len(source), args.batch_size_per_gpu, args.seed))
+    batches = probe.live_batches(task.encoder, probed.encode, loader, task.device, task.dtype)
     # Unreadable images are replaced by their neighbours when they are read, so their number is unknown.
     return batches, {"num_train": len(source), "num_corrupt_train": None}
 
@@ -250,15 +220,15 @@ def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, Any]],
     """Test the probes at `path`, or the reference's linear head, on the validation images."""
     task, weights, rates = probed.task, None, [math.nan]
     if not probed.configs:
-        weights = reference_heads(path, task.args.avgpool_patchtokens)
+        weights = probe.reference_heads(path, task.args.avgpool_patchtokens)
     if weights is None:
-        state = load_heads(path)
-        check_same_record(state["record"], probed.identity, path)
+        state = probe.load_heads(path)
+        probe.check_same_record(state["record"], probed.identity, path)
         weights, rates = state["state_dict"], state["learning_rates"]
     probes = probed.new_probes(len(rates) // max(len(probed.configs), 1))
     load_strictly(probes, weights, str(path))
     val, counts = probed.val_features()
-    accuracies = probe_accuracy(probes, val.features, val.labels)
+    accuracies = probe.probe_accuracy(probes, val.features, val.labels)
     pairs = enumerate(zip(rates, accuracies, strict=True))
     return [{**probes.describe(index), "lr": rate, **accuracy} for index, (rate, accuracy) in pairs], counts
 
@@ -270,9 +240,9 @@ def describe(probed: ProbeTask, rows: list[dict[str, Any]], counts: Counts) -> d
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
-        "optimizer": f"{optimizer}, momentum {MOMENTUM}, no weight decay, {schedule} to 0",
+        "optimizer": f"{optimizer}, momentum {probe.MOMENTUM}, no weight decay, {schedule} to 0",
         **({"warmup_epochs": warmup_epochs(args)} if args.probe else {}),
-        "lr_scale": f"batch / {REFERENCE_BATCH}",
+        "lr_scale": f"batch / {probe.REFERENCE_BATCH}",
         "global_batch_size": probed.global_batch_size,
         "seed": args.seed,
     }
@@ -301,7 +271,7 @@ def table(result: dict[str, Any]) -> str:
     best, training = result["best"], f"training: {result['training']['mode']}"
     if "probe" in best:
         rows = [("probe", "parameters", "of read-out", "lr", "top-1 %", "top-5 %")]
-        for kind, row in best_of_each(result["results"]).items():
+        for kind, row in attentive.best_of_each(result["results"]).items():
             numbers = f"{row['parameters']:,}", f"{row['readout_parameters']:,}", f"{row['lr']:g}"
             rows.append((kind, *numbers, f"{row['top1']:.2f}", f"{row['top5']:.2f}"))
         return "\n".join([text_table(rows, num_words=1), result["selection"], training])

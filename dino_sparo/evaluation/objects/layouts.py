@@ -206,7 +206,7 @@ def read_numbers(path: Path) -> Int[np.ndarray, "H W"]:
     except FileNotFoundError as error:
         raise CorruptImageError(str(path), "there is no such mask") from error
     except Exception as error:  # Pillow raises anything for damaged files
-        raise CorruptImageError(str(path), f"is no PNG that can be read as a mask ({error})") from error
+        raise CorruptImageError(str(path), f"cannot be read as a PNG with a mask ({error})") from error
 
 
 def _open_coco(folder: Path, path: Path, limits: ImageLimits) -> ObjectSource:

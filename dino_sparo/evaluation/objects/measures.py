@@ -18,6 +18,8 @@ from dino_sparo.runtime.faults import UserError
 
 MEASURES = ("jaccard", "mbo", "fg_ari", "pointing", "pointing_one_map")
 NUM_SUBSETS = 5  # of an encoder's maps, with --maps
+Maps = Float[np.ndarray, "maps h w"]
+Scores = dict[str, float]  # measure -> number
 
 
 class PatchObjects(NamedTuple):
@@ -72,9 +74,7 @@ def jaccards(regions: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> Fl
     return both / either
 
 
-def map_jaccards(
-    maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float
-) -> Float[np.ndarray, "objects maps"]:
+def map_jaccards(maps: Maps, objects: PatchObjects, share: float) -> Float[np.ndarray, "objects maps"]:
     """Jaccard index of every object and every map, reduced to the fewest patches with a share of the map's mass.
 
     Source: Caron et al., "Emerging properties in self-supervised vision transformers", section 4.2.2 and figure 4:
@@ -83,7 +83,7 @@ def map_jaccards(
     return jaccards(mass_mask(maps, share), objects)
 
 
-def assign_patches(maps: Float[np.ndarray, "maps h w"]) -> Bool[np.ndarray, "maps h w"]:
+def assign_patches(maps: Maps) -> Bool[np.ndarray, "maps h w"]:
     """Each patch belongs to the map with the largest value there, the first of equal ones; maps are scaled to sum 1.
 
     Without scaling, a slot that attends mostly to the class token would get no patch.
@@ -116,7 +116,7 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
     return 1.0 if most == expected else float((together - expected) / (most - expected))
 
 
-def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float) -> dict[str, float]:
+def score_maps(maps: Maps, objects: PatchObjects, share: float) -> Scores:
     """All measures of one image with at least one object, means over its objects.
 
         jaccard           for each object the largest `map_jaccards`
@@ -157,15 +157,13 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
     return np.array(sorted(subsets))
 
 
-def score_subsets(
-    maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float, subsets: Int[np.ndarray, "subsets K"]
-) -> dict[str, float]:
+def score_subsets(maps: Maps, objects: PatchObjects, share: float, subsets: Int[np.ndarray, "subsets K"]) -> Scores:
     """Mean of `score_maps` over subsets of the maps."""
     scores = [score_maps(maps[subset], objects, share) for subset in subsets]
     return {name: float(np.mean([own[name] for own in scores])) for name in MEASURES}
 
 
-def grid_bounds(objects: PatchObjects) -> dict[str, float]:
+def grid_bounds(objects: PatchObjects) -> Scores:
     """Upper bounds of the measures for maps of whole patches.
 
     jaccard, mbo      the exact maximum for each object alone, so mbo may not be reached if objects share a patch
@@ -194,7 +192,7 @@ def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " 
     return float((both / (pixels.sum() + all_of_them - both)).max())
 
 
-def move_maps(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> Float[np.ndarray, "maps h w"]:
+def move_maps(maps: Maps, rng: np.random.Generator) -> Maps:
     """All maps of an image, moved cyclically by one random number of rows and columns.
 
     Moved maps keep their mass, peakedness, smoothness and similarity, but not their place.

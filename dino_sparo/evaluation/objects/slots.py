@@ -11,14 +11,13 @@ from dino_sparo.evaluation.objects.layouts import UNKNOWN
 
 MIN_OBJECTS = 10  # a class of fewer objects is rare: its mean is far from 0 by chance
 CLASS_SHUFFLES = 20  # of the objects' classes, for the control of selectivity
+Jaccards = Float[np.ndarray, "objects maps"]
+Lift = Float[np.ndarray, "maps classes"]
+ClassesByImage = Sequence[Int[np.ndarray, " _"]]  # the classes of each image's objects
 
 
 def describe_maps(
-    jaccards: Float[np.ndarray, "objects maps"],
-    untrained: Float[np.ndarray, "objects maps"],
-    classes: Sequence[Int[np.ndarray, " _"]],
-    class_names: Sequence[str],
-    seed: int,
+    jaccards: Jaccards, untrained: Jaccards, classes: ClassesByImage, class_names: Sequence[str], seed: int
 ) -> dict[str, Any]:
     """The mean Jaccard index of each map and, among known classes that are not rare, the class that it finds best."""
     found = jaccards.max(axis=1) > 0
@@ -58,9 +57,7 @@ def describe_maps(
     }
 
 
-def class_lift(
-    jaccards: Float[np.ndarray, "objects maps"], classes: Int[np.ndarray, " objects"], num_classes: int
-) -> Float[np.ndarray, "maps classes"]:
+def class_lift(jaccards: Jaccards, classes: Int[np.ndarray, " objects"], num_classes: int) -> Lift:
     """Advantage of each map on objects of a class over its mean on all classes, in Jaccard points.
 
         r_om = J_om - mean_m J_om                 advantage of map m on object o, whose size helps all maps
@@ -76,18 +73,15 @@ def class_lift(
     return table - np.nanmean(table, axis=1, keepdims=True)
 
 
-def mean_best_lift(lift: Float[np.ndarray, "maps classes"]) -> float:
+def mean_best_lift(lift: Lift) -> float:
     """Selectivity: mean over maps of the lift on the class that the map finds best; for chance see `shuffled_lift`."""
     return float(np.nanmax(lift, axis=1).mean())
 
 
-def shuffled_lift(
-    jaccards: Float[np.ndarray, "objects maps"], classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, seed: int
-) -> list[float]:
+def shuffled_lift(jaccards: Jaccards, classes: ClassesByImage, num_classes: int, seed: int) -> list[float]:
     """`mean_best_lift` by chance, with classes shuffled among images of equally many objects.
 
-    Objects of an image stay together, since they often have one class and similar scores. `classes` has the classes of
-    each image's objects.
+    Objects of an image stay together, since they often have one class and similar scores.
     """
     rng, counts = np.random.default_rng(seed), np.array([len(own) for own in classes])
     lifts = []
@@ -100,9 +94,7 @@ def shuffled_lift(
     return lifts
 
 
-def without_rare(
-    classes: Sequence[Int[np.ndarray, " _"]], num_classes: int, min_objects: int
-) -> tuple[list[Int[np.ndarray, " _"]], int]:
+def without_rare(classes: ClassesByImage, num_classes: int, min_objects: int) -> tuple[ClassesByImage, int]:
     """The classes of each image's objects, with UNKNOWN for rare classes, and the number of rare classes."""
     everything = np.concatenate(classes)
     counts = np.bincount(everything[everything != UNKNOWN], minlength=num_classes)

@@ -4,6 +4,7 @@ Images are read once, in batches, and maps are not kept.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import check_features
 from dino_sparo.evaluation.objects import measures
 from dino_sparo.evaluation.objects.layouts import ObjectSource, view_objects
-from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
+from dino_sparo.evaluation.objects.slots import Jaccards, map_redundancy, value_redundancy
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.logs import progress
@@ -64,22 +65,18 @@ class Survey:
         classes: (objects,) per image with objects.
         indices: of all readable images.
         values: (B, L, V) per batch, the model's slots, with `keep_values`; empty without slots.
-        redundancy: row -> "maps" or "values" -> mean cosine and size of each batch.
+        redundancy: row, and "maps" or "values" -> mean cosine and size of each batch.
         subsets: number of subsets per image, and number of maps in each.
         out_of_view: number of objects outside of the view.
         left_out: errors of unreadable images.
     """
 
     scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
-    jaccards: dict[str, list[Float[np.ndarray, "objects maps"]]] = field(
-        default_factory=lambda: {MODEL: [], UNTRAINED: []}
-    )
+    jaccards: dict[str, list[Jaccards]] = field(default_factory=lambda: defaultdict(list))
     classes: list[Int[np.ndarray, " objects"]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     values: list[Float[np.ndarray, "B L V"]] = field(default_factory=list)
-    redundancy: dict[str, dict[str, list[tuple[float, int]]]] = field(
-        default_factory=lambda: {row: {"maps": [], "values": []} for row in (MODEL, UNTRAINED)}
-    )
+    redundancy: dict[tuple[str, str], list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     subsets: tuple[int, int] = (0, 0)
     out_of_view: int = 0
     left_out: list[CorruptImageError] = field(default_factory=list)
@@ -97,14 +94,11 @@ class Survey:
 
     def mean_redundancy(self) -> dict[str, dict[str, float]]:
         """Row -> "maps" or "values" -> mean absolute cosine over all images."""
-        return {
-            row: {
-                what: float(np.average([mean for mean, _ in parts], weights=[size for _, size in parts]))
-                for what, parts in own.items()
-                if parts
-            }
-            for row, own in self.redundancy.items()
-        }
+        means: dict[str, dict[str, float]] = defaultdict(dict)
+        for (row, what), parts in self.redundancy.items():
+            of_batches, sizes = zip(*parts, strict=True)
+            means[row][what] = float(np.average(of_batches, weights=sizes))
+        return means
 
 
 def _summaries(values: Float[np.ndarray, "measures images"], seed: int) -> dict[str, Any]:
@@ -143,9 +137,9 @@ def survey_objects(
         for row, encoder in encoders.items():
             found[row], slots = maps_and_slots(encoder, images)
             seen += [slots] if row == MODEL else []
-            survey.redundancy[row]["maps"].append((map_redundancy(found[row]), len(batch)))
+            survey.redundancy[row, "maps"].append((map_redundancy(found[row]), len(batch)))
             if encoder.config.kind.has_slots:
-                survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
+                survey.redundancy[row, "values"].append((value_redundancy(slots), len(batch)))
                 survey.values += [slots] if keep_values and row == MODEL else []
         for image, own, untrained in zip(batch, found[MODEL], found[UNTRAINED], strict=True):
             if len(image.classes):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,16 +26,8 @@ from dino_sparo.data.labels import require_labels
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.result import ResultFile
-from dino_sparo.evaluation.retrieval.datasets import (
-    REVISITED,
-    SearchSet,
-    file_source,
-    image_files,
-    labelled_set,
-    open_copydays,
-    open_revisited,
-)
-from dino_sparo.evaluation.retrieval.measures import KAPPAS, Precision, mean_precision, rank_database
+from dino_sparo.evaluation.retrieval import datasets
+from dino_sparo.evaluation.retrieval.measures import KAPPAS, mean_precision, rank_database
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.faults import UserError
@@ -54,18 +46,18 @@ def evaluate_retrieval(args: argparse.Namespace) -> dict[str, Any]:
     take_released_weights(args, LANDMARKS)
     task = EncoderTask.start(args)
     file = task.open_result(f"image_retrieval_{args.dataset}")
-    if args.dataset in REVISITED:
+    if args.dataset in datasets.REVISITED:
         task.encoder.eval()  # opened before the images: wrong weights are refused first
-        found = open_revisited(args.data_path, args.dataset, task.limits)
+        found = datasets.open_revisited(args.data_path, args.dataset, task.limits)
     else:
         source = task.open_split("val")
         require_labels(source)
-        found = labelled_set(source)
+        found = datasets.labelled_set(source)
     encode = partial(encode_scales, task.encoder, scales=SCALES if args.multiscale else SCALES[:1])
     view = partial(thumbnail_view, side=args.imsize, task=task)
     database = features(task, found.database, view, encode)
     queries = database if found.queries is None else features(task, found.queries, view, encode)
-    return write(file, task, "image retrieval", search(found, queries, database), len(database))
+    return write_precision(file, task, "image retrieval", found, rank_database(queries, database))
 
 
 def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +66,7 @@ def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
     task = EncoderTask.start(args)
     file = task.open_result("copy_detection")
     encoder = task.encoder
-    found = open_copydays(args.data_path, task.limits)
+    found = datasets.open_copydays(args.data_path, task.limits)
     view = partial(square_view, side=args.imsize, task=task)
     encode = partial(copy_features, encoder, parts=tuple(args.parts))
     database, queries = (features(task, source, view, encode) for source in (found.database, found.queries) if source)
@@ -83,15 +75,15 @@ def detect_copies(args: argparse.Namespace) -> dict[str, Any]:
     if args.whitening_path:
         whiten = whitening(features(task, folder(args.whitening_path, task), view, encode))
         database, queries = whiten(database), whiten(queries)
-    scores = search(found, F.normalize(queries), F.normalize(database), SHOWN)
-    return write(file, task, "copy detection", scores, len(database))
+    rankings = rank_database(F.normalize(queries), F.normalize(database))
+    return write_precision(file, task, "copy detection", found, rankings, SHOWN)
 
 
 def folder(path: str, task: EncoderTask) -> ImageSource:
     """All images of a folder."""
     if not Path(path).is_dir():
         raise UserError(f"{path} is not a folder; give a folder of images, or leave the option out")
-    return file_source(path, Path(path), image_files(Path(path)), task.limits)
+    return datasets.file_source(path, Path(path), datasets.image_files(Path(path)), task.limits)
 
 
 def features(
@@ -102,14 +94,6 @@ def features(
     if found.num_corrupt:
         raise UserError(f"{found.num_corrupt} images of {source.name} cannot be read, so ranks cannot be compared")
     return found.features
-
-
-def search(
-    found: SearchSet, queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], most: int | None = None
-) -> dict[str, Precision]:
-    """Precision of each protocol; `most` is the number of first ranks that count."""
-    rankings = rank_database(queries, database)[:, :most]
-    return {name: mean_precision(rankings, answers) for name, answers in found.protocols.items()}
 
 
 def thumbnail_view(image: Image.Image, rng: np.random.Generator, *, side: int, task: EncoderTask) -> list[Tensor]:
@@ -159,11 +143,17 @@ def whitening(learned: Float[Tensor, "images F"]) -> Callable[[Tensor], Tensor]:
     return lambda found: ((found.double() - rows.mean(dim=0)) @ matrix).float()
 
 
-def write(
-    file: ResultFile, task: EncoderTask, name: str, scores: dict[str, Precision], num_images: int
+def write_precision(
+    file: ResultFile,
+    task: EncoderTask,
+    name: str,
+    found: datasets.SearchSet,
+    rankings: Int[Tensor, "queries images"],
+    most: int | None = None,
 ) -> dict[str, Any]:
-    """Write the result and print its table; `num_images` is the size of the database."""
+    """Write the precision of each protocol and print a table; `most` is the number of first ranks that count."""
     args = task.args
+    scores = {name: mean_precision(rankings[:, :most], answers) for name, answers in found.protocols.items()}
     result = {
         "evaluation": name,
         "results": {
@@ -174,7 +164,7 @@ def write(
             }
             for protocol, score in scores.items()
         },
-        "images": {"data_path": args.data_path, "num_database": num_images},
+        "images": {"data_path": args.data_path, "num_database": rankings.shape[1]},
         "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
     }
     table = [("", "mAP %", *(f"P@{kappa} %" for kappa in KAPPAS), "queries")]

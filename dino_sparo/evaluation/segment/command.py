@@ -26,19 +26,8 @@ from dino_sparo.data.sources.folders import ALL
 from dino_sparo.draw.figure import describe_model, file_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.draw.tables import text_table
-from dino_sparo.evaluation.features import inference
+from dino_sparo.evaluation.segment import head as heads
 from dino_sparo.evaluation.segment.data import MaskSource, open_splits
-from dino_sparo.evaluation.segment.head import (
-    HEADS,
-    WEIGHT_DECAY,
-    class_scores,
-    classes_of_slots,
-    count_pairs,
-    largest,
-    load_head,
-    save_head,
-    train_head,
-)
 from dino_sparo.evaluation.segment.pictures import SegmentedImage, save_mask, segmentation_figure
 from dino_sparo.evaluation.segment.tokens import TokenCache, WindowedView, map_encoder, token_encoder
 from dino_sparo.evaluation.task import EncoderTask
@@ -75,7 +64,7 @@ class Segmenter:
     def __call__(self, image: Image.Image) -> Int[np.ndarray, "H W"]:
         """Labels 0, 1, ... in the order of `classes`, at the size of the image."""
         tokens = self.view.features(image, self.encode)
-        return largest(self.head(tokens[None].to(self.view.device))[0], image.height, image.width)
+        return heads.largest(self.head(tokens[None].to(self.view.device))[0], image.height, image.width)
 
 
 @on_first_process
@@ -87,7 +76,7 @@ def segment(args: argparse.Namespace) -> dict[str, Any]:
     """
     task = EncoderTask.start_alone(args)
     require_matplotlib()
-    is_saved = args.head not in HEADS
+    is_saved = args.head not in heads.HEADS
     if not args.data_path and not (is_saved and args.images):
         raise UserError("--data_path is empty; give images with masks, or a trained --head and --images")
     config = task.subject.encoder.config
@@ -125,18 +114,18 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
     identity = {name: value for name, value in task.weights.items() if name != "pretrained_weights"}
     head: nn.Sequential | None = None
     record: dict[str, Any] = {}
-    if args.head not in HEADS:
-        head, record = load_head(args.head, identity)
+    if args.head not in heads.HEADS:
+        head, record = heads.load_head(args.head, identity)
     img_size = args.img_size or record.get("img_size") or 2 * config.img_size
     window = args.window or record.get("window") or img_size
     view = WindowedView(img_size, window, config.patch_size, subject.mean, subject.std, args.batch_size, task.device)
     blocks = record.get("n_last_blocks") or args.n_last_blocks or 1
-    encode = frozen(task, token_encoder(task.encoder, blocks))
+    encode = token_encoder(task, blocks)
     if head is None:
         samples = TokenCache(splits[0], view, encode, args.cache_gb * 1e9)
         options = {name: getattr(args, name) for name in ("steps", "batch_size", "lr", "seed")}
-        head = train_head(args.head, len(splits[0].classes), samples, task.device, **options)
-        training = {"optimizer": f"AdamW, weight decay {WEIGHT_DECAY:g}, warm-up, linear decay to 0", **options}
+        head = heads.train_head(args.head, len(splits[0].classes), samples, task.device, **options)
+        training = {"optimizer": f"AdamW, weight decay {heads.WEIGHT_DECAY:g}, warm-up, linear decay to 0", **options}
         record = {
             "kind": args.head,
             "dim": head[0].num_features,
@@ -147,19 +136,9 @@ def trained_head(task: EncoderTask, splits: Sequence[MaskSource], path: Path) ->
             "encoder": identity,
             "training": training,
         }
-        save_head(head, record, path)
+        heads.save_head(head, record, path)
     shown = {name: record[name] for name in ("kind", "dim", "n_last_blocks", "training")}
     return Segmenter(head.to(task.device), view, encode, record["classes"]), shown
-
-
-def frozen(task: EncoderTask, encode: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The function `encode` without gradients, in eval mode and in the precision of the task."""
-
-    def encode_frozen(images: Tensor) -> Tensor:
-        with inference(task.encoder, task.device, task.dtype):
-            return encode(images)
-
-    return encode_frozen
 
 
 def measure(
@@ -169,7 +148,7 @@ def measure(
     train, val = (replace(source, classes=segmenter.classes) for source in (train, val))
     names, slots = list(segmenter.classes.values()), None
     if task.args.slot_masks:
-        slots = Segmenter(nn.Identity(), segmenter.view, frozen(task, map_encoder(task.encoder)), {})
+        slots = Segmenter(nn.Identity(), segmenter.view, map_encoder(task), {})
         class_of_slot = name_slots(slots, train)
     counts, slot_counts = (np.zeros((len(names), len(names)), dtype=np.int64) for _ in range(2))
     worst: list[SegmentedImage] = []
@@ -177,17 +156,18 @@ def measure(
         image, labels = val.read(index)
         by_slots = slots(image) if slots else None
         item = SegmentedImage(val.images.location(index), image, segmenter(image), labels, by_slots)
-        counts += (own := count_pairs(item.predicted, labels, *counts.shape))
+        counts += (own := heads.count_pairs(item.predicted, labels, *counts.shape))
         if item.slots is not None:
-            slot_counts += count_pairs(class_of_slot[item.slots], labels, *counts.shape)
+            slot_counts += heads.count_pairs(class_of_slot[item.slots], labels, *counts.shape)
         if own.any():  # else all pixels are void
-            worst.append(item._replace(miou=class_scores(own, names)["miou"]))
+            worst.append(item._replace(miou=heads.class_scores(own, names)["miou"]))
             worst = sorted(worst, key=lambda item: item.miou or 0)[: task.args.pictures]
     if not worst:
         raise UserError(f"{val.images.name}: all pixels of the {len(val.indices)} validation masks are void")
-    result = class_scores(counts, names)
+    result = heads.class_scores(counts, names)
     if slots:
-        result["slot_masks"] = {**class_scores(slot_counts, names), "class_of_slot": [names[i] for i in class_of_slot]}
+        by_class = heads.class_scores(slot_counts, names)
+        result["slot_masks"] = {**by_class, "class_of_slot": [names[i] for i in class_of_slot]}
     return worst, result
 
 
@@ -197,9 +177,9 @@ def name_slots(slots: Segmenter, train: MaskSource) -> Int[np.ndarray, " slots"]
     for index in progress(train.indices, desc="slots"):
         image, labels = train.read(index)
         maps = slots.view.features(image, slots.encode)
-        numbers = largest(maps, image.height, image.width)
-        counts = counts + count_pairs(numbers, labels, len(maps), len(train.classes))
-    return classes_of_slots(counts)
+        numbers = heads.largest(maps, image.height, image.width)
+        counts = counts + heads.count_pairs(numbers, labels, len(maps), len(train.classes))
+    return heads.classes_of_slots(counts)
 
 
 def predict_masks(task: EncoderTask, segmenter: Segmenter, source: ImageSource, folder: Path) -> list[Path]:

@@ -21,17 +21,7 @@ from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import FileSource, ImageLimits, ImageSource, require_channels
 from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.sources.tables import decoded, open_text
-from dino_sparo.evaluation.objects.layouts import (
-    UNKNOWN,
-    VOC_CLASSES,
-    VOC_VOID,
-    ObjectMasks,
-    check_mask_size,
-    image_names,
-    open_objects,
-    read_numbers,
-    voc_images,
-)
+from dino_sparo.evaluation.objects import layouts
 from dino_sparo.runtime.faults import UserError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +50,7 @@ class MaskSource:
     def read(self, index: int) -> tuple[Image.Image, UInt8[np.ndarray, "H W"]]:
         """An image and the labels of its pixels; UserError if their sizes differ or a class number is unknown."""
         image, numbers, location = self.images.read(index), self.numbers(index), self.images.location(index)
-        check_mask_size(numbers.shape, location, image.size, image.info.get(STORED_SIZE))
+        layouts.check_mask_size(numbers.shape, location, image.size, image.info.get(STORED_SIZE))
         known = np.array(list(self.classes))
         labels = np.searchsorted(known, numbers).clip(max=len(known) - 1)
         is_void = numbers == self.void
@@ -109,11 +99,11 @@ def open_masks(data_path: str, masks: str | None, split: str, void: int, limits:
     root = Path(data_path)
     layout = None if masks or names_scenes(data_path) else _layout(root)
     if layout == "VOC":
-        stems, images = voc_images(root, limits, split)
-        names = dict(enumerate((BACKGROUND, *VOC_CLASSES)))
-        folder = root / "SegmentationClass"
-        every = tuple(range(len(stems)))
-        return MaskSource(images, lambda index: read_numbers(folder / f"{stems[index]}.png"), VOC_VOID, names, every)
+        stems, images = layouts.voc_images(root, limits, split)
+        names = dict(enumerate((BACKGROUND, *layouts.VOC_CLASSES)))
+        paths = [root / "SegmentationClass" / f"{stem}.png" for stem in stems]
+        every = tuple(range(len(paths)))
+        return MaskSource(images, lambda index: layouts.read_numbers(paths[index]), layouts.VOC_VOID, names, every)
     if layout == "ADE20K":
         part = {"train": "training", "val": "validation"}[split]
         return _open_folders(root / "images" / part, root / "annotations" / part, 0, limits, _ade_classes(root))
@@ -121,17 +111,17 @@ def open_masks(data_path: str, masks: str | None, split: str, void: int, limits:
     if is_masks or (masks and root.is_dir() and Path(masks).is_dir()):
         folders = (root / "images", root / "masks") if is_masks else (root, Path(str(masks)))
         return _open_folders(*folders, void, limits, {})
-    source = open_objects(data_path, masks, limits, split)
+    source = layouts.open_objects(data_path, masks, limits, split)
     names = dict(enumerate((BACKGROUND, *source.classes)))
     every = tuple(range(len(source.images)))
     return MaskSource(source.images, lambda index: number_objects(source.objects(index)), VOID, names, every)
 
 
-def number_objects(objects: ObjectMasks) -> Int[np.ndarray, "H W"]:
+def number_objects(objects: layouts.ObjectMasks) -> Int[np.ndarray, "H W"]:
     """Class numbers of the pixels: 0 without an object, else 1 + class of the last object; VOID for unknown classes."""
     numbers = np.where(objects.void, VOID, 0)
     for mask, number in zip(objects.masks, objects.classes, strict=True):
-        numbers[mask] = VOID if number == UNKNOWN else number + 1
+        numbers[mask] = VOID if number == layouts.UNKNOWN else number + 1
     return numbers
 
 
@@ -153,7 +143,7 @@ def _ade_classes(root: Path) -> dict[int, str]:
 
 def _open_folders(images: Path, masks: Path, void: int, limits: ImageLimits, classes: dict[int, str]) -> MaskSource:
     """The images of a folder for which another folder has a mask of the same stem."""
-    names = image_names(images)
+    names = layouts.image_names(images)
     paths = [masks / f"{Path(name).stem}.png" for name in names]
     labelled = tuple(index for index, path in enumerate(paths) if path.is_file())
     if not labelled:
@@ -161,7 +151,7 @@ def _open_folders(images: Path, masks: Path, void: int, limits: ImageLimits, cla
     if missing := len(names) - len(labelled):
         logger.info("%s: %d of %d images have no mask and are not used", images, missing, len(names))
     source = FileSource(f"folder {images}", images, names, limits=limits)
-    return MaskSource(source, lambda index: read_numbers(paths[index]), void, classes, labelled)
+    return MaskSource(source, lambda index: layouts.read_numbers(paths[index]), void, classes, labelled)
 
 
 def _occurring(*sources: MaskSource) -> dict[int, str]:

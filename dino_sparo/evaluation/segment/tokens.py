@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from dino_sparo.data.crops import normalized_tensor
 from dino_sparo.data.views import MAX_PATCHES
 from dino_sparo.evaluation.attention.maps import maps_and_slots
+from dino_sparo.evaluation.features import inference
 from dino_sparo.evaluation.segment.data import MaskSource
-from dino_sparo.models.encoder import Encoder
+from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.faults import UserError
 
 MIN_PATCHES = 2  # per side of a window; batch normalisation needs several values
@@ -91,22 +92,24 @@ class WindowedView:
         return [*range(0, last, max(1, self.side // 2)), last]
 
 
-def token_encoder(encoder: Encoder, n_last_blocks: int) -> Callable[[Tensor], Float[Tensor, "B F h w"]]:
+def token_encoder(task: EncoderTask, n_last_blocks: int) -> Callable[[Tensor], Float[Tensor, "B F h w"]]:
     """Windows -> patch tokens of the last blocks, concatenated on the grid of the last block."""
 
     def encode(images: Tensor) -> Tensor:
-        layers: Any = encoder.get_intermediate_layers(images, n_last_blocks, reshape=True)
-        size = layers[-1].shape[-2:]
-        return torch.cat([F.interpolate(layer, size, mode="bilinear") for layer in layers], dim=1)
+        with inference(task.encoder, task.device, task.dtype):
+            layers: Any = task.encoder.get_intermediate_layers(images, n_last_blocks, reshape=True)
+            size = layers[-1].shape[-2:]
+            return torch.cat([F.interpolate(layer, size, mode="bilinear") for layer in layers], dim=1)
 
     return encode
 
 
-def map_encoder(encoder: Encoder) -> Callable[[Tensor], Float[Tensor, "B maps h w"]]:
+def map_encoder(task: EncoderTask) -> Callable[[Tensor], Float[Tensor, "B maps h w"]]:
     """Windows -> attention maps of slots or heads with sum 1; otherwise some maps would never be the largest."""
 
     def encode(images: Tensor) -> Tensor:
-        maps = torch.from_numpy(maps_and_slots(encoder, images)[0])
+        with inference(task.encoder, task.device, task.dtype):
+            maps = torch.from_numpy(maps_and_slots(task.encoder, images)[0])
         return maps / maps.sum(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
 
     return encode

@@ -10,21 +10,19 @@ the whole caption as one phrase; they have no counterpart among images.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dino_sparo.data.sources.image_source import Subset, fingerprint_of
 from dino_sparo.evaluation.embed.command import announce, write_embeddings
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, text_hash
-from dino_sparo.evaluation.features import inference
-from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
+from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.task import ModelTask
-from dino_sparo.image_text.towers import LoadedModel, tokenize
+from dino_sparo.image_text.scorer import encode_batch
+from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import versions
 from dino_sparo.runtime.logs import progress
@@ -48,7 +46,11 @@ def embed_captions(
     device, encoder = task.device, task.loaded
     encoder.model.to(device)
     data = open_caption_set(args.data_path, args.captions or "", args.split)
-    encode = partial(_encode, encoder, device, task.dtype, args.batch_size_per_gpu)
+
+    def encode(captions: list[str]) -> Float[Tensor, "B F"]:
+        ids = encoder.model.text.tokenize(captions).ids
+        return encode_batch(encoder.model, ids, args.batch_size_per_gpu, device, task.dtype)
+
     shapes = {"captions": tuple(encode(data.captions[:1]).shape[1:])}
     writer = EmbeddingWriter(
         Path(args.output_dir), shapes, args.dtype, len(data.captions), args.batch_size_per_gpu, unit="captions"
@@ -57,9 +59,7 @@ def embed_captions(
     settings = {
         "weights": encoder.record["sha256"],
         "what": "captions",
-        "dtype": args.dtype,
-        "precision": args.precision,
-        "batch_size_per_gpu": args.batch_size_per_gpu,
+        **{name: getattr(args, name) for name in ("dtype", "precision", "batch_size_per_gpu")},
         "num_captions": len(data.captions),
         "captions": text_hash(data.captions),
         "images": fingerprint_of(images),
@@ -73,25 +73,12 @@ def embed_captions(
         "images": {"data_path": args.data_path, "captions": args.captions, "split": args.split, "classes": None},
         "versions": versions(open_clip="open_clip_torch"),
     }
-    write_chunks = partial(_write_chunks, data, writer, encode)
+
+    def write_chunks() -> None:
+        for chunk in progress(announce(writer), desc="embedding captions"):
+            for batch in writer.batches(chunk):
+                features = encode([data.captions[index] for index in batch])
+                writer.write("captions", batch.start, features.cpu().numpy())
+            writer.finish_chunk(chunk, [])
+
     return write_embeddings(writer, record, args.overwrite, write_chunks, images, data.captions)
-
-
-@torch.no_grad()
-def _encode(
-    encoder: LoadedModel, device: torch.device, dtype: torch.dtype, batch_size: int, captions: list[str]
-) -> Float[Tensor, "B F"]:
-    """Features of a batch, filled up to `batch_size` so that all products have one size."""
-    ids = tokenize(captions, encoder.model.config.text.context_length).ids
-    filled = torch.cat((ids, ids[:1].expand(batch_size - len(ids), -1))).to(device)
-    with inference(encoder.model, device, dtype):
-        return encoder.model.encode_text(filled)[: len(ids)].float()
-
-
-def _write_chunks(data: CaptionSet, writer: EmbeddingWriter, encode: Callable[[list[str]], Tensor]) -> None:
-    """Embed this process' share of the chunks that are not finished."""
-    for chunk in progress(announce(writer), desc="embedding captions"):
-        for batch in writer.batches(chunk):
-            features = encode([data.captions[index] for index in batch])
-            writer.write("captions", batch.start, features.cpu().numpy())
-        writer.finish_chunk(chunk, [])

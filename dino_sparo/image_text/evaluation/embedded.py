@@ -5,12 +5,24 @@ the memory of one group of rows per process. Needs pyarrow.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.runtime.faults import UserError, require
+
+
+@contextmanager
+def _damage_explained(path: str) -> Iterator[None]:
+    """Turn pyarrow's errors about the content of a table, of which some are OSErrors, into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None):  # the system's: a file that is missing or away
+            raise
+        raise UserError(f"{path} is not a valid table: {error}; download the file again") from error
 
 
 @lru_cache(maxsize=8)
@@ -20,18 +32,17 @@ def _table(path: str) -> Any:
     import pyarrow as pa
     from pyarrow import parquet
 
-    try:
+    with _damage_explained(path):
         if path.endswith(".parquet"):
             return parquet.ParquetFile(path, memory_map=True)
         return pa.ipc.open_stream(pa.memory_map(path)).read_all()
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a valid table: {error}; download the file again") from error
 
 
 @lru_cache(maxsize=2)
 def _group(path: str, group: int, column: str) -> Any:
     """One column of a group of rows of a Parquet file."""
-    return _table(path).read_row_group(group, columns=[column]).column(0)
+    with _damage_explained(path):
+        return _table(path).read_row_group(group, columns=[column]).column(0)
 
 
 def columns_of(path: Path) -> set[str]:
@@ -45,8 +56,9 @@ def rows_of(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     names = [name for name in columns if name in columns_of(path)]
     table = _table(str(path))
     batches = table.iter_batches(columns=names) if path.suffix == ".parquet" else table.select(names).to_batches()
-    for batch in batches:
-        yield from batch.to_pylist()
+    with _damage_explained(str(path)):
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 def image_bytes(path: str, column: str, row: int, location: str) -> bytes:
@@ -56,7 +68,10 @@ def image_bytes(path: str, column: str, row: int, location: str) -> bytes:
         group = 0
         while position >= (count := cells.metadata.row_group(group).num_rows):
             group, position = group + 1, position - count
-        cells = _group(path, group, column)
+        try:
+            cells = _group(path, group, column)
+        except UserError as error:
+            raise CorruptImageError(location, str(error)) from error
     else:
         cells = cells.column(column)
     cell = cells[position].as_py()

@@ -9,6 +9,7 @@ ids keep their padding. A model of one's own is a function in OPENERS; docs/exte
 """
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,11 +24,10 @@ from dino_sparo.data.defaults import MAX_VALUE
 from dino_sparo.evaluation.result import ResultFile, open_result, result_stem
 from dino_sparo.image_text.evaluation.options import HUGGING_FACE, OPEN_CLIP
 from dino_sparo.image_text.evaluation.task import ScorerTask
-from dino_sparo.image_text.scorer import DotProductScorer, Scorer
+from dino_sparo.image_text.scorer import DotProductScorer, Scorer, computation_of
 from dino_sparo.image_text.towers import Tokens
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import file_sha256, versions
-from dino_sparo.runtime.precision import PRECISIONS
 
 # Captions and their number of tokens -> token ids (captions, tokens), padded.
 Tokenize = Callable[[list[str], int], Int64[Tensor, "captions tokens"]]
@@ -69,26 +69,20 @@ def dot_product_scorer(
         "model": {"name": name, **weights_of(name)},
         "slots": None,
         "feature": {"name": "normalised feature", "precision": args.precision},
-        "view": " ".join(str(transform).split()),
+        # Without addresses of functions, so that the same command writes the same file.
+        "view": re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(transform).split())),
         "versions": versions(open_clip="open_clip_torch", transformers="transformers"),
     }
-    return DotProductScorer(
-        model.eval().to(device),
-        partial(view_of, transform),
-        device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
-        tokenize=partial(tokens_of, tokenize, context_length),
-        record=record,
-        trim=lambda ids: ids,
-    )
+    texts: dict[str, Any] = {"tokenize": partial(tokens_of, tokenize, context_length), "trim": lambda ids: ids}
+    view = partial(view_of, transform)
+    return DotProductScorer(model.eval().to(device), view, device, record=record, **texts, **computation_of(args))
 
 
 def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) -> Scorer:
     """A model of open_clip: NAME/TAG, or the location of its files (local-dir:, hf-hub:)."""
     require("open_clip", "models of open_clip")
     import open_clip
+    from safetensors import SafetensorError
 
     model, _, tag = (name, "", "") if ":" in name else name.partition("/")
     if not tag and ":" not in name:
@@ -97,7 +91,7 @@ def open_open_clip(name: str, args: argparse.Namespace, device: torch.device) ->
     try:
         network, _, transform = open_clip.create_model_and_transforms(model, pretrained=tag or None)
         tokenizer = open_clip.get_tokenizer(model)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         tags = ", ".join(open_clip.list_pretrained_tags_by_model(model))
         known = f"; weights of {model}: {tags}" if tags else ""
         raise UserError(f"--model {OPEN_CLIP}:{name} cannot be opened: {error}{known}") from error
@@ -142,17 +136,22 @@ def _transform(processor: Any, image: Image.Image) -> Float[Tensor, "C H W"]:
 def open_hugging_face(name: str, args: argparse.Namespace, device: torch.device) -> Scorer:
     """A model that transformers opens, by its name on Hugging Face or a folder."""
     require("transformers", "models of Hugging Face")
+    from safetensors import SafetensorError
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     model: Any
     try:
-        model = AutoModel.from_pretrained(name)
+        model, loading = AutoModel.from_pretrained(name, output_loading_info=True)
         tokenizer, processor = (kind.from_pretrained(name) for kind in (AutoTokenizer, AutoImageProcessor))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--model {name} cannot be opened by transformers: {reason:.300}") from error
     if not hasattr(model, "get_text_features"):
         raise UserError(f"--model {name} is a {type(model).__name__}, which has no encoders of images and captions")
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(f"--model {name} lacks weights of {type(model).__name__}, such as {missing[0]}; get all files")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made by transformers if the files are missing
+        raise UserError(f"--model {name} has a tokenizer without words; get all files, such as tokenizer.json")
     text = model.config.get_text_config()
     length = min(text.max_position_embeddings, tokenizer.model_max_length)
     towers = HuggingFaceTowers(model, "attention_mask" in tokenizer.model_input_names)

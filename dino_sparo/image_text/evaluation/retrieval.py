@@ -19,9 +19,8 @@ caption, `share` of five images is at most 0.2, and the table has up to 0.85.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,27 +41,7 @@ from dino_sparo.weights.results import Score
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
 
 
-class Recall(NamedTuple):
-    """Recall@k in percent, by both definitions."""
-
-    any: float
-    share: float
-
-
-@dataclass(frozen=True)
-class RetrievalResult:
-    """Recall in both directions, by k: of captions by image (`text`), and of images by caption.
-
-    Unreadable images are left out with their captions. Of `num_captions` captions `num_texts` are different.
-    """
-
-    text: dict[int, Recall]
-    image: dict[int, Recall]
-    num_images: int
-    num_captions: int
-    num_texts: int
-    num_corrupt: int
-    num_truncated: int
+Recall = dict[str, float]  # in percent, by the names of both definitions
 
 
 @torch.no_grad()
@@ -112,12 +91,16 @@ def _mean_recall(
         shares.append(is_hit.sum(dim=1).double() / numbers)
     share = torch.cat(shares)
     means = 100 * torch.stack((share > 0, share), dim=2).sum(dim=0) / len(share)
-    return {number: Recall(*row) for number, row in zip(k, means.tolist(), strict=True)}
+    return {number: {"any": some, "share": mean} for number, (some, mean) in zip(k, means.tolist(), strict=True)}
 
 
 @torch.no_grad()
-def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> RetrievalResult:
-    """Recall on a set of images with captions; every process gets the result."""
+def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> dict[str, Any]:
+    """Recall on a set of images with captions: entries of a result, on every process.
+
+    `text_recall` is of captions by image, `image_recall` of images by caption. Unreadable images are left out with
+    their captions. Of `num_captions` captions `num_texts` are different.
+    """
     scorer.expect_texts(merge_equal(data.captions)[0])
     images = scorer.encode_images(data.images)
     problem = f"images of {data.images.name} are missing or cannot be read"
@@ -131,9 +114,21 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
     # An image that has the same caption twice matches it once.
     matches = torch.unique(torch.stack((image_of[readable], text_of), dim=1), dim=0)
     text, image = recall(scorer, images.payload, encoded.payload, matches, k)
-    return RetrievalResult(
-        text, image, len(images.indices), len(readable), len(texts), images.num_corrupt, encoded.num_truncated
-    )
+    return {
+        "text_recall": {f"@{k}": recall for k, recall in text.items()},
+        "image_recall": {f"@{k}": recall for k, recall in image.items()},
+        "similarity": f"{scorer.measure}, fp32",
+        "images": {
+            "num_images": len(images.indices),
+            "num_captions": len(readable),
+            "num_texts": len(texts),
+            "num_merged_captions": len(readable) - len(texts),
+            "num_corrupt": images.num_corrupt,
+            "num_truncated_captions": encoded.num_truncated,
+            "captions_per_image": np.bincount(np.bincount(data.image_of)).tolist(),
+            "left_out": data.left_out,
+        },
+    }
 
 
 def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " captions"]]:
@@ -152,43 +147,36 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
     scorer = task.scorer
     file = task.open_result("retrieval")
     data = open_caption_set(args.data_path, args.captions, args.split, args.allow_outside, task.limits)
-    outcome = evaluate_retrieval(scorer, data, args.k)
     result = {
         "evaluation": "retrieval",
-        "text_recall": {f"@{k}": recall._asdict() for k, recall in outcome.text.items()},
-        "image_recall": {f"@{k}": recall._asdict() for k, recall in outcome.image.items()},
+        **evaluate_retrieval(scorer, data, args.k),
         "definitions": {
             "any": "share of queries with at least one match among the k nearest (CLIP benchmark; SPARO's table 2)",
             "share": "mean share of the k nearest that match (the text of SPARO, section 4.2)",
             "ties": "count as wrong",
             "equal captions": "are one text, which all their images match",
         },
-        "similarity": f"{scorer.measure}, fp32",
-        "images": {
-            "data_path": args.data_path,
-            "captions": file_record(Path(args.captions)) if args.captions else None,
-            "split": data.split or args.split,
-            "num_images": outcome.num_images,
-            "num_captions": outcome.num_captions,
-            "num_texts": outcome.num_texts,
-            "num_merged_captions": outcome.num_captions - outcome.num_texts,
-            "num_corrupt": outcome.num_corrupt,
-            "num_truncated_captions": outcome.num_truncated,
-            "captions_per_image": np.bincount(np.bincount(data.image_of)).tolist(),
-            "left_out": data.left_out,
-        },
     }
-    recalls = {"text": outcome.text, "image": outcome.image}
-    headline = [Score(f"{kind} R@{k}", recall.any) for kind, found in recalls.items() for k, recall in found.items()]
-    return file.write(result, table(outcome), headline=headline)
+    result["images"] |= {
+        "data_path": args.data_path,
+        "captions": file_record(Path(args.captions)) if args.captions else None,
+        "split": data.split or args.split,
+    }
+    headline = [
+        Score(f"{kind} R{k}", recall["any"])
+        for kind in ("text", "image")
+        for k, recall in result[f"{kind}_recall"].items()
+    ]
+    return file.write(result, table(result), headline=headline)
 
 
-def table(outcome: RetrievalResult) -> str:
+def table(result: dict[str, Any]) -> str:
     """Recall as a table to print."""
-    lines = [f"{'':>24}" + "".join(f"  {'R@' + str(k) + ' %':>8}" for k in outcome.text)]
-    for name, recalls in (("captions by image", outcome.text), ("images by caption", outcome.image)):
+    lines = [f"{'':>24}" + "".join(f"  {'R' + k + ' %':>8}" for k in result["text_recall"])]
+    for name, recalls in (("captions by image", result["text_recall"]), ("images by caption", result["image_recall"])):
         for definition in ("any", "share"):
-            values = "".join(f"  {getattr(recall, definition):>8.2f}" for recall in recalls.values())
+            values = "".join(f"  {recall[definition]:>8.2f}" for recall in recalls.values())
             lines.append(f"{name:<18} {definition:<5}{values}")
-    lines.append(f"{outcome.num_images} images, {outcome.num_captions} captions, {outcome.num_texts} different")
+    images = result["images"]
+    lines.append(f"{images['num_images']} images, {images['num_captions']} captions, {images['num_texts']} different")
     return "\n".join(lines)

@@ -18,7 +18,6 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.scorer import Scorer
-from dino_sparo.image_text.towers import LoadedModel
 from dino_sparo.runtime.files import versions
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.entries import max_value_of
@@ -28,7 +27,17 @@ OpenScorer = Callable[..., Scorer]
 
 
 class PairTask(EvaluationTask):
-    """An evaluation of a model of images and captions."""
+    """An evaluation of a model of images and captions.
+
+    Args:
+        args: parsed options.
+        device: where to compute.
+        opener: opens the model, when it is needed.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, opener: Callable[..., Any]) -> None:
+        super().__init__(args, device)
+        self._opener = opener
 
     @property
     def weights(self) -> Mapping[str, Any]:
@@ -48,28 +57,18 @@ class PairTask(EvaluationTask):
 
 
 class ScorerTask(PairTask):
-    """An evaluation of the scores of images and captions.
-
-    Args:
-        args: parsed options.
-        device: where to compute.
-        open_scorer: opens the model.
-    """
-
-    def __init__(self, args: argparse.Namespace, device: torch.device, open_scorer: OpenScorer) -> None:
-        super().__init__(args, device)
-        self._open_scorer = open_scorer
+    """An evaluation of the scores of images and captions; its opener is an `OpenScorer`."""
 
     def for_weights(self, pretrained_weights: str) -> "ScorerTask":
         """The task of one of the models in --pretrained_weights."""
-        opener = partial(self._open_scorer, is_one_of_several=len(self.args.pretrained_weights) > 1)
+        opener = partial(self._opener, is_one_of_several=len(self.args.pretrained_weights) > 1)
         args = argparse.Namespace(**{**vars(self.args), "pretrained_weights": pretrained_weights})
         return ScorerTask(args, self.device, opener)
 
     @cached_property
     def scorer(self) -> Any:
         """The `Scorer` of the weights."""
-        return self._open_scorer(self.args, self.device)
+        return self._opener(self.args, self.device)
 
     def protocol(self) -> dict[str, Any]:
         """The scorer's record, with the slots of --slots if the command has this option."""
@@ -78,24 +77,12 @@ class ScorerTask(PairTask):
 
 
 class ModelTask(PairTask):
-    """An evaluation of the attention or of the text encoder of a model.
-
-    Args:
-        args: parsed options.
-        device: where to compute.
-        load: opens the model.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, device: torch.device, load: Callable[[argparse.Namespace], LoadedModel]
-    ) -> None:
-        super().__init__(args, device)
-        self._load = load
+    """An evaluation of the attention or of the text encoder of a model; its opener takes the options."""
 
     @cached_property
     def loaded(self) -> Any:
         """The `LoadedModel` of the weights, on the CPU."""
-        return self._load(self.args)
+        return self._opener(self.args)
 
     def protocol(self) -> dict[str, Any]:
         """The model and the versions."""

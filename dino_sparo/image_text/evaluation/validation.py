@@ -51,8 +51,8 @@ def validate(scorer: Scorer, pairs: PairSource, logit_scale: Tensor, num_compare
     by_image, by_text = recall(scorer, images.payload, texts.payload, matches, (1,))
     return {
         "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, num_compared),
-        "val_text_r1": by_image[1].any,
-        "val_image_r1": by_text[1].any,
+        "val_text_r1": by_image[1]["any"],
+        "val_image_r1": by_text[1]["any"],
     }
 
 
@@ -118,6 +118,7 @@ def open_zero_shot_probe(
     (images,) = disjoint_subsets(labelled, (PROBE_IMAGES,))
 
     def accuracy(scorer: Scorer) -> float:
-        return evaluate_zero_shot(scorer, images, classes.names, scorer.default_templates or templates).top1
+        result = evaluate_zero_shot(scorer, images, classes.names, scorer.default_templates or templates)
+        return float(result["top1"])
 
     return accuracy

@@ -14,7 +14,6 @@ zero_shot_WEIGHTS_DATA.json: the numbers and their protocol.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,27 +32,6 @@ from dino_sparo.weights.results import scores_in_percent
 TOP = 5
 ACCURACIES = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}  # entry -> score
 SAMPLED = 8  # images per batch whose scores are compared
-
-
-@dataclass(frozen=True)
-class ZeroShotResult:
-    """Zero-shot accuracies in percent; top-5 counts images whose class has one of the five highest scores.
-
-    Attributes:
-        num_images: readable images; unreadable ones are left out.
-        num_ties: images for which several classes have the highest score.
-        per_class: numbers of images and of top-1 hits of each class.
-        truncated_prompts: captions of classes that are longer than the context.
-    """
-
-    top1: float
-    top5: float
-    mean_per_class: float
-    num_images: int
-    num_corrupt: int
-    num_ties: int
-    per_class: list[tuple[int, int]]
-    truncated_prompts: int
 
 
 def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) -> Int64[Tensor, "B 3"]:
@@ -80,18 +58,23 @@ class ClassCounts:
         hits = count_hits(scores, labels)
         self.counts.index_add_(0, labels, torch.cat((torch.ones_like(hits[:, :1]), hits), dim=1))
 
-    def accuracies(self) -> tuple[float, float, float]:
-        """Top-1, top-5 and the mean recall of the classes that have images, in percent."""
+    def accuracies(self) -> dict[str, float]:
+        """Entries `ACCURACIES` of a result, in percent; the mean recall is of the classes that have images."""
         images, top1, top5, _ = self.counts.sum(dim=0).tolist()
         seen = self.counts[self.counts[:, 0] > 0].double()
-        return 100 * top1 / images, 100 * top5 / images, 100 * (seen[:, 1] / seen[:, 0]).mean().item()
+        mean = 100 * (seen[:, 1] / seen[:, 0]).mean().item()
+        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "mean_per_class_recall": mean}
 
 
 @torch.no_grad()
 def evaluate_zero_shot(
     scorer: Scorer, source: ImageSource, names: Sequence[str], templates: tuple[str, ...]
-) -> ZeroShotResult:
-    """Accuracy on the images of a source, whose labels are indices of `names`; every process gets the result."""
+) -> dict[str, Any]:
+    """Accuracy on the images of a source, whose labels are indices of `names`: entries of a result, on every process.
+
+    Top-5 counts images whose class has one of the five highest scores. `ties` are images for which several classes have
+    the highest score. Unreadable images are left out.
+    """
     classes = scorer.encode_classes(names, templates)
     hits, num_corrupt = ClassCounts(len(names), scorer.device), 0
     sample = [torch.empty(0, len(names), device=scorer.device)]
@@ -108,8 +91,22 @@ def evaluate_zero_shot(
     images, _, _, ties = hits.counts.sum(dim=0).tolist()
     if not images:
         raise UserError(f"none of {num_corrupt} images can be read; is the disk still there?")
-    per_class = [(number, right) for number, right, _, _ in hits.counts.tolist()]
-    return ZeroShotResult(*hits.accuracies(), images, num_corrupt, ties, per_class, classes.num_truncated)
+    return {
+        **hits.accuracies(),
+        "ties": {"images": ties, "rule": "of equally near classes the first is preferred"},
+        "similarity": f"{scorer.measure}, fp32",
+        "images": {"num_images": images, "num_corrupt": num_corrupt},
+        "prompts": {
+            "num_classes": len(names),
+            "ensemble": scorer.ensemble,
+            "num_truncated": classes.num_truncated,
+            "templates": list(templates),
+        },
+        "per_class": [
+            {"name": name, "num_images": number, "recall": 100 * right / number if number else None}
+            for name, (number, right, *_) in zip(names, hits.counts.tolist(), strict=True)
+        ],
+    }
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dict[str, Any]:
@@ -121,38 +118,19 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenScorer) -> dic
     chosen, classes, templates = open_labelled(source, args.data_path, args.classnames, args.templates)
     if args.templates == AUTO:
         templates = scorer.default_templates or templates
-    outcome = evaluate_zero_shot(scorer, chosen, classes.names, templates)
-    result = {
-        "evaluation": "zero-shot classification",
-        "top1": outcome.top1,
-        "top5": outcome.top5,
-        "mean_per_class_recall": outcome.mean_per_class,
-        "ties": {"images": outcome.num_ties, "rule": "of equally near classes the first is preferred"},
-        "similarity": f"{scorer.measure}, fp32",
-        "images": {
-            "data_path": args.data_path,
-            "split": args.split,
-            "num_images": outcome.num_images,
-            "num_corrupt": outcome.num_corrupt,
-            "num_left_out": len(source) - len(chosen),
-        },
-        "prompts": {
-            "classnames": classes.origin,
-            "num_classes": len(classes.names),
-            "ensemble": scorer.ensemble,
-            "num_truncated": outcome.truncated_prompts,
-            "templates": list(templates),
-        },
-        "per_class": [
-            {"name": name, "num_images": number, "recall": 100 * right / number if number else None}
-            for name, (number, right) in zip(classes.names, outcome.per_class, strict=True)
-        ],
+    accuracies = evaluate_zero_shot(scorer, chosen, classes.names, templates)
+    result = {"evaluation": "zero-shot classification", **accuracies}
+    result["images"] |= {
+        "data_path": args.data_path,
+        "split": args.split,
+        "num_left_out": len(source) - len(chosen),
     }
-    return file.write(result, table(outcome), headline=scores_in_percent(result, ACCURACIES))
+    result["prompts"]["classnames"] = classes.origin
+    return file.write(result, table(result), headline=scores_in_percent(result, ACCURACIES))
 
 
-def table(outcome: ZeroShotResult) -> str:
+def table(result: dict[str, Any]) -> str:
     """The accuracies as a table to print."""
     head = f"{'top-1 %':>8}  {'top-5 %':>8}  {'per class %':>11}  {'classes':>8}  {'images':>8}"
-    row = f"{outcome.top1:>8.2f}  {outcome.top5:>8.2f}  {outcome.mean_per_class:>11.2f}"
-    return f"{head}\n{row}  {len(outcome.per_class):>8}  {outcome.num_images:>8}"
+    row = f"{result['top1']:>8.2f}  {result['top5']:>8.2f}  {result['mean_per_class_recall']:>11.2f}"
+    return f"{head}\n{row}  {len(result['per_class']):>8}  {result['images']['num_images']:>8}"

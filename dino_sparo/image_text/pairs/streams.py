@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLi
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
-from dino_sparo.image_text.pairs.tars import captions_in_json
+from dino_sparo.image_text.pairs.tars import captions_in
 from dino_sparo.runtime.faults import UserError, require
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,7 @@ class PairStream(IterableDataset):
         pairs, corrupt = self._pairs(rng), list[tuple[str, str]]()
         for _ in range(worker, len(sampler), count):
             items = [self._item(pairs, corrupt, rng) for _ in range(sampler.batch_size)]
-            batch = collate_pairs(items, self.context_length)
-            yield PairBatch(batch.images, batch.token_ids, batch.indices, corrupt, batch.num_truncated)
+            yield replace(collate_pairs(items, self.context_length), corrupt=corrupt)
             corrupt = []
 
     def _item(self, pairs: Iterator[tuple[int, Sample]], corrupt: list[tuple[str, str]], rng: Any) -> PairItem:
@@ -117,8 +117,7 @@ class PairStream(IterableDataset):
         if kind is None or content is None:
             members = ", ".join(name for name in sample if not name.startswith("__"))[:80]
             raise CorruptImageError(location, f"without {'image' if kind is None else 'caption'}: it has {members}")
-        text = content.decode("utf-8", "replace")
-        texts = [text] if self.caption_key is None else captions_in_json(text, self.caption_key, location)
+        texts = captions_in(content.decode("utf-8", "replace"), self.caption_key, location)
         captions = [caption for caption in texts if caption.strip()]
         if not captions:
             raise CorruptImageError(location, "the caption is missing or empty")

@@ -11,18 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.data.sources import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError, indexes
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
-from dino_sparo.data.sources.indexes import (
-    BLOCK_BYTES,
-    Kind,
-    Notes,
-    Piece,
-    ShardIndex,
-    blocks_of,
-    open_index,
-    shard_samples,
-)
 from dino_sparo.data.sources.tables import FILES_CHECKED
 from dino_sparo.data.sources.tars import TarSource, lost_samples
 from dino_sparo.image_text.pairs.batches import NO_CAPTION, NO_IMAGE, LeftOut, PairSource
@@ -53,14 +43,12 @@ class TarCaptions:
         key: None if a member is the caption; else the key of JSON members that holds a text or a list of texts.
     """
 
-    def __init__(self, index: ShardIndex, key: str | None) -> None:
+    def __init__(self, index: indexes.ShardIndex, key: str | None) -> None:
         self.index, self.key = index, key
 
     def __call__(self, index: int) -> list[str]:
         """The captions of image `index`; raises CorruptImageError as `json_of`."""
-        if self.key is None:
-            return [self._read(index)]
-        return captions_in_json(self._read(index), self.key, self.location(index))
+        return captions_in(self._read(index), self.key, self.location(index))
 
     def json_of(self, index: int) -> dict[str, Any]:
         """The JSON object of image `index`.
@@ -84,11 +72,17 @@ class TarCaptions:
         return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
 
     def _offset(self, index: int) -> int:
-        return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
+        return int(self.index.records[index]["caption_block"]) * indexes.BLOCK_BYTES
 
 
-def captions_in_json(text: str, key: str, location: str) -> list[str]:
-    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it has no such key."""
+def captions_in(text: str, key: str | None, location: str) -> list[str]:
+    """The captions in a member: the text itself, or with a key the text, or the list of texts, of a JSON object.
+
+    Raises:
+        CorruptImageError: the object has no such key.
+    """
+    if key is None:
+        return [text]
     content = _json_object(text, location)
     if key not in content:
         raise CorruptImageError(
@@ -120,7 +114,7 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
     Raises:
         ValueError: all shards are damaged, or there is no pair; names the members and keys found.
     """
-    index, notes = open_index(pairs_kind(caption_key), shards)
+    index, notes = indexes.open_index(pairs_kind(caption_key), shards)
     left_out = _left_out(shards, notes)
     if not len(index):
         endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
@@ -149,16 +143,16 @@ def _require_captions(pairs: PairSource) -> None:
     raise UserError(f"{pairs.name}: the first pairs have no captions: {problem}")
 
 
-def pairs_kind(caption_key: str | None) -> Kind:
+def pairs_kind(caption_key: str | None) -> indexes.Kind:
     """How shards of pairs are indexed; `caption_key` as in `open_pair_shards`."""
     ending = CAPTION_ENDING if caption_key is None else JSON_ENDING
-    return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
+    return indexes.Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
 
 
-def _index_pairs(shard: str, ending: bytes) -> Piece:
+def _index_pairs(shard: str, ending: bytes) -> indexes.Piece:
     """The pairs in one shard; its number of samples, endings, and samples that are not pairs."""
     records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
-    for key, members in shard_samples(shard):
+    for key, members in indexes.shard_samples(shard):
         samples += 1
         endings.update(dict.fromkeys(members))
         image = next((member for name, member in members.items() if name.endswith(IMAGE_ENDINGS)), None)
@@ -168,16 +162,16 @@ def _index_pairs(shard: str, ending: bytes) -> Piece:
             has = ", ".join(map(os.fsdecode, members))
             left_out.add(*((NO_IMAGE, f"{where} with {has}") if image is None else (NO_CAPTION, where)))
         else:
-            records.append((*blocks_of(image), *blocks_of(caption)[1:]))
+            records.append((*indexes.blocks_of(image), *indexes.blocks_of(caption)[1:]))
     notes = {
         "samples": samples,
         "endings": [os.fsdecode(ending) for ending in endings],
         "left_out": {reason: (number, left_out.examples[reason]) for reason, number in left_out.counts.items()},
     }
-    return Piece(np.array(records, PAIR_RECORD), notes)
+    return indexes.Piece(np.array(records, PAIR_RECORD), notes)
 
 
-def _left_out(shards: list[str], notes: list[Notes]) -> LeftOut:
+def _left_out(shards: list[str], notes: list[indexes.Notes]) -> LeftOut:
     """Samples that are not pairs, or lie in damaged shards."""
     left_out = LeftOut()
     for note in notes:

@@ -88,17 +88,19 @@ class CaptionGraphs:
             )
 
 
-def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
+def open_graphs(spec: str | Find, **caps: Any) -> CaptionGraphs:
     """Graphs of a parser or of a file.
 
     Args:
-        spec: a key of `PARSERS`, or the path of a file.
+        spec: a key of `PARSERS`, the path of a file, or a function from a caption to its graph.
         caps: `max_nodes`, `max_relations` and `max_missing` of `CaptionGraphs`.
 
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is not a graph
             (`file:line`); or a caption stands there twice with different graphs.
     """
+    if not isinstance(spec, str):
+        return CaptionGraphs(spec, {"parser": repr(spec)}, **caps)
     if spec in PARSERS:
         parser = PARSERS[spec]()
         return CaptionGraphs(parser, parser.record, **caps)

@@ -17,15 +17,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
+
+import yaml
 
 from dino_sparo.data.scenes.graphs import RELATIONS
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS
 from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import Outcome, Parser
 
-# The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome
-# and from the phrasing of ARO, What'sUp and VL-CheckList as far as we know it. Verbs that are also common nouns
-# ("building", "painting") are left out.
+# The words that the parser knows: relations, and words that are no nouns. The long lists are in `words.yaml`.
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,55 +34,23 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(word.replace("_", " ") for word in text.split())
 
 
+LISTS = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+WORDS = {name: _words(text) for name, text in LISTS.items()}
 SIDES = _words("left right")
 _POSITIONS = sorted(_words("top front back side middle center centre edge bottom corner end"))
 
-# The longest that fits is taken. Some verbs are here, since no word tells them from a preposition's use.
-PREPOSITIONS = frozenset(
-    (
-        *RELATIONS,
-        *(f"{word} the {side}{of}" for word in ("to", "on", "at") for side in SIDES for of in (" of", " side of")),
-        *(f"{word} {the}{name} of" for word in ("in", "on", "at") for the in ("", "the ") for name in _POSITIONS),
+# The longest that fits is taken.
+PREPOSITIONS = (
+    frozenset(
+        (
+            *RELATIONS,
+            *(f"{word} the {side}{of}" for word in ("to", "on", "at") for side in SIDES for of in (" of", " side of")),
+            *(f"{word} {the}{name} of" for word in ("in", "on", "at") for the in ("", "the ") for name in _POSITIONS),
+        )
     )
-) | _words(
-    """
-    above across against along alongside amid among around aside at atop before behind below beneath beside besides
-    between beyond by down during for from in inside into near off on onto opposite outside over past through
-    throughout to toward towards under underneath up upon via with within without adjacent_to ahead_of along_with
-    attached_to away_from close_to connected_to far_away_from far_from full_of in_between inside_of made_of next_to
-    on_board out_of outside_of together_with carries catches chases contains eats has have having hits holds includes
-    kicks pulls throws uses rides wears
-    """
+    | WORDS["prepositions"]
 )
-# A relation after a noun, an attribute before one ("a running dog").
-VERBS = _words(
-    """
-    approaching asking attaching biting blowing boarding boiling brushing buttoning carrying casting chasing chewing
-    cleaning coming climbing closing cooking covering cradling cutting dancing decorating descending dipping
-    displaying dividing dragging drinking driving drying eating enclosing enjoying entering examining exiting facing
-    falling feeding filling fixing floating flying following gliding going grazing grilling gripping growing guiding
-    hanging having helping herding hitting holding hugging jogging jumping kicking kissing kneeling launching laying
-    leading leaning leaving licking lifting loading looking lounging lying making mounting moving operating
-    overlooking packing passing paying peeling petting picking playing pointing posing pouring preparing pulling
-    pushing reaching reading repairing resting riding rowing running sailing serving sharing sharpening shearing
-    showing signing sipping sitting skateboarding skiing sleeping slicing sliding smelling smiling smoking sniffing
-    snowboarding spinning spreading squatting squeezing standing staring stepping sticking stirring stretching
-    supporting surfing surrounding swimming swinging taking talking tasting throwing touching towing traveling
-    trimming turning tying typing using visiting wading waiting walking washing watching watering waving wearing
-    whispering wielding working wrapping
-    """
-)
-# A relation before a preposition alone ("parked on", "sits in"); elsewhere part of a phrase ("a parked car").
-PARTICIPLES = _words(
-    """
-    arranged attached balanced based built carried colored coloured connected covered crossed decorated displayed
-    dressed driven eaten filled fixed flies folded followed gathered graze grazes hangs held hung installed kept laid
-    lays leaned leans lie lies lined lit loaded located looks made mounted packed painted parked perched piled placed
-    planted plugged positioned printed propped pulled put reflected rests ridden runs scattered seated set sit sits
-    situated spread stacked stands stored strapped stuck surrounded suspended textured tied topped tucked walks worn
-    wrapped written
-    """
-)
+VERBS, PARTICIPLES = WORDS["verbs"], WORDS["participles"]
 COPULAS = _words("am are be been being is was were")
 # After these "and" joins a second object ("with a hat and a coat"); after other relations it begins anew.
 SHARING = _words("between eating has have having holding holds in_between wearing wears with without")

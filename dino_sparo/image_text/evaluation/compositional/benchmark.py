@@ -113,15 +113,11 @@ class Benchmark:
         return any((folder / name).is_file() for name in self.files) and self.accepts(folder)
 
     @property
-    def layout(self) -> str:
-        """Files and folders of a complete copy, in words."""
-        others = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        return f"{self.files[0]}{others}; images in {' or '.join(self.images)}"
-
-    @property
     def origin(self) -> str:
         """Source, licence, size and layout, for messages."""
-        return f"from {self.source}; licence: {self.licence}; size: {self.size}; layout: {self.layout}"
+        others = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        layout = f"{self.files[0]}{others}; images in {' or '.join(self.images)}"
+        return f"from {self.source}; licence: {self.licence}; size: {self.size}; layout: {layout}"
 
     def annotations(self, folder: Path) -> list[str]:
         """Names of the annotation files in a folder: of `files`, else files that match the pattern `other_files`."""

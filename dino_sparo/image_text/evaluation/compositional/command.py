@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.draw.tables import markdown_table
 from dino_sparo.evaluation.features import WARNINGS
 from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, summarize
 from dino_sparo.image_text.evaluation.compositional.discover import (
@@ -35,12 +36,13 @@ from dino_sparo.image_text.evaluation.compositional.questions import (
     with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.short import main_entry, short_lines, to_markdown, write_short
+from dino_sparo.image_text.evaluation.compositional.short import main_entry, short_lines, table_rows, write_short
 from dino_sparo.image_text.evaluation.published import PublishedTask, is_published
 from dino_sparo.image_text.evaluation.task import OpenScorer, ScorerTask
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.files import write_text
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.weights.results import Score
 
@@ -84,6 +86,9 @@ def compare(args: argparse.Namespace, open_model: OpenScorer) -> list[Result]:
     files = [each.open_result(RESULT, unrecorded=UNRECORDED) for each in tasks]
     if len({file.path for file in files}) < len(files):
         raise UserError("two results would have the same name; rename the folders of the checkpoints")
+    for each in tasks[1:]:  # a model that cannot be opened ends the command now, not after hours
+        logger.info("%s can be opened; its score is a %s", each.args.pretrained_weights, each.scorer.measure)
+        del each.scorer
     evaluations: dict[str, Evaluation] = {}
     settings, journals, written = (args.chunk_images, args.seed, args.blind, args.failures), [], []
     labels = labels_of(args.pretrained_weights)
@@ -130,7 +135,7 @@ def report(
         lines = short_lines(results, outcomes, by_title, args.seed)
         written += write_short(lines, args.short, written[0].with_name(f"{written[0].stem}_short"))
         marked = any(line.title.endswith("*") for line in lines)
-        say(to_markdown(lines) + "\n* incomplete: the result files list what is missing\n" * marked)
+        say(markdown_table(table_rows(lines)) + "\n* incomplete: the result files list what is missing\n" * marked)
     else:
         say(table(results))
     say("\n" + "\n".join(map(str, written)))
@@ -142,7 +147,7 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
     texts = captions_of([question for local in benchmarks for question in local.questions])
     captions = dict.fromkeys(" ".join(text.splitlines()) for text in texts)
     if is_main():
-        path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
+        write_text("".join(f"{caption}\n" for caption in captions), path)
         say(f"{len(captions)} captions: {path}")
     return []
 

@@ -24,6 +24,7 @@ from dino_sparo.runtime.faults import UserError
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 4  # folders below --data_root that are searched
+MAX_ORIGINS = 3  # sets whose origins a message has
 IMAGES_TRIED = 20  # the first images of a benchmark; a folder with one of them is the folder of its images
 # Many files and no annotations.
 IMAGE_FOLDERS = frozenset(
@@ -106,10 +107,11 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     if not candidates and len(names) == 1 and named.other_files and named.annotations(root):
         candidates = [(named, root)]
     if not candidates:
-        wanted = (f"{name} ({BENCHMARKS[name].origin})" for name in names)
+        wanted = (f"{name} ({BENCHMARKS[name].origin})" if len(names) <= MAX_ORIGINS else name for name in names)
         raise UserError(
             f"--data_root {root} holds no benchmark; looked {MAX_DEPTH} folders deep for the annotations of "
             + "; ".join(wanted)
+            + "; dino-sparo compositional --list says where to get each" * (len(names) > MAX_ORIGINS)
         )
     for name in set(names) - {benchmark.name for benchmark, _ in candidates} if len(names) < len(BENCHMARKS) else ():
         logger.warning("--data_root %s does not hold %s: get it %s", root, name, BENCHMARKS[name].origin)

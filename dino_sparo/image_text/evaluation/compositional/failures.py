@@ -23,7 +23,7 @@ from dino_sparo.draw.pixels import resize
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question
 from dino_sparo.image_text.evaluation.protocol import ROOT, Cell, Crop, ImageName, file_of, named_source
-from dino_sparo.image_text.scorer import CaptionMaps, ExplainableScorer, Scorer
+from dino_sparo.image_text.scorer import ExplainableScorer, Scorer
 
 TITLE = "The clearest errors"
 SHEET_ERRORS = 6  # errors on a sheet; the page has all
@@ -122,7 +122,7 @@ def write_failures(
         sections = []
         for failure in errors.clearest:
             image = named_source(ROOT, [failure.name], [failure.image], limits).read(0)
-            picture, maps = resize(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
+            picture, maps = resize(np.asarray(image), PICTURE_HEIGHT), [Band()] * 2
             if isinstance(scorer, ExplainableScorer):
                 explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
                 picture, maps = explanation.picture, list(explanation.captions)
@@ -141,7 +141,7 @@ def write_failures(
     return [page, *sheets]
 
 
-def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
+def failure_section(failure: Failure, image: Tile, maps: Sequence[Band]) -> Section:
     """The image of an error, and next to it the true and the false caption with their scores and maps."""
     kinds: tuple[Literal["true", "false"], ...] = ("true", "false")
     true, false = (text[:MAX_LETTERS] for text in (failure.true_caption, failure.false_caption))
@@ -150,7 +150,7 @@ def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) 
     bands = []
     for kind, caption, score, each in zip(kinds, captions, scores, maps, strict=True):
         words = [Word(word, MARK_LEVEL * is_marked, MARKS[kind]) for word, is_marked in caption]
-        bands.append(Band(words, f"{kind} {score:.3f}", kind, each.lines, each.tiles))
+        bands.append(replace(each, heading=words, label=f"{kind} {score:.3f}", kind=kind))
     margin = failure.false_score - failure.true_score
     about = f"{failure.split}  ·  {short_name(failure.image)}  ·  false above true by {margin:.3f}"
     return Section(bands, picture=image, about=about)

@@ -10,18 +10,38 @@ dropped.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.evaluation.compositional.questions import Part, Question
 from dino_sparo.runtime.collectives import broadcast_object
-from dino_sparo.runtime.files import plain, write_text
+from dino_sparo.runtime.files import plain, write_text, writing
 from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
 
 ENDING = ".answers.jsonl"
+Table = list[list[float]]  # scores of each image of a question with each caption
+
+
+class Part(NamedTuple):
+    """Scores of some questions, in plain values.
+
+    Attributes:
+        asked: indices of the questions.
+        answered: indices of those whose images can be read.
+        tables: scores of each answered question.
+        marks: of each answered question.
+        truncated: captions that were truncated.
+        warnings: of the features of the images, for the result.
+    """
+
+    asked: list[int]
+    answered: list[int]
+    tables: list[Table]
+    marks: list[Mapping[str, bool]]
+    truncated: list[str]
+    warnings: list[str]
 
 
 class Journal(NamedTuple):
@@ -31,7 +51,7 @@ class Journal(NamedTuple):
     key: str
 
     @classmethod
-    def of(cls, result: Path, options: Mapping[str, Any], questions: Sequence[Question]) -> "Journal":
+    def of(cls, result: Path, options: Mapping[str, Any], questions: Iterable[object]) -> "Journal":
         """The journal of a result file with these options and questions."""
         words = hashlib.sha256(json.dumps(plain(dict(options)), sort_keys=True).encode())
         for question in questions:
@@ -69,7 +89,7 @@ class Journal(NamedTuple):
     def append(self, part: Part) -> None:
         """Write the answers to a part, on rank 0."""
         if is_main():
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(part) + "\n")
 
     def remove(self) -> None:

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import compress, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.features import WARNINGS
+from dino_sparo.image_text.evaluation.compositional.journal import Journal, Part, Table
 from dino_sparo.image_text.evaluation.protocol import ROOT, Cell, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scorer import Scorer
 from dino_sparo.runtime.faults import UserError
@@ -151,8 +152,8 @@ class Answer(NamedTuple):
         false_caption: index of the best false caption of that image.
         true_score: score of that image with its own caption.
         false_score: score of that image with the false caption.
-        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
-            one from another), or a mark of the model's own.
+        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (another caption has the tokens of
+            the true caption), or a mark of this model.
         scores: of every image of the question with every caption.
     """
 
@@ -288,9 +289,6 @@ def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
 ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
 
 
-Table = list[list[float]]  # scores of each image of a question with each caption
-
-
 def judge_tables(
     questions: Sequence[Question], tables: Sequence[Table], marks: Sequence[Mapping[str, bool]]
 ) -> list[Answer]:
@@ -335,26 +333,6 @@ def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[st
     }
 
 
-class Part(NamedTuple):
-    """Scores of some questions, in plain values.
-
-    Attributes:
-        asked: indices of the questions.
-        answered: indices of those whose images can be read.
-        tables: scores of each answered question.
-        marks: of each answered question.
-        truncated: captions that were truncated.
-        warnings: of the features of the images, for the result.
-    """
-
-    asked: list[int]
-    answered: list[int]
-    tables: list[Table]
-    marks: list[Mapping[str, bool]]
-    truncated: list[str]
-    warnings: list[str]
-
-
 def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits: ImageLimits) -> Part:
     """Ask some of the questions."""
     known = len(WARNINGS)
@@ -366,23 +344,12 @@ def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits:
     return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated), WARNINGS[known:])
 
 
-@runtime_checkable
-class Parts(Protocol):
-    """Parts that were answered before, and a record of new parts."""
-
-    def read(self) -> list[Part]:
-        """The parts that are answered."""
-
-    def append(self, part: Part) -> None:
-        """Record a part."""
-
-
 def answer_questions(
     scorer: Scorer,
     questions: Sequence[Question],
     chunk_images: int = CHUNK_IMAGES,
     limits: ImageLimits = DEFAULT_LIMITS,
-    journal: Parts | None = None,
+    journal: Journal | None = None,
 ) -> tuple[list[Answer | None], set[str]]:
     """Answer all questions; `chunk_images` is the largest number of images encoded at a time.
 

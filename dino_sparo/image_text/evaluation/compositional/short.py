@@ -12,8 +12,9 @@ questions with replacement has Multinomial(n, b/n, c/n, rest) such questions.
 
 import csv
 import io
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,11 @@ import numpy as np
 from dino_sparo.draw.tables import latex_table, markdown_table
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, Weights
 from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.files import write_text
 
 NUM_RESAMPLES = 10_000
+MAX_ROWS = 14  # benchmarks in a column of the plot
+LEGEND_LETTERS = 10  # per inch
 
 
 class Difference(NamedTuple):
@@ -55,10 +59,13 @@ class Line(NamedTuple):
     difference: Difference | None
 
 
-def headline_weights(benchmark: Benchmark, outcomes: Sequence[Outcome]) -> Weights:
-    """Weight of each split in the headline of a benchmark."""
-    counts = Counter(outcome.split for outcome in outcomes)
-    return benchmark.means(counts).get(benchmark.headline) or {benchmark.headline: 1.0}
+def headline_weights(benchmark: Benchmark, counts: Mapping[str, int]) -> Weights:
+    """Weight of each split in the headline of a benchmark, as `main_entry` chooses it; `counts` are per split."""
+    if weights := benchmark.means(counts).get(benchmark.headline):
+        return weights
+    if benchmark.headline in counts:
+        return {benchmark.headline: 1.0}
+    return {split: count / sum(counts.values()) for split, count in counts.items()}
 
 
 def compare_pairs(benchmark: Benchmark, first: Sequence[Outcome], second: Sequence[Outcome], seed: int) -> Difference:
@@ -66,10 +73,9 @@ def compare_pairs(benchmark: Benchmark, first: Sequence[Outcome], second: Sequen
     require("scipy", "the significance of a difference")
     from scipy.stats import binomtest
 
-    weights = headline_weights(benchmark, first)
     rights = {(outcome.split, outcome.question): outcome.right for outcome in first}
     pairs = [(o.split, rights[o.split, o.question], o.right) for o in second if (o.split, o.question) in rights]
-    counts = Counter(pairs)
+    counts, weights = Counter(pairs), headline_weights(benchmark, Counter(split for split, *_ in pairs))
     rng, draws, value, losses, wins = np.random.default_rng(seed), np.zeros(NUM_RESAMPLES), 0.0, 0, 0
     for split, weight in weights.items():
         loss, win = counts[split, True, False], counts[split, False, True]
@@ -124,7 +130,7 @@ HEAD = ("benchmark", "model", "questions", "accuracy, %", "95 % interval", "chan
 COMPARED = ("difference", "95 % interval of the difference", "p")
 
 
-def cells(lines: Sequence[Line]) -> list[list[str]]:
+def table_rows(lines: Sequence[Line]) -> list[list[str]]:
     """Head and rows of the table; columns that no line needs are left out."""
     rows = [list(HEAD + COMPARED)]
     for line in lines:
@@ -139,16 +145,6 @@ def cells(lines: Sequence[Line]) -> list[list[str]]:
     return [[cell for cell, is_used in zip(row, is_needed, strict=True) if is_used] for row in rows]
 
 
-def to_markdown(lines: Sequence[Line]) -> str:
-    """A table of Markdown."""
-    return markdown_table(cells(lines))
-
-
-def to_latex(lines: Sequence[Line]) -> str:
-    """A table of LaTeX with the rules of booktabs."""
-    return latex_table(cells(lines), num_words=2)
-
-
 def to_csv(lines: Sequence[Line]) -> str:
     """Comma-separated values, numbers in full."""
     file = io.StringIO()
@@ -158,55 +154,73 @@ def to_csv(lines: Sequence[Line]) -> str:
     return file.getvalue()
 
 
-FORMATS = {"markdown": (".md", to_markdown), "latex": (".tex", to_latex), "csv": (".csv", to_csv)}
-
-
 def draw(lines: Sequence[Line], path: Path) -> None:
-    """The headlines of all benchmarks with their intervals; chance as a tick, shuffled images as rings."""
-    from dino_sparo.draw.plots import colour_of, panels
+    """The headlines of all benchmarks with their intervals; chance as a tick, shuffled images as rings.
+
+    More than `MAX_ROWS` benchmarks stand in two columns, so that the plot fits on a slide.
+    """
+    from dino_sparo.draw.plots import panels
+
+    titles = list(dict.fromkeys(line.title for line in lines))
+    models = list(dict.fromkeys(line.model for line in lines))
+    count = 1 if len(titles) <= MAX_ROWS else 2
+    height = math.ceil(len(titles) / count)
+    row = max(0.42, 0.24 * len(models))  # inches; rings of two models do not touch
+    size = (9.0 if count == 1 else 15.0, 1.4 + height * row)
+    with panels(path, 1, count, size=size) as (axes,):
+        for number, axis in enumerate(axes):
+            draw_column(axis, lines, titles[number * height : (number + 1) * height], models)
+            axis.set_ylim(height - 0.4, -0.6)  # the first title above; columns have equal rows
+        known = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
+        labels = sorted(known, key=lambda label: label not in models)  # the models first
+        letters = sorted(len(label) + 8 for label in labels)  # 8: marker and gap
+        fits = (count for count in range(len(labels), 1, -1) if sum(letters[-count:]) <= LEGEND_LETTERS * size[0])
+        style = {"loc": "outside upper center", "ncols": next(fits, 1), "frameon": False, "fontsize": 13}
+        axes[0].figure.legend([known[label] for label in labels], labels, **style)
+
+
+def draw_column(axis: Any, lines: Sequence[Line], titles: Sequence[str], models: Sequence[str]) -> None:
+    """The lines of some benchmarks, a row of points each."""
+    from dino_sparo.draw.plots import colour_of
     from dino_sparo.draw.sheet import INK, SOFT
 
-    titles, models = (list(dict.fromkeys(line[column] for line in lines))[::-1] for column in (0, 1))
-    models = models[::-1]
     step = 0.7 / len(models)
-    with panels(path, 1, 1, size=(9.0, 1.3 + len(titles) * max(0.42, 0.2 * len(models)))) as ((axis,),):
-        for number, model in enumerate(models):
-            model_lines = [line for line in lines if line.model == model]
-            rows = [titles.index(line.title) + step * ((len(models) - 1) / 2 - number) for line in model_lines]
-            colour = colour_of(number, len(models))
-            accuracy = np.array([line.accuracy for line in model_lines])
-            reach = np.abs(np.array([(line.low, line.high) for line in model_lines]).T - accuracy)
-            style = {"color": colour, "markersize": 7, "elinewidth": 2, "zorder": 3, "clip_on": False}
-            axis.errorbar(accuracy, rows, xerr=reach, fmt="osD^v"[number % 5], label=model, **style)
-            blind = [(line.blind, row) for line, row in zip(model_lines, rows, strict=True) if line.blind is not None]
-            if blind:
-                label = "with shuffled images" if number == len(models) - 1 else None
-                # Wider than the marker of the accuracy, so that it is seen if both are equal.
-                axis.plot(
-                    *zip(*blind, strict=True), "o", mfc="none", mec=SOFT, markersize=11, label=label, clip_on=False
-                )
-        chance = {line.title: line.chance for line in lines}
-        rows = [titles.index(title) for title in chance]
-        axis.plot(list(chance.values()), rows, "|", color=INK, markersize=22, mew=1.6, label="chance", zorder=2)
-        axis.set_yticks(range(len(titles)), titles, fontsize=12)
-        axis.set(xlim=(0, 100.5), ylim=(-0.6, len(titles) - 0.4))
-        axis.set_xlabel("accuracy, %" + "   (* incomplete)" * any("*" in line.title for line in lines), fontsize=12)
-        axis.grid(axis="x", color=SOFT, alpha=0.25)
-        handles, labels = axis.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda index: labels[index] not in models)  # the models first
-        handles, labels = ([each[index] for index in order] for each in (handles, labels))
-        axis.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=11)
+    for number, model in enumerate(models):
+        model_lines = [line for line in lines if line.model == model and line.title in titles]
+        rows = [titles.index(line.title) + step * (number - (len(models) - 1) / 2) for line in model_lines]
+        accuracy = np.array([line.accuracy for line in model_lines])
+        reach = np.abs(np.array([(line.low, line.high) for line in model_lines]).reshape(-1, 2).T - accuracy)
+        style = {"color": colour_of(number, len(models)), "markersize": 7, "elinewidth": 2, "zorder": 3}
+        axis.errorbar(accuracy, rows, xerr=reach, fmt="osD^v"[number % 5], label=model, clip_on=False, **style)
+        blind = [(line.blind, row) for line, row in zip(model_lines, rows, strict=True) if line.blind is not None]
+        if blind:  # wider than the marker of the accuracy, so that it is seen if both are equal
+            style = {"mfc": "none", "mec": SOFT, "markersize": 11, "clip_on": False}
+            axis.plot(*zip(*blind, strict=True), "o", label="with shuffled images", **style)
+    chance = {line.title: line.chance for line in lines if line.title in titles}
+    ticks = np.array([titles.index(title) for title in chance])
+    axis.vlines(list(chance.values()), ticks - 0.42, ticks + 0.42, color=INK, linewidth=1.6, zorder=2)
+    axis.plot([], [], "|", color=INK, markersize=14, mew=1.6, label="chance")
+    axis.set_yticks(range(len(titles)), titles, fontsize=13)
+    axis.tick_params(axis="x", labelsize=12)
+    axis.set_xlim(0, 100.5)
+    axis.set_xlabel("accuracy, %" + "   (* incomplete)" * any("*" in line.title for line in lines), fontsize=13)
+    axis.grid(axis="x", color=SOFT, alpha=0.25)
+
+
+# Format -> ending of its file, and the function that writes the file.
+FORMATS: dict[str, tuple[str, Callable[[Sequence[Line], Path], None]]] = {
+    "markdown": (".md", lambda lines, path: write_text(markdown_table(table_rows(lines)), path)),
+    "latex": (".tex", lambda lines, path: write_text(latex_table(table_rows(lines), num_words=2), path)),
+    "csv": (".csv", lambda lines, path: write_text(to_csv(lines), path)),
+    "plot": (".png", draw),
+}
 
 
 def write_short(lines: Sequence[Line], formats: Sequence[str], stem: Path) -> list[Path]:
-    """Write the formats, including the plot; returns the files, whose names begin with `stem`."""
+    """Write the formats; returns the files, whose names begin with `stem`."""
     paths = []
     for name in formats:
-        ending, render = FORMATS.get(name, (".png", None))
-        path = stem.with_name(stem.name + ending)
-        if render is None:
-            draw(lines, path)
-        else:
-            path.write_text(render(lines), encoding="utf-8")
-        paths.append(path)
+        ending, write = FORMATS[name]
+        paths.append(stem.with_name(stem.name + ending))
+        write(lines, paths[-1])
     return paths

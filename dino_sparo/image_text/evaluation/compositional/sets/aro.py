@@ -37,7 +37,7 @@ from dino_sparo.image_text.evaluation.protocol import Crop, file_record
 from dino_sparo.image_text.towers import spacy_documents, spacy_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
-from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.files import versions, write_json, write_text
 from dino_sparo.runtime.lock import create_output_dir
 from dino_sparo.runtime.logs import progress, setup_logging
 
@@ -211,7 +211,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
             unchanged[name] += option == options[0]
     output = Path(args.output)
     create_output_dir(output.parent, "--output in ")
-    output.write_text(json.dumps(entries) + "\n", encoding="utf-8")
+    write_text(json.dumps(entries) + "\n", output)
     record = {
         "captions": file_record(Path(args.captions)),
         "split": split,

@@ -6,7 +6,6 @@ A folder of such files under other names is read too, one split per file. Source
 hackable benchmarks for vision-language compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
 from dino_sparo.image_text.evaluation.compositional.questions import Question, first_keys, json_reader
 from dino_sparo.runtime.faults import UserError
-
-logger = logging.getLogger(__name__)
 
 # Kinds of false captions by the change to the true one, in the order of the paper's table -> number of questions.
 COUNTS = {
@@ -31,8 +28,6 @@ COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
 def read(folder: Path) -> Iterator[Question]:
     """The questions of SugarCrepe's files in a folder; if there are none, of every JSON file in the folder."""
     files = {split: file for split, file in FILES.items() if (folder / file).is_file()}
-    if 0 < len(files) < len(FILES):
-        logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(files), len(FILES), ", ".join(files))
     files = files or {path.stem: path.name for path in sorted(folder.glob("*.json"))}
     if not files:
         raise UserError(
