@@ -297,12 +297,11 @@ class DistillationObjective(Objective[Batch]):
 # What the options say.
 
 
-def open_images_of(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
-    """The images of a split on all ranks, as the options of a training say."""
+def image_options(args: argparse.Namespace, in_chans: int) -> dict[str, Any]:
+    """The options of a training for `open_images`, but for the path and the split."""
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
     limits = ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value, in_chans, args.exif)
-    options = {"max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
-    return open_images(args.data_path, split, args.download, **options)
+    return {"download": args.download, "max_corrupt": args.max_corrupt, "columns": columns, "limits": limits}
 
 
 def open_loader(
@@ -337,7 +336,7 @@ def open_crops(
         The images, their sampler, the loader of crops, the distortions that run on the device (None if the loader
         distorts), and examples (None except on rank 0).
     """
-    source = open_images_of(args, args.split, args.in_chans)
+    source = open_images(args.data_path, args.split, **image_options(args, args.in_chans))
     defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,

@@ -25,11 +25,12 @@ from torchvision.transforms import InterpolationMode
 
 from dino_sparo.data.batch import Batch
 from dino_sparo.data.labels import align_classes, require_labels
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.distillation.network import EncoderWithHead, has_batch_norm, synchronize_batch_norm
-from dino_sparo.distillation.objective import open_images_of, open_loader
+from dino_sparo.distillation.objective import image_options, open_loader
 from dino_sparo.distillation.options import REFERENCE_BATCH
 from dino_sparo.evaluation.encoders import encoder_of_options
 from dino_sparo.evaluation.features import Features, extract_split
@@ -220,7 +221,7 @@ def complete_options(args: argparse.Namespace, encoder: Encoder, max_value: int)
 
 def open_labelled(args: argparse.Namespace, split: str | None, in_chans: int) -> ImageSource:
     """The labelled images of a split."""
-    source = open_images_of(args, split, in_chans)
+    source = open_images(args.data_path, split, **image_options(args, in_chans))
     require_labels(source)
     return source
 

@@ -274,12 +274,12 @@ def encoder_from_config(
     backbone = create_backbone(config, drop_path_rate)
     if kind.reads_class_token_only and not backbone.has_class_token:
         raise UserError(f"readout {config.readout!r}: {config.arch} has no class token; choose another, such as gap")
-    return Encoder(backbone, build_readout(backbone, config, codebook), config)
+    return Encoder(backbone, kind.build(readout_sizes(backbone, config, codebook)), config)
 
 
-def build_readout(backbone: AnyBackbone, config: EncoderConfig, codebook: nn.Parameter | None = None) -> nn.Module:
-    """The read-out of a configuration on a backbone, with random weights; `codebook` as in `encoder_from_config`."""
-    sizes = ReadoutSizes(
+def readout_sizes(backbone: AnyBackbone, config: EncoderConfig, codebook: nn.Parameter | None = None) -> ReadoutSizes:
+    """The sizes of the read-out of a configuration on a backbone; `codebook` as in `encoder_from_config`."""
+    return ReadoutSizes(
         backbone.embed_dim,
         config.num_slots,
         config.slot_dim,
@@ -289,7 +289,6 @@ def build_readout(backbone: AnyBackbone, config: EncoderConfig, codebook: nn.Par
         backbone.num_prefix_tokens,
         norm_eps=backbone.norm_eps,
     )
-    return config.kind.build(sizes)
 
 
 def create_backbone(config: EncoderConfig, drop_path_rate: float = 0.0) -> AnyBackbone:

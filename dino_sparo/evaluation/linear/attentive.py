@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dino_sparo.evaluation.encoders import EvaluatedEncoder
 from dino_sparo.evaluation.linear.probe import INIT_STD, MOMENTUM, Probes
-from dino_sparo.models.encoder import Encoder, EncoderConfig, build_readout
+from dino_sparo.models.encoder import Encoder, EncoderConfig, readout_sizes
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
@@ -114,7 +114,8 @@ class ReadoutProbes(Probes):
                 if config is encoder.config:
                     readout, width = deepcopy(encoder.readout).requires_grad_(False), encoder.encoding_dim
                 else:
-                    readout, width = build_readout(encoder.backbone, config), config.num_slots * config.slot_dim
+                    readout = config.kind.build(readout_sizes(encoder.backbone, config))
+                    width = config.num_slots * config.slot_dim
                 classifier = nn.Linear(width, num_classes)
                 nn.init.normal_(classifier.weight, std=INIT_STD)
                 nn.init.zeros_(classifier.bias)
