@@ -347,7 +347,7 @@ def test_a_truncated_shard_is_named_and_left_out_within_max_corrupt(
         open_source(str(tmp_path), max_corrupt=0.2)
     with pytest.raises(ValueError, match=r"s-001.tar' is damaged .*; fetch or write it anew \(1 of 3"):
         open_source(str(tmp_path))
-    assert indexed.count("s-001.tar") == 1  # its damage is remembered too
+    assert indexed.count("s-001.tar") == 2  # for pairs and for images; its damage is remembered too
 
 
 def test_a_shard_that_cannot_be_read_now_is_tried_again_at_the_next_start(

@@ -369,9 +369,10 @@ def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     assert "knn_checkpoint_data.json" in printed
 
 
-def test_the_printed_table_has_both_accuracies_of_each_k() -> None:
-    lines = knn.table({3: KNNResult(41.254, 87.5), 20: KNNResult(9.0, 100.0)}).splitlines()
-    assert [line.split() for line in lines[1:]] == [["3", "41.25", "87.50"], ["20", "9.00", "100.00"]]
+def test_the_printed_table_has_both_accuracies_of_each_k(folders, checkpoint, capsys):
+    found = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 1, 3)["results"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert all([f"{one['k']}", f"{one['top1']:.2f}", f"{one['top5']:.2f}"] in rows for one in found)
 
 
 def test_the_same_command_and_cached_features_give_the_same_file(folders, checkpoint, tmp_path):
