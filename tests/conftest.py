@@ -42,9 +42,11 @@ def _few_encodings_are_measured() -> Generator[None, None, None]:
 
 @pytest.fixture(autouse=True)
 def _log_files_end_with_their_test() -> Generator[None, None, None]:
-    """A folder of a test is removed when it passes; the next test must not write to a log there."""
-    yield
+    """No test writes to the log of another, whose folder is removed, or to its closed stream."""
     root = logging.getLogger()
+    for handler in [each for each in root.handlers if getattr(getattr(each, "stream", None), "closed", False)]:
+        root.removeHandler(handler)
+    yield
     for handler in [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]:
         root.removeHandler(handler)
         handler.close()
