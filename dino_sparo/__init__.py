@@ -52,5 +52,31 @@ if TYPE_CHECKING:
     from dino_sparo.weights.encoder import load_encoder
     from dino_sparo.weights.file import CheckpointError
 
-__getattr__, __dir__, _names = lazy_names(__name__)
-__all__ = ["__version__", *_names]
+# The modules import torch, which takes seconds.
+_NAMES = {
+    "api": (
+        "Result",
+        "attention",
+        "embed",
+        "knn",
+        "linear",
+        "train",
+        "train_clip",
+        "train_ibot",
+        "train_oc_clip",
+        "train_simdino",
+    ),
+    "evaluation.embed.store": ("load_embeddings",),
+    "weights.checkpoint": ("load_checkpoint",),
+    "weights.encoder": ("load_encoder",),
+    "weights.file": ("CheckpointError",),
+    "data.crops": ("MultiCropAugmentation",),
+    "data.views": ("EvalTransform",),
+    "distillation.head": ("DINOHead",),
+    "distillation.loss": ("DINOLoss",),
+    "distillation.network": ("DINONetwork", "EncoderWithHead"),
+    "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
+    "models.readout": ("ReadoutOutput", "Sparo"),
+}
+__all__ = ["__version__", *(name for names in _NAMES.values() for name in names)]
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -85,7 +85,7 @@ def get_args_parser() -> Parser:
         type=positive_int,
         default=1,
         help="Parts that run side by side, because compiling takes most of their time. While a part is timed, the "
-        "others are stopped; they keep their memory on the GPU, up to 60 GiB for batches and 45 for train_step.",
+        "others are stopped; they keep their memory on the GPU.",
     )
     parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
     parser.add_argument(

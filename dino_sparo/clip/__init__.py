@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING
 
 from dino_sparo.runtime import lazy_names
 
-# ruff: noqa: F401
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig
     from dino_sparo.clip.model import CLIP, create_clip, load_clip, normalize_slots
     from dino_sparo.image_text.towers import tokenize
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["CLIP", "CLIPConfig", "create_clip", "load_clip", "normalize_slots", "tokenize"]
+
+# The modules import torch, which takes seconds.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "clip.config": ("CLIPConfig",),
+        "clip.model": ("CLIP", "create_clip", "load_clip", "normalize_slots"),
+        "image_text.towers": ("tokenize",),
+    },
+)

@@ -119,7 +119,7 @@ def _text(words: str, size: float = TEXT_SIZE, colour: str = INK, weight: str = 
     # Names of files may hold dollar signs, which would start mathematics.
     properties = {"fontsize": size, "color": colour, "fontweight": weight, "parse_math": False, **style}
     line: Any = TextArea(drawable(words) or " ", textprops=properties)
-    line.get_bbox = cache(line.get_bbox)  # every box around it measures it again, for itself and for each box around
+    line.get_bbox = cache(line.get_bbox)  # else matplotlib measures a line several times per box around it
     return line
 
 

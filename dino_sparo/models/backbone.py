@@ -114,7 +114,7 @@ class Backbone(nn.Module):
         self.norm = norm_layer(self.embed_dim) if final_norm else nn.Identity()
         if pre_norm:
             self._init_as_open_clip()
-        elif not self.pos_embed.is_meta:  # no numbers, but the draws would take long
+        elif not self.pos_embed.is_meta:  # meta tensors have no numbers, and drawing for them is slow
             trunc_normal_(self.pos_embed, std=0.02)
             trunc_normal_(self.cls_token, std=0.02)
             self.blocks.apply(init_linear)

@@ -21,11 +21,21 @@ from typing import TYPE_CHECKING
 
 from dino_sparo.runtime import lazy_names
 
-# ruff: noqa: F401
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.binding import BindingConfig
     from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
     from dino_sparo.oc_clip.load import load_oc_clip
     from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
+
+# The modules import torch, which takes seconds.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "oc_clip.binding": ("BindingConfig",),
+        "oc_clip.graphs.graph": ("Relation", "SceneGraph"),
+        "oc_clip.load": ("load_oc_clip",),
+        "oc_clip.model": ("OCCLIP", "OCCLIPConfig", "create_oc_clip"),
+    },
+)

@@ -58,7 +58,7 @@ class Scoring(nn.Module):
         self.rel_coef.clamp_(min=MIN_COEF)
 
     def scores(self, graphs: EncodedGraphs, slots: Float[Tensor, "B U E dim"]) -> Float[Tensor, "B U"]:
-        """`forward`, never compiled."""
+        """`forward` of encoded graphs, not compiled, for evaluations: equal graphs have bit-identical scores."""
         return self.forward(*graphs.tensors, slots)
 
     def forward(
@@ -167,7 +167,7 @@ def score_all_pairs(
             return checkpoint(score, *inputs, use_reentrant=False, preserve_rng_state=False)
         return score(*inputs)
 
-    def score_padded(width: int, index: Tensor | None = None, *_: Tensor) -> Tensor:
+    def score_padded(width: int, index: Tensor | None = None) -> Tensor:
         tensors = graphs.tensors if index is None else [tensor[index] for tensor in graphs.tensors]
         entities, mask = (tensor[:, :width] for tensor in tensors[:2])
         return scoring(entities, mask, *tensors[2:], binding(entities, mask, keys, values))
@@ -184,21 +184,24 @@ def score_all_pairs(
             fits[:, rows, columns] = scores[:, 0]
             return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
 
+    widths = [max(graphs.entity_counts[text] for text in texts) for texts in chunks]
     if pads and len(chunks) == 1:  # in their order: the backward pass of indexing sorts, in many launches
-        return call(score_padded, max(graphs.entity_counts))
+        return call(score_padded, *widths)
     order = [text for texts in chunks for text in texts]
-    numbers = [sorted(range(len(order)), key=order.__getitem__)]
+    numbers = [sorted(range(len(order)), key=order.__getitem__), *chunks]
+    if pads:  # each chunk projects the patches again
+        original, *indices = _on_device(numbers, keys.device)
+        parts = [call(score_padded, width, index) for width, index in zip(widths, indices, strict=True)]
+        return torch.cat(parts, dim=1)[:, original]
     for texts in chunks:
-        rows = [row for row, text in enumerate(texts) for _ in range(graphs.relation_counts[text])]
-        columns = [column for text in texts for column in range(graphs.relation_counts[text])]
-        numbers += texts, rows, columns
+        numbers.append([row for row, text in enumerate(texts) for _ in range(graphs.relation_counts[text])])
+        numbers.append([column for text in texts for column in range(graphs.relation_counts[text])])
     original, *indices = _on_device(numbers, keys.device)
-    if not pads:
-        with torch.autocast(keys.device.type, enabled=False):
-            patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
-    score, parts = score_padded if pads else score_joined, []
-    for texts, *inputs in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True):
-        parts.append(call(score, max(graphs.entity_counts[text] for text in texts), *inputs))
+    with torch.autocast(keys.device.type, enabled=False):
+        patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
+    captions, relations = indices[: len(chunks)], indices[len(chunks) :]
+    inputs = zip(widths, captions, relations[::2], relations[1::2], strict=True)
+    parts = [call(score_joined, *of_chunk) for of_chunk in inputs]
     return torch.cat(parts, dim=1)[:, original]
 
 

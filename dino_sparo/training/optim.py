@@ -147,7 +147,7 @@ def cosine_schedule(
 
 
 def scale_(tensors: list[Tensor], factors: tuple[Float[Tensor, ""], ...]) -> None:
-    """Multiply each tensor by its factor, in place; compiled it takes one launch on a GPU, else one for each tensor."""
+    """Multiply each tensor by its factor, in place. A GPU launches a kernel per tensor; compiled, it launches few."""
     torch._foreach_mul_(tensors, factors)
 
 

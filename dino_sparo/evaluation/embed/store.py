@@ -122,7 +122,7 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
 
 
 def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
-    """UserError unless both embeddings are of the same weights and image size."""
+    """UserError unless both embeddings are of the same weights and image size; warns of images read differently."""
     first, second = (
         {**each.record["encoder"], "pretrained_weights": None, "img_size": each.record["settings"]["img_size"]}
         for each in (embeddings, other)
@@ -132,11 +132,11 @@ def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
             f"{other.folder} holds embeddings of another encoder than {embeddings.folder}: {'; '.join(different)}; "
             "embed both with the same checkpoint"
         )
-    views = [
-        {name: value for name, value in options_of(each).items() if value is not None} for each in (other, embeddings)
-    ]
-    known = {name: value for name, value in views[1].items() if name in views[0]}
-    if different := differences(views[0], known, f"in {other.folder}", f"in {embeddings.folder}"):
+    theirs, ours = options_of(other), options_of(embeddings)
+    known = {
+        name: value for name, value in ours.items() if None not in (value, theirs[name])
+    }  # older records lack some
+    if different := differences(theirs, known, f"in {other.folder}", f"in {embeddings.folder}"):
         logger.warning("features may not be comparable, as images were read differently: %s", "; ".join(different))
 
 

@@ -172,17 +172,19 @@ class Server:
 
 
 class LocalModel:
-    """A chat model of transformers on this machine, by folder or by name on the Hugging Face hub; for one thread."""
+    """A chat model of transformers on this machine, by folder or by name on the Hugging Face hub."""
 
     def __init__(self, model: str) -> None:
         require("transformers", "graphs of local language models")
         import transformers
 
         self.pipeline = transformers.pipeline("text-generation", model=model, torch_dtype="auto")
+        self.lock = threading.Lock()
 
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy."""
-        outputs = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+        with self.lock:
+            outputs = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
         return str(outputs[0]["generated_text"][-1]["content"])
 
 
