@@ -10,7 +10,6 @@ For the folder see `store.py`. The same command resumes a killed run; the result
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,16 @@ from torch import Tensor
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
-from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash
+from dino_sparo.evaluation.embed.options import embed_parser
+from dino_sparo.evaluation.embed.store import (
+    Embeddings,
+    EmbeddingWriter,
+    labels_of,
+    load_embeddings,
+    options_of,
+    read_record,
+    text_hash,
+)
 from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.task import EncoderTask, view_record
 from dino_sparo.models.encoder import Encoder
@@ -46,6 +54,14 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
     record = _record(task, source, shapes)
     return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, source, writer), source)
+
+
+def embed_as(like: Embeddings | None, images: str, folder: Path, **options: Any) -> Embeddings:
+    """Embed all images at a path into a folder, read as those of `like` were; with further options of `embed`."""
+    read = {} if like is None else options_of(like)
+    options = {"data_path": images, "output_dir": str(folder), "split": "all", **read, **options}
+    embed_images(embed_parser().parse_keywords(options))
+    return load_embeddings(folder)
 
 
 def write_embeddings(
@@ -117,11 +133,6 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     return {name: features[name] for name in what}
 
 
-def features_in_rows(encoder: Encoder, what: Sequence[str], images: Tensor) -> Float[Tensor, "B F"]:
-    """All features of each image in one row."""
-    return torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)
-
-
 def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Record of the embeddings; a resumed run must have the same `settings`."""
     args = task.args
@@ -157,9 +168,11 @@ def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWrite
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
     loader = task.loader(ImageDataset(source, task.transform), batches)
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
-    encode: Callable[[Tensor], Tensor] = task.encoder
-    if list(writer.shapes) != ["encoding"]:
-        encode = partial(features_in_rows, task.encoder, list(writer.shapes))
+
+    def encode(images: Tensor) -> Tensor:  # all features of an image in one row
+        features = features_of(task.encoder, list(writer.shapes), images)
+        return torch.cat([value.flatten(1) for value in features.values()], dim=1)
+
     encoded = encoded_batches(
         task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
     )

@@ -121,6 +121,11 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
     return Embeddings(arrays, index, record, folder)
 
 
+def is_store(path: str) -> bool:
+    """Whether a path is a folder of embeddings."""
+    return Path(path, RECORD).is_file()
+
+
 def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
     """UserError unless both embeddings are of the same weights and image size; warns of images read differently."""
     first, second = (
