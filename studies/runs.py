@@ -16,7 +16,7 @@ from dino_sparo.runtime.cli import Group, Option, option_words, say
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
-from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
+from studies.plans import CHOICE_SEED, STUDIES, Study
 
 RESULTS = Path(__file__).parent / "results"
 FOLDERS: Group = {
@@ -208,7 +208,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         return {**result, "diverged": diverged}
     if not one.only_chooses:
         before = _processor_seconds()
-        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+        result["scores"] = study.evaluate(folder, one.variant, one.seed, evaluated, run)
         result["evaluation_processor_s"] = round(_processor_seconds() - before)
     optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {
