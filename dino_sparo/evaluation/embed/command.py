@@ -21,16 +21,9 @@ from torch import Tensor
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
+from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.options import embed_parser
-from dino_sparo.evaluation.embed.store import (
-    Embeddings,
-    EmbeddingWriter,
-    labels_of,
-    load_embeddings,
-    options_of,
-    read_record,
-    text_hash,
-)
+from dino_sparo.evaluation.embed.store import Embeddings, EmbeddingWriter
 from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.task import EncoderTask, view_record
 from dino_sparo.models.encoder import Encoder
@@ -58,10 +51,10 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
 
 def embed_as(like: Embeddings | None, images: str, folder: Path, **options: Any) -> Embeddings:
     """Embed all images at a path into a folder, read as those of `like` were; with further options of `embed`."""
-    read = {} if like is None else options_of(like)
+    read = {} if like is None else store.options_of(like)
     options = {"data_path": images, "output_dir": str(folder), "split": "all", **read, **options}
     embed_images(embed_parser().parse_keywords(options))
-    return load_embeddings(folder)
+    return store.load_embeddings(folder)
 
 
 def write_embeddings(
@@ -78,11 +71,11 @@ def write_embeddings(
         with all_or_none(f"locking {folder}"):
             lock.acquire()
         on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
-        if not broadcast_object((read_record(folder) or record).get("complete")):
+        if not broadcast_object((store.read_record(folder) or record).get("complete")):
             with all_or_none("embedding"):
                 write_chunks()
             on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
-        result = read_record(folder) or record
+        result = store.read_record(folder) or record
     if is_main():
         split = getattr(source, "chosen_split", None)
         images = f"{source.name} (split {split!r}; --split all embeds all)" if split else source.name
@@ -143,7 +136,7 @@ def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int,
         "img_size": task.transform.img_size,
         "images": fingerprint_of(source) or source.name,
         "sizes_and_times": sizes_and_times(source) if is_main() else None,
-        "labels": text_hash(labels_of(source)),
+        "labels": store.text_hash(store.labels_of(source)),
         "num_images": len(source),
         "limits": asdict(task.limits),
     }
