@@ -99,7 +99,7 @@ def run_study(args: argparse.Namespace) -> str:
     with errors_in_one_line(logger):
         if not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
-            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
+            make_runs(args)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         picture = args.output_dir / f"{args.name}.png"

@@ -44,9 +44,9 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     task.encoder.eval()  # opened before the images: wrong weights are refused first
     source = task.open_split(args.split)
     shapes = feature_shapes(task)
-    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
+    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, source, args.batch_size_per_gpu)
     record = _record(task, source, shapes)
-    return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, source, writer), source)
+    return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, writer))
 
 
 def embed_as(like: Embeddings | None, images: str, folder: Path, **options: Any) -> Embeddings:
@@ -58,12 +58,7 @@ def embed_as(like: Embeddings | None, images: str, folder: Path, **options: Any)
 
 
 def write_embeddings(
-    writer: EmbeddingWriter,
-    record: dict[str, Any],
-    overwrite: bool,
-    write_chunks: Callable[[], None],
-    source: ImageSource,
-    captions: Sequence[str] | None = None,
+    writer: EmbeddingWriter, record: dict[str, Any], overwrite: bool, write_chunks: Callable[[], None]
 ) -> dict[str, Any]:
     """Open the folder, write the missing chunks, finish; returns the content of embedding.json."""
     folder = writer.folder
@@ -74,11 +69,11 @@ def write_embeddings(
         if not broadcast_object((store.read_record(folder) or record).get("complete")):
             with all_or_none("embedding"):
                 write_chunks()
-            on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
+            on_rank_0(lambda: writer.finish(record), f"finishing {folder}")
         result = store.read_record(folder) or record
     if is_main():
-        split = getattr(source, "chosen_split", None)
-        images = f"{source.name} (split {split!r}; --split all embeds all)" if split else source.name
+        split = getattr(writer.source, "chosen_split", None)
+        images = writer.source.name + (f" (split {split!r}; --split all embeds all)" if split else "")
         counts = f"{result['num_images']:,} {writer.unit} of {images}, {result['num_unreadable']:,} unreadable"
         say(f"{counts}: {folder}")
     return result
@@ -154,12 +149,12 @@ def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int,
     }
 
 
-def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWriter) -> None:
+def _write_chunks(task: EncoderTask, writer: EmbeddingWriter) -> None:
     """Embed this process' share of the unfinished chunks."""
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
-    loader = task.loader(ImageDataset(source, task.transform), batches)
+    source, loader = writer.source, task.loader(ImageDataset(writer.source, task.transform), batches)
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
 
     def encode(images: Tensor) -> Tensor:  # all features of an image in one row
