@@ -80,6 +80,7 @@ def checkpoint_of(output_dir: Path) -> dict[str, Any]:
 
 def assert_same_state(first: object, second: object, where: str) -> None:
     """Equal bit for bit, whatever the nesting."""
+    assert type(first) is type(second), where
     if isinstance(first, torch.Tensor):
         assert torch.equal(first, second), where
     elif isinstance(first, dict):

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from small_models import SPARO
+from small_models import MEAN, SPARO, STD, save_encoder
 from timm.models.vision_transformer import VisionTransformer
 
 import hubconf
@@ -43,7 +43,6 @@ from dino_sparo.weights.huggingface import modeling_code
 
 ROOT = Path(__file__).resolve().parents[2]
 READOUTS: list[dict[str, Any]] = [SPARO, {"readout": "cls"}, {"readout": "gap"}]
-MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
 
 def build(seed: int = 0, **settings: Any) -> Encoder:
@@ -53,22 +52,6 @@ def build(seed: int = 0, **settings: Any) -> Encoder:
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return encoder
-
-
-def save(folder: Path, encoder: Encoder, name: str = "checkpoint.pth") -> Path:
-    """A checkpoint whose student differs from its teacher, with a head."""
-    head = {"head.mlp.weight": torch.randn(2, 3)}
-    teacher = encoder.state_dict()
-    student = {key: value + 1 for key, value in teacher.items()}
-    content = {
-        "student": {**student, **head},
-        "teacher": {**teacher, **head},
-        "encoder": encoder_description(encoder.config, MEAN, STD),
-        "epoch": 5,
-        "step": 35,
-    }
-    save_checkpoint(content, folder / name)
-    return folder / name
 
 
 def images(count: int = 3, size: int = 24) -> torch.Tensor:
@@ -81,7 +64,7 @@ def images(count: int = 3, size: int = 24) -> torch.Tensor:
 @pytest.mark.parametrize("format", ["safetensors", "huggingface"])
 def test_an_export_gives_the_same_encoder(tmp_path: Path, format: str) -> None:
     encoder = build(**SPARO)
-    written = export(save(tmp_path, encoder), tmp_path / "deep" / "vit.v1", format=format)
+    written = export(save_encoder(tmp_path, encoder), tmp_path / "deep" / "vit.v1", format=format)
     if format == "safetensors":
         assert sorted(path.name for path in written.parent.iterdir()) == ["vit.v1.json", "vit.v1.safetensors"]
         assert load_file(written).keys() == encoder.state_dict().keys()
@@ -95,7 +78,7 @@ def test_an_export_gives_the_same_encoder(tmp_path: Path, format: str) -> None:
 def test_all_that_the_umask_allows_may_read_a_checkpoint_and_an_export(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface")
+        export(save_encoder(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface")
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -105,7 +88,7 @@ def test_all_that_the_umask_allows_may_read_a_checkpoint_and_an_export(tmp_path:
 
 def test_the_json_says_how_it_was_built_and_where_it_comes_from(tmp_path: Path) -> None:
     encoder = build(**SPARO)
-    checkpoint = save(tmp_path, encoder)
+    checkpoint = save_encoder(tmp_path, encoder)
     text = export(checkpoint, tmp_path / "out", "student").with_suffix(".json").read_text()
     assert text.startswith('{\n  "encoder": {\n    "arch": "vit_micro",\n'), "not indented for human readers"
     said = json.loads(text)
@@ -117,7 +100,7 @@ def test_the_json_says_how_it_was_built_and_where_it_comes_from(tmp_path: Path) 
 
 
 def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, build(**SPARO))
+    checkpoint = save_encoder(tmp_path, build(**SPARO))
     exported = export(checkpoint, tmp_path / "out")
     assert normalization_of(load_checkpoint(exported)) == (MEAN, STD)
     ours, theirs = trained_encoder(str(exported)), trained_encoder(str(checkpoint))
@@ -133,7 +116,7 @@ def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, build(**SPARO))
+    checkpoint = save_encoder(tmp_path, build(**SPARO))
     once = export(checkpoint, tmp_path / "out", "student")
     before, said = load_file(once), json.loads(once.with_suffix(".json").read_text())
     before = {name: value.clone() for name, value in before.items()}
@@ -148,7 +131,7 @@ def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None
 @pytest.mark.parametrize("settings", READOUTS, ids=lambda settings: settings["readout"])
 def test_another_image_size_is_stored_and_changes_no_output_at_it(tmp_path: Path, settings: dict[str, Any]) -> None:
     encoder = build(**settings)
-    exported = load_encoder(export(save(tmp_path, encoder), tmp_path / "out", img_size=40))
+    exported = load_encoder(export(save_encoder(tmp_path, encoder), tmp_path / "out", img_size=40))
     assert exported.config.img_size == 40
     assert exported.backbone.pos_embed.shape[1] == 1 + 5 * 5
     torch.testing.assert_close(exported(images(size=40)), encoder(images(size=40)), rtol=0, atol=0)
@@ -168,12 +151,12 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        export(save(tmp_path, build(**SPARO)), tmp_path / "out", **options)
+        export(save_encoder(tmp_path, build(**SPARO)), tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
-    exported = export(save(tmp_path, build(**SPARO)), tmp_path / "out")
+    exported = export(save_encoder(tmp_path, build(**SPARO)), tmp_path / "out")
     description = exported.with_suffix(".json")
     text = description.read_text()
     description.write_text("[1]")
@@ -189,7 +172,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = save(tmp_path, build(readout="cls"))
+    checkpoint = save_encoder(tmp_path, build(readout="cls"))
     exported = export(checkpoint, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     message = rf"^could not write {exported} \(No space left.*\); free some space or"
@@ -258,7 +241,7 @@ def test_no_kill_leaves_weights_beside_a_description_of_others(
 
 def test_every_flipped_digit_of_an_export_is_detected(tmp_path: Path) -> None:
     """The bug: another mean or image size was read from the JSON without a word."""
-    exported = export(save(tmp_path, build(readout="cls")), tmp_path / "out")
+    exported = export(save_encoder(tmp_path, build(readout="cls")), tmp_path / "out")
     header_bytes = 8 + int.from_bytes(exported.read_bytes()[:8], "little")
     for path, end in ((exported.with_suffix(".json"), None), (exported, header_bytes)):
         content = path.read_bytes()
@@ -280,7 +263,7 @@ def test_every_flipped_digit_of_an_export_is_detected(tmp_path: Path) -> None:
 
 def test_timm_loads_an_export_by_its_own_command(tmp_path: Path) -> None:
     encoder = build(arch="vit_tiny", patch_size=16, img_size=224, readout="cls")
-    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    exported = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="timm")
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, checkpoint_path=str(exported)).eval()
     torch.testing.assert_close(model(images(2, 224)), encoder(images(2, 224)), rtol=0, atol=1e-5)
 
@@ -297,7 +280,7 @@ def test_timm_loads_an_export_by_its_own_command(tmp_path: Path) -> None:
 )
 def test_vanilla_encoders_are_timms_vit_and_are_read_back(tmp_path: Path, settings: dict[str, Any]) -> None:
     encoder = build(readout="cls", **settings)
-    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    exported = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="timm")
     said = json.loads(exported.with_suffix(".json").read_text())["timm"]
     is_named = "." not in said["architecture"]
     make = functools.partial(timm.create_model, said["architecture"]) if is_named else VisionTransformer
@@ -361,7 +344,7 @@ def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed
 ) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     encoder = build(**settings)
-    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    folder = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="huggingface")
     assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
     torch.save(images(), tmp_path / "images.pt")
     words = [
@@ -392,7 +375,7 @@ def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed
 def test_a_folder_that_transformers_saved_again_is_read_and_prepares_the_same_images(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     encoder = build(**SPARO)
-    folder, again = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface"), tmp_path / "again"
+    folder, again = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="huggingface"), tmp_path / "again"
     transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).save_pretrained(again)
     assert torch.equal(load_encoder(again)(images()), encoder(images()))
     pixels = np.random.default_rng(7).integers(0, 256, (97, 64, 3), dtype=np.uint8)
@@ -416,7 +399,7 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    checkpoint = save(tmp_path, build(**SPARO))
+    checkpoint = save_encoder(tmp_path, build(**SPARO))
     recipe = {"lr": 0.004, "epochs": 7, "data_path": "/data/somebody/imagenet/train", "output_dir": "/data/somebody"}
     save_checkpoint({**load_checkpoint(checkpoint), "args": recipe, "dino_loss": {}, "num_images": 99}, checkpoint)
     own = {"encoder": {"sha256": file_sha256(checkpoint)}, "images": {"data_path": "/data/somebody/cifar10"}}
@@ -459,7 +442,7 @@ def test_no_name_of_a_folder_becomes_code_or_markup_in_the_model_card(
     monkeypatch.chdir(tmp_path)
     name = 'x"); import os; os.abort() #`<h1><script>|[a](b)\n## no heading\udcff'
     data = "\n".join(["<img src=x>", "| a |"])
-    checkpoint = save(tmp_path, build(**SPARO))
+    checkpoint = save_encoder(tmp_path, build(**SPARO))
     save_checkpoint({**load_checkpoint(checkpoint), "args": {"data_path": data}}, checkpoint)
     card = (export(checkpoint, name, format="huggingface") / "README.md").read_text()
     first, second = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
@@ -474,7 +457,7 @@ def test_no_name_of_a_folder_becomes_code_or_markup_in_the_model_card(
 
 def test_only_equal_files_are_replaced_unless_asked(tmp_path: Path) -> None:
     """The bug: an export overwrote a README.md, a config.json and weights that it had not written."""
-    checkpoint, out = save(tmp_path, build(readout="cls")), tmp_path / "out"
+    checkpoint, out = save_encoder(tmp_path, build(readout="cls")), tmp_path / "out"
     export_again = functools.partial(export, checkpoint, out, format="huggingface")
     export_again()
     assert export_again() == out
@@ -509,7 +492,8 @@ def test_a_missing_file_is_not_looked_up_on_the_hub_and_a_name_of_no_repository_
 @pytest.mark.parametrize("img_size", [24, 224])
 def test_transformers_prepares_images_of_every_size_and_mode_as_evaluation_does(tmp_path: Path, img_size: int) -> None:
     transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface", img_size=img_size)
+    checkpoint = save_encoder(tmp_path, build(readout="cls"))
+    folder = export(checkpoint, tmp_path / "out", format="huggingface", img_size=img_size)
     rng, ours = np.random.default_rng(7), EvalTransform(img_size, MEAN, STD)
     sizes = [(width, height) for width in range(64, 257, 21) for height in (64, 97, 255)]
     for options in ({}, {"trust_remote_code": True}):
@@ -556,7 +540,7 @@ def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
         pytest.importorskip(package, reason="the extra `export` is not installed")
     encoder = build(**settings)
     path = tmp_path / "out.onnx"
-    run_command("export", [str(save(tmp_path, encoder)), str(path), "--format", "onnx", "--img_size", "40"])
+    run_command("export", [str(save_encoder(tmp_path, encoder)), str(path), "--format", "onnx", "--img_size", "40"])
     ours = [record for record in caplog.records if record.levelno >= logging.INFO]
     assert {record.name.split(".")[0] for record in ours} == {"dino_sparo"}, "the exporter's own lines drown ours"
     session = onnx_session(path)
@@ -579,7 +563,7 @@ def test_a_read_out_that_onnx_takes_in_twos_only_is_refused(tmp_path: Path) -> N
     """The bug: the file was written, and refused every other number of images."""
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="the extra `export` is not installed")
-    checkpoint = save(tmp_path, build(readout="fdt_raw", num_codes=7, code_dim=16))
+    checkpoint = save_encoder(tmp_path, build(readout="fdt_raw", num_codes=7, code_dim=16))
     with pytest.raises(ValueError, match="cannot write 'fdt_raw' for any number of images, only for 2"):
         export(checkpoint, tmp_path / "out", format="onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
@@ -590,7 +574,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find("json"))
     with pytest.raises(MissingPackageError, match=rf"need the package {package}; .*pip install 'dino_sparo\[export\]'"):
-        export(save(tmp_path, build(**SPARO)), tmp_path / "out", format="onnx")
+        export(save_encoder(tmp_path, build(**SPARO)), tmp_path / "out", format="onnx")
 
 
 # The command.
@@ -598,7 +582,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     encoder = build(readout="cls")
-    checkpoint = save(tmp_path, encoder)
+    checkpoint = save_encoder(tmp_path, encoder)
     with caplog.at_level(logging.INFO):
         run_command(
             "export", [str(checkpoint), str(tmp_path / "out"), "--checkpoint_key", "student", "--img_size", "40"]
@@ -620,7 +604,7 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, caplog: pytest.
 
 def test_the_hub_loads_checkpoints_and_exports(tmp_path: Path) -> None:
     encoder = build(**SPARO)
-    checkpoint = save(tmp_path, encoder)
+    checkpoint = save_encoder(tmp_path, encoder)
     student = load_encoder(checkpoint, "student")
     for path, which, expected in [
         (checkpoint, "teacher", encoder),
