@@ -1,94 +1,12 @@
-"""The parts' reports -> the generated sections of docs/gpu.md: the status, parts that did not pass, measurements."""
+"""The parts' reports -> the generated sections of docs/gpu.md, and all tables in benchmarks/gpu/README.md."""
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.report import table
 
 BEGIN, END = "<!-- make gpu: {} -->", "<!-- end -->"
-
-
-class Claim(NamedTuple):
-    """A claim about the recorded step.
-
-    Attributes:
-        claim: in words, for the page.
-        wanted: in words.
-        part: that measures it.
-        name: of the bar or the check in its report.
-    """
-
-    claim: str
-    wanted: str
-    part: str
-    name: str
-
-
-CLAIMS = [
-    *(
-        Claim(f"images/s against the reference's own loop, batch 64, `{readout}`", "at least 3.5x", "train_step", name)
-        for readout in ("cls", "sparo")
-        for name in [f"{readout}, recorded, times the images/s of the reference in its fp16, equal batches"]
-    ),
-    Claim("images/s, `sparo`, batch 64", "at least 1,850", "train_step", "sparo, recorded, images/s at batch 64"),
-    *(
-        Claim(f"recorded against compiled, `{readout}`", "at least 1.5x", "train_step", name)
-        for readout in ("cls", "sparo")
-        for name in [f"{readout}, recorded, times faster than compiled"]
-    ),
-    Claim(
-        "time of a step with `sparo` over `cls`",
-        "at most 1.05",
-        "train_step",
-        "time of a recorded step of DINO + SPARO over vanilla DINO's",
-    ),
-    *(
-        Claim(f"weights after 20 steps, recorded and not, {form}", "difference 0", "recorded", name)
-        for form in ("fp32", "fp32, stochastic depth")
-        for name in [f"{form}: weights after 20 steps, recorded and not"]
-    ),
-    Claim(
-        "losses of 20 steps, recorded and not, bf16",
-        "difference at most 1e-4",
-        "recorded",
-        "bf16: losses of 20 steps, recorded and not",
-    ),
-    Claim(
-        "a recorded run of 300 steps from JPEG files: share of the time that waits for data",
-        "reported",
-        "recipe_recorded",
-        "share of the time that waits for data",
-    ),
-]
-
-
-def claims(reports: dict[str, dict[str, Any]]) -> str:
-    """Goals of the recorded step, and the measurements, with GPU and commit."""
-    rows = []
-    for claim in CLAIMS:
-        report = reports.get(claim.part, {})
-        found = {
-            **{
-                check["claim"]: check["difference"]
-                for section in report.get("sections", [])
-                for check in section["checks"]
-            },
-            **{bar["claim"]: bar["found"] for section in report.get("sections", []) for bar in section["bars"]},
-        }
-        value = found.get(claim.name)
-        row = _part_row(claim.part, report or None)
-        rows.append(
-            {
-                "claim": claim.claim,
-                "wanted": claim.wanted,
-                "measured": "not run" if value is None else value,
-                "GPU": None if value is None else row["GPU"],
-                "commit": None if value is None else row["commit"],
-                "command": f'`make gpu ARGS="--part {claim.part}"`',
-            }
-        )
-    return table(rows)
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -97,18 +15,10 @@ def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: report for name, report in reports.items() if "result" in report}  # the runner adds it last
 
 
-def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """Parts and machines, every failed check, every goal, then all tables."""
-    sections = [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
+def page(reports: dict[str, dict[str, Any]]) -> str:
+    """The machine, every failed check and every bar."""
+    sections = _sections(reports)
     facts: dict[str, Any] = next((report for report in reports.values() if "hardware" in report), {})
-    lines = [
-        "; ".join(
-            f"{name}: {value}" for name, value in (facts.get("hardware", {}) | facts.get("versions", {})).items()
-        ),
-        f"this project: {facts.get('commit', 'unknown')}; reference: facebookresearch/dino "
-        f"{next((report['reference'] for report in reports.values() if report.get('reference')), 'none given')}",
-        table([_part_row(name, reports.get(name)) for name in names]),
-    ]
     failed = [
         {"part": name, "check": check["claim"], "found": check["difference"], "allowed": check["limit"]}
         for name, section in sections
@@ -121,10 +31,29 @@ def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
         for name, section in sections
         for bar in section["bars"]
     ]  # fmt: skip
-    lines += ["### Checks that failed", table(failed) if failed else "None."]
-    lines += ["### Bars", table(bars) if bars else "None was measured."]
-    lines += ["### Tables", *_tables(sections)]
+    lines = [
+        "; ".join(
+            f"{name}: {value}" for name, value in (facts.get("hardware", {}) | facts.get("versions", {})).items()
+        ),
+        f"this project: {facts.get('commit', 'unknown')}; reference: facebookresearch/dino "
+        f"{next((report['reference'] for report in reports.values() if report.get('reference')), 'none given')}",
+        "### Checks that failed",
+        table(failed) if failed else "None.",
+        "### Bars",
+        table(bars) if bars else "None was measured.",
+    ]
     return "\n\n".join(lines)
+
+
+def tables(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
+    """Every part with its GPU and commit, then all measurements: step times and their parts, kernels, memory, ..."""
+    measurements = [
+        f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
+        for name, section in _sections(reports)
+        for title, rows in section["tables"].items()
+        if rows
+    ]
+    return "\n\n".join([table([_part_row(name, reports.get(name)) for name in names]), *measurements])
 
 
 def status(reports: dict[str, dict[str, Any]]) -> str:
@@ -160,14 +89,9 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _tables(sections: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Step times and their parts, kinds of kernels, memory, seconds of a search, ...: all measurements."""
-    return [
-        f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
-        for name, section in sections
-        for title, rows in section["tables"].items()
-        if rows
-    ]
+def _sections(reports: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Name of the part, section of its report."""
+    return [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
