@@ -33,10 +33,11 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, 
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _few_encodings_are_measured() -> Generator[None, None, None]:
-    """After every epoch the rank of 64 images' encodings is logged; they would cost as much as the steps of a test."""
+def _looks_after_an_epoch_are_small() -> Generator[None, None, None]:
+    """The rank of 64 images' encodings and large pictures would cost as much as the steps of a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dino_sparo.data.examples.NUM_MEASURED", 8)
+        patch.setattr("dino_sparo.draw.pixels.GRID_HEIGHT", 32)
         yield
 
 

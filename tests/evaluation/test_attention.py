@@ -206,8 +206,9 @@ def test_a_grid_of_crops_has_a_row_per_image_and_one_height() -> None:
     assert grid.dtype == np.uint8
 
 
-def test_a_grid_of_slots_shows_the_image_and_all_maps_under_their_numbers() -> None:
+def test_a_grid_of_slots_shows_the_image_and_all_maps_under_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the most peaked were shown, unnumbered, at other places after each epoch."""
+    monkeypatch.setattr("dino_sparo.draw.pixels.GRID_HEIGHT", 128)
     encoder = small_encoder()
     with torch.no_grad():
         encoder.readout.queries.mul_(30)
