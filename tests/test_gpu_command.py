@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +17,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import timing
+from benchmarks import timing, train_step
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import objectives, page, runs, steps
 from benchmarks.gpu.profile import kind_of
+from benchmarks.report import Section
 from benchmarks.train_step import process_group
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,6 +141,18 @@ def test_parts_that_do_not_fit_into_the_minutes_are_left_for_the_next_start(
     assert "no time for one_process; the same command continues with them" in caplog.text
 
 
+def test_every_claim_about_the_recorded_step_is_measured_or_not_run() -> None:
+    section = Section("t", "s")
+    train_step._add_bars(section, {}, Namespace(device="cuda", quick=False, batch=None))
+    named = {claim.name for claim in page.CLAIMS if claim.part == "train_step"}
+    assert named <= {bar.claim for bar in section.bars}
+    assert page.claims({}).count("not run") == len(page.CLAIMS)
+    rate = {"claim": "sparo, recorded, images/s at batch 64", "found": 1893.0}
+    found = report(result="done", seconds=7, commit="f00dfeed")
+    found["sections"][0]["bars"] = [rate]
+    assert "| at least 1,850 | 1,893 | H100 | f00dfee | " in page.claims({"train_step": found})
+
+
 def test_the_page_names_device_versions_commits_failed_checks_and_tables() -> None:
     done = {"result": "checks failed", "seconds": 71, "commit": "f00d"}
     reports = {"train_step": report(passed=False, **done)}
@@ -148,7 +162,7 @@ def test_the_page_names_device_versions_commits_failed_checks_and_tables() -> No
     assert "| train_step | checks failed | 0 of 1 passed | 71 | H100 | f00d |" in tables
     assert "| search | not run | - | - | - | - |" in tables
     assert "| train_step | losses are equal | 0.5 | 0.1 |" in text
-    assert "| train_step | times the reference | >= 2.5 | 1.7 | missed |" in text
+    assert "| train_step | times the reference | >= 2.5 | 1.7 | missed |" in tables
     assert "train_step, cls: its parts, ms\n\n| form | backward |" in tables
     assert "train_step, memory\n\n| MB |" in tables
 
@@ -196,7 +210,7 @@ def test_kernels_are_sorted_by_their_names() -> None:
 
 def test_the_page_in_the_docs_has_its_marks_and_names_every_part() -> None:
     text, tables = ((ROOT / name).read_text() for name in ("docs/gpu.md", "benchmarks/gpu/README.md"))
-    assert text.count(page.END) == text.count("<!-- make gpu: ") == 3
+    assert text.count(page.END) == text.count("<!-- make gpu: ") == 4
     assert tables.count(page.END) == tables.count(page.BEGIN.format("tables")) == 1
     assert set(gpu.PARTS) <= set(re.findall(r"`(\w+)`", text))
 
@@ -315,6 +329,12 @@ def test_a_part_runs_on_a_cpu_at_tiny_sizes(words: list[str], tmp_path: Path) ->
     section = module.main([*words[1:], "--quick", "--device", "cpu", "--json", str(tmp_path / "part.json")])
     assert section.is_equal
     assert section.checks or section.tables
+    claimed = {
+        re.sub(r"\d+ steps", "6 steps", claim.name)
+        for claim in page.CLAIMS
+        if claim.part == words[-1].rpartition(".")[2]
+    }
+    assert claimed <= {check.claim for check in section.checks} | {bar.claim for bar in section.bars}
     assert {bar.verdict for bar in section.bars} <= {"not measured"}
     json.loads((tmp_path / "part.json").read_text())
 
@@ -335,15 +355,20 @@ def test_whoever_is_timed_stops_the_other_parts(monkeypatch: pytest.MonkeyPatch,
         time.sleep(0.3)
         return bool(ticks.is_file() and ticks.read_text() != before)
 
-    try:
+    def wait_until_it_moves() -> None:
+        begin = time.monotonic()
         while not moves():
             assert other.poll() is None
+            assert time.monotonic() < begin + 60
+
+    try:
+        wait_until_it_moves()
         with timing.alone():
             assert not moves()
             with timing.alone():  # does not wait for itself
                 pass
             assert not moves()
-        assert moves()
+        wait_until_it_moves()
     finally:
         other.kill()
         other.wait()

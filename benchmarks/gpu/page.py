@@ -2,11 +2,93 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import table
 
 BEGIN, END = "<!-- make gpu: {} -->", "<!-- end -->"
+
+
+class Claim(NamedTuple):
+    """A claim about the recorded step.
+
+    Attributes:
+        claim: in words, for the page.
+        wanted: in words.
+        part: that measures it.
+        name: of the bar or the check in its report.
+    """
+
+    claim: str
+    wanted: str
+    part: str
+    name: str
+
+
+CLAIMS = [
+    *(
+        Claim(f"images/s against the reference's own loop, batch 64, `{readout}`", "at least 3.5x", "train_step", name)
+        for readout in ("cls", "sparo")
+        for name in [f"{readout}, recorded, times the images/s of the reference in its fp16, equal batches"]
+    ),
+    Claim("images/s, `sparo`, batch 64", "at least 1,850", "train_step", "sparo, recorded, images/s at batch 64"),
+    *(
+        Claim(f"recorded against compiled, `{readout}`", "at least 1.5x", "train_step", name)
+        for readout in ("cls", "sparo")
+        for name in [f"{readout}, recorded, times faster than compiled"]
+    ),
+    Claim(
+        "time of a step with `sparo` over `cls`",
+        "at most 1.05",
+        "train_step",
+        "time of a recorded step of DINO + SPARO over vanilla DINO's",
+    ),
+    *(
+        Claim(f"weights after 20 steps, recorded and not, {form}", "difference 0", "recorded", name)
+        for form in ("fp32", "fp32, stochastic depth")
+        for name in [f"{form}: weights after 20 steps, recorded and not"]
+    ),
+    Claim(
+        "losses of 20 steps, recorded and not, bf16",
+        "difference at most 1e-4",
+        "recorded",
+        "bf16: losses of 20 steps, recorded and not",
+    ),
+    Claim(
+        "a recorded run of 300 steps from JPEG files: share of the time that waits for data",
+        "reported",
+        "recipe_recorded",
+        "share of the time that waits for data",
+    ),
+]
+
+
+def claims(reports: dict[str, dict[str, Any]]) -> str:
+    """Goals of the recorded step, and the measurements, with GPU and commit."""
+    rows = []
+    for claim in CLAIMS:
+        report = reports.get(claim.part, {})
+        found = {
+            **{
+                check["claim"]: check["difference"]
+                for section in report.get("sections", [])
+                for check in section["checks"]
+            },
+            **{bar["claim"]: bar["found"] for section in report.get("sections", []) for bar in section["bars"]},
+        }
+        value = found.get(claim.name)
+        row = _part_row(claim.part, report or None)
+        rows.append(
+            {
+                "claim": claim.claim,
+                "wanted": claim.wanted,
+                "measured": "not run" if value is None else value,
+                "GPU": None if value is None else row["GPU"],
+                "commit": None if value is None else row["commit"],
+                "command": f'`make gpu ARGS="--part {claim.part}"`',
+            }
+        )
+    return table(rows)
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -16,44 +98,41 @@ def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def page(reports: dict[str, dict[str, Any]]) -> str:
-    """The machine, every failed check and every bar."""
-    sections = _sections(reports)
+    """The machine and every failed check."""
     facts: dict[str, Any] = next((report for report in reports.values() if "hardware" in report), {})
     failed = [
         {"part": name, "check": check["claim"], "found": check["difference"], "allowed": check["limit"]}
-        for name, section in sections
+        for name, section in _sections(reports)
         for check in section["checks"]
         if not check["passed"]
     ]
-    bars = [
-        {"part": name, "bar": bar["claim"], "wanted": ("<= " if bar["at_most"] else ">= ") + f"{bar['wanted']:g}",
-         "measured": bar["found"], "": bar["verdict"]}
-        for name, section in sections
-        for bar in section["bars"]
-    ]  # fmt: skip
     lines = [
         "; ".join(
             f"{name}: {value}" for name, value in (facts.get("hardware", {}) | facts.get("versions", {})).items()
         ),
         f"this project: {facts.get('commit', 'unknown')}; reference: facebookresearch/dino "
         f"{next((report['reference'] for report in reports.values() if report.get('reference')), 'none given')}",
-        "### Checks that failed",
-        table(failed) if failed else "None.",
-        "### Bars",
-        table(bars) if bars else "None was measured.",
+        f"Checks that failed:\n\n{table(failed)}" if failed else "No check failed.",
     ]
     return "\n\n".join(lines)
 
 
 def tables(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """Every part with its GPU and commit, then all measurements: step times and their parts, kernels, memory, ..."""
+    """Every part with its GPU and commit, every bar, then all measurements: step times, kernels, memory, ..."""
+    bars = [
+        {"part": name, "bar": bar["claim"], "wanted": ("<= " if bar["at_most"] else ">= ") + f"{bar['wanted']:g}",
+         "measured": bar["found"], "": bar["verdict"]}
+        for name, section in _sections(reports)
+        for bar in section["bars"]
+    ]  # fmt: skip
     measurements = [
         f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
         for name, section in _sections(reports)
         for title, rows in section["tables"].items()
         if rows
     ]
-    return "\n\n".join([table([_part_row(name, reports.get(name)) for name in names]), *measurements])
+    parts = table([_part_row(name, reports.get(name)) for name in names])
+    return "\n\n".join([parts, table(bars) if bars else "No bar was measured.", *measurements])
 
 
 def status(reports: dict[str, dict[str, Any]]) -> str:
@@ -64,7 +143,7 @@ def status(reports: dict[str, dict[str, Any]]) -> str:
     passed = sum(report["result"] == "done" for report in reports.values())
     return (
         f"`make gpu` ran on a GPU ({'; '.join(gpus) or 'unknown name'}): {passed} of {len(reports)} parts passed. "
-        "The [last section](#measured-on-a-gpu) has the results."
+        "`benchmarks/gpu/README.md` has the tables."
     )
 
 
