@@ -77,19 +77,16 @@ def test_what_was_saved_is_loaded_and_nothing_else_lies_in_the_folder(tmp_path: 
 def test_the_old_file_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, happened = tmp_path / "checkpoint.pth", []
     save_checkpoint({"epoch": 1}, path)
-    fsync, move = os.fsync, os.replace
 
-    def watched_fsync(descriptor: int) -> None:
-        happened.append(("fsync", load_checkpoint(path)["epoch"]))
-        fsync(descriptor)
+    def watched(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def watch(*arguments: Any) -> None:
+            happened.append((name, load_checkpoint(path)["epoch"]))
+            call(*arguments)
 
-    def watched_move(source: Path, target: Path) -> None:
-        happened.append(("replace", load_checkpoint(path)["epoch"]))
-        assert load_checkpoint(source)["epoch"] == 2
-        move(source, target)
+        return watch
 
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "replace", watched_move)
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
     save_checkpoint({"epoch": 2}, path)
     assert happened[:2] == [("fsync", 1), ("replace", 1)]
     assert load_checkpoint(path)["epoch"] == 2

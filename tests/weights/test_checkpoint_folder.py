@@ -315,8 +315,9 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_that_had_failed_saves_with_an_older_version_gets_its_fallbacks_back(tmp_path: Path) -> None:
-    """There three names of one file could be left."""
+    """There three names of one file could be left, and a temporary file whose name no later save uses."""
     checkpoints = filled(tmp_path / "run")
+    (checkpoints.folder / ".checkpoint_previous7.pth.tmp").write_bytes(b"of a killed save")
     for name in NAMES[1:]:
         (checkpoints.folder / name).unlink()
         os.link(checkpoints.newest, checkpoints.folder / name)

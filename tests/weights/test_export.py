@@ -23,6 +23,7 @@ import small_models
 import timm
 import torch
 from PIL import Image
+from runs import assert_same_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_models import MEAN, SPARO, STD, save_encoder
@@ -118,13 +119,11 @@ def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
 def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None:
     checkpoint = save_encoder(tmp_path, build(**SPARO))
     once = export(checkpoint, tmp_path / "out", "student")
-    before, said = load_file(once), json.loads(once.with_suffix(".json").read_text())
-    before = {name: value.clone() for name, value in before.items()}
     with pytest.raises(UserError, match=r"out\.safetensors is the exported file itself; give another path"):
         export(once, tmp_path / "out.safetensors", overwrite=True)
     twice = export(once, tmp_path / "twice")
-    after, again = load_file(twice), json.loads(twice.with_suffix(".json").read_text())
-    assert all(torch.equal(before[name], after[name]) for name in before | after)
+    assert_same_state(load_file(twice), load_file(once), "")
+    said, again = (json.loads(path.with_suffix(".json").read_text()) for path in (once, twice))
     assert (again["checkpoint_key"], again["epoch"], again["encoder"]) == ("student", 5, said["encoder"])
 
 
@@ -342,19 +341,11 @@ def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed(
     tmp_path: Path, settings: dict[str, Any], another_python: Path
 ) -> None:
-    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     encoder = build(**settings)
     folder = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="huggingface")
     assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
     torch.save(images(), tmp_path / "images.pt")
-    words = [
-        str(another_python),
-        "-c",
-        ELSEWHERE,
-        str(folder),
-        str(tmp_path / "images.pt"),
-        str(tmp_path / "output.pt"),
-    ]
+    words = [another_python, "-c", ELSEWHERE, folder, tmp_path / "images.pt", tmp_path / "output.pt"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     subprocess.run(words, check=True, cwd=tmp_path, env=environment)
@@ -373,19 +364,19 @@ def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed
 
 
 def test_a_folder_that_transformers_saved_again_is_read_and_prepares_the_same_images(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    from transformers import AutoImageProcessor, AutoModel  # takes a second
+
     encoder = build(**SPARO)
     folder, again = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="huggingface"), tmp_path / "again"
-    transformers.AutoModel.from_pretrained(folder, trust_remote_code=True).save_pretrained(again)
+    AutoModel.from_pretrained(folder, trust_remote_code=True).save_pretrained(again)
     assert torch.equal(load_encoder(again)(images()), encoder(images()))
     pixels = np.random.default_rng(7).integers(0, 256, (97, 64, 3), dtype=np.uint8)
-    theirs = transformers.AutoImageProcessor.from_pretrained(again)(images=pixels, return_tensors="pt")["pixel_values"]
+    theirs = AutoImageProcessor.from_pretrained(again)(images=pixels, return_tensors="pt")["pixel_values"]
     expected = EvalTransform(24, MEAN, STD)(Image.fromarray(pixels))[0][None]
     torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
 
 
-def test_the_modeling_code_defines_every_name_once_and_imports_nothing_of_this_package(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+def test_the_modeling_code_defines_every_name_once_and_imports_nothing_of_this_package() -> None:
     code = modeling_code()
     statements = ast.parse(code).body
     names = [node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -398,7 +389,6 @@ def test_the_modeling_code_defines_every_name_once_and_imports_nothing_of_this_p
 def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_that_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     checkpoint = save_encoder(tmp_path, build(**SPARO))
     recipe = {"lr": 0.004, "epochs": 7, "data_path": "/data/somebody/imagenet/train", "output_dir": "/data/somebody"}
     save_checkpoint({**load_checkpoint(checkpoint), "args": recipe, "dino_loss": {}, "num_images": 99}, checkpoint)
@@ -482,6 +472,10 @@ def test_a_missing_file_is_not_looked_up_on_the_hub_and_a_name_of_no_repository_
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint at somebody/nothing, and no repository of that name"):
         load_encoder("somebody/nothing")
+    refuse = mock.Mock(side_effect=OSError("401 Client Error.\nMake sure that you are logged in."))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"Hugging Face hub: 401 Client Error\.$"):
+        load_encoder("somebody/nothing")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     (tmp_path / "runs").mkdir()
     for name in ("runs/checkpoint.pth", "runs/typo"):
@@ -491,13 +485,14 @@ def test_a_missing_file_is_not_looked_up_on_the_hub_and_a_name_of_no_repository_
 
 @pytest.mark.parametrize("img_size", [24, 224])
 def test_transformers_prepares_images_of_every_size_and_mode_as_evaluation_does(tmp_path: Path, img_size: int) -> None:
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    from transformers import AutoImageProcessor  # takes a second
+
     checkpoint = save_encoder(tmp_path, build(readout="cls"))
     folder = export(checkpoint, tmp_path / "out", format="huggingface", img_size=img_size)
     rng, ours = np.random.default_rng(7), EvalTransform(img_size, MEAN, STD)
     sizes = [(width, height) for width in range(64, 257, 21) for height in (64, 97, 255)]
     for options in ({}, {"trust_remote_code": True}):
-        processor = transformers.AutoImageProcessor.from_pretrained(folder, **options)
+        processor = AutoImageProcessor.from_pretrained(folder, **options)
         for width, height in sizes:
             image = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
             theirs = processor(images=image, return_tensors="pt")["pixel_values"]
@@ -509,13 +504,14 @@ def test_transformers_prepares_images_of_every_size_and_mode_as_evaluation_does(
 
 
 def test_transformers_prepares_images_of_five_channels_as_evaluation_does(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    from transformers import AutoImageProcessor  # takes a second
+
     mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2, 0.3, 0.2, 0.3, 0.2)
     encoder = build(readout="cls", in_chans=5)
     content = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config, mean, std)}
     save_checkpoint(content, tmp_path / "checkpoint.pth")
     folder = export(tmp_path / "checkpoint.pth", tmp_path / "out", format="huggingface")
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
     for height, width in ((40, 61), (64, 97), (30, 30)):
         # Away from 0 and 255, at which evaluation cuts off what overshoots at an edge.
         levels = np.random.default_rng(7).integers(60, 196, (5, height, width), dtype=np.uint8)

@@ -18,7 +18,6 @@ from dino_sparo.__main__ import main
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint; the hub's client has an empty cache and uploads by HTTP."""
-    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))

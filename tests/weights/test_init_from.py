@@ -13,9 +13,10 @@ from dino_sparo.weights.encoder import load_encoder
 from dino_sparo.weights.initialize import initialize_encoder
 
 
-def raw(folder: Path, encoder: Encoder, **extra: torch.Tensor) -> Path:
-    """A state dict as DINO and timm save it."""
-    torch.save({**encoder.backbone.state_dict(), **extra}, folder / "vit.pth")
+def raw(folder: Path, encoder: Encoder, **changed: torch.Tensor | None) -> Path:
+    """A state dict as DINO and timm save it, without the weights that are changed to None."""
+    weights = {**encoder.backbone.state_dict(), **changed}
+    torch.save({name: value for name, value in weights.items() if value is not None}, folder / "vit.pth")
     return folder / "vit.pth"
 
 
@@ -92,43 +93,40 @@ def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(t
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("settings", "changed", "message"),
     [
         (
             {"arch": "vit_tiny"},
+            {},
             r"vit\.pth has width, .* patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size",
         ),
-        ({"patch_size": 12}, r"patch size \(128, 3, 12\), the encoder"),
-    ],
-)
-def test_another_width_or_patch_size_is_refused(tmp_path: Path, other: dict[str, Any], message: str) -> None:
-    encoder = build(1, **SPARO)
-    before = {name: value.clone() for name, value in encoder.state_dict().items()}
-    with pytest.raises(CheckpointError, match=message):
-        initialize_encoder(encoder, raw(tmp_path, build(readout="cls", **other)))
-    assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+        ({"patch_size": 12}, {}, r"patch size \(128, 3, 12\), the encoder"),
         (
+            {},
             {"blocks.0.attn.q_norm.weight": torch.ones(128)},
             r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
         ),
-        ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
         (
+            {},
+            {"blocks.2.mlp.fc1.bias": torch.ones(7)},
+            r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias",
+        ),
+        (
+            {},
             {"pos_embed": torch.ones(1, 9, 128)},
             r"has positions \(1, 9, 128\); an encoder can only start from a square grid .*; give --arch timm/NAME",
         ),
-        ({"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
+        ({}, {"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
     ],
 )
-def test_a_vit_of_another_make_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    path = raw(tmp_path, build(readout="cls"), **changed)
-    torch.save({name: value for name, value in torch.load(path).items() if value is not None}, path)
+def test_a_vit_of_other_sizes_or_of_another_make_is_refused(
+    tmp_path: Path, settings: dict[str, Any], changed: dict[str, torch.Tensor | None], message: str
+) -> None:
+    encoder = build(1, **SPARO)
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
     with pytest.raises(CheckpointError, match=message):
-        initialize_encoder(build(1, **SPARO), path)
+        initialize_encoder(encoder, raw(tmp_path, build(readout="cls", **settings), **changed))
+    assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
 
 
 @pytest.mark.parametrize("is_clips", [True, False])
