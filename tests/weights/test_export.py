@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from small_models import MEAN, SPARO, STD, save_encoder
 from timm.models.vision_transformer import VisionTransformer
 
-import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.evaluation.encoders import trained_encoder
@@ -468,13 +467,10 @@ def test_only_equal_files_are_replaced_unless_asked(tmp_path: Path) -> None:
 def test_a_missing_file_is_not_looked_up_on_the_hub_and_a_name_of_no_repository_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no checkpoint at somebody/nothing, and no repository of that name"):
-        load_encoder("somebody/nothing")
     refuse = mock.Mock(side_effect=OSError("401 Client Error.\nMake sure that you are logged in."))
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    with pytest.raises(CheckpointError, match=r"Hugging Face hub: 401 Client Error\.$"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at somebody/nothing, and .* hub: 401 Client Error\.$"):
         load_encoder("somebody/nothing")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     (tmp_path / "runs").mkdir()
@@ -616,4 +612,3 @@ def test_the_hub_builds_encoders_with_random_weights() -> None:
         str(ROOT), "encoder", arch="vit_micro", readout="gap", patch_size=8, img_size=24, source="local"
     )
     assert found(images()).shape == (3, 128)
-    assert "random weights" in hubconf.encoder.__doc__
