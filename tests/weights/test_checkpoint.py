@@ -70,7 +70,7 @@ def test_what_was_saved_is_loaded_and_nothing_else_lies_in_the_folder(tmp_path: 
     saved, path = contents(), tmp_path / "checkpoint.pth"
     save_checkpoint({"epoch": 1}, path)
     save_checkpoint(saved, path)
-    assert_same_state(load_checkpoint(path), saved, "")
+    assert_same_state(load_checkpoint(path), saved)
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pth"]
 
 
@@ -486,7 +486,7 @@ def test_the_teacher_is_read_from_files_of_other_programs(form: str, tmp_path: P
     torch.save(FORMS[form](dict(encoder.backbone.state_dict())), tmp_path / "vit.pth")
     loaded = load_encoder(tmp_path / "vit.pth")
     assert loaded.config == encoder.config
-    assert_same_state(loaded.state_dict(), encoder.state_dict(), "")
+    assert_same_state(loaded.state_dict(), encoder.state_dict())
     if form == "DeiT":
         assert load_encoder(tmp_path / "vit.pth", "model").config == encoder.config
     if form in ("MoCo v3", "DINOv2's model_final.rank_0.pth"):
@@ -707,7 +707,7 @@ def test_of_many_names_the_first_are_shown_the_rest_counted_and_no_weight_change
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(CheckpointError, match=r"17 missing: 0\.bias, 1\.bias, .*4\.bias, \.\.\. and 9 more"):
         load_strictly(module, {"0.weight": torch.zeros(1, 1)}, "nothing")
-    assert_same_state(dict(module.state_dict()), before, "")
+    assert_same_state(dict(module.state_dict()), before)
     with pytest.raises(CheckpointError, match=r"8 missing: .*3\.weight$"):
         load_strictly(module[:4], {}, "nothing")
 

@@ -121,7 +121,7 @@ def test_an_export_is_exported_again_but_not_onto_itself(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"out\.safetensors is the exported file itself; give another path"):
         export(once, tmp_path / "out.safetensors", overwrite=True)
     twice = export(once, tmp_path / "twice")
-    assert_same_state(load_file(twice), load_file(once), "")
+    assert_same_state(load_file(twice), load_file(once))
     said, again = (json.loads(path.with_suffix(".json").read_text()) for path in (once, twice))
     assert (again["checkpoint_key"], again["epoch"], again["encoder"]) == ("student", 5, said["encoder"])
 
