@@ -27,11 +27,6 @@ def small_backbone() -> nn.Module:
     return Backbone(size, **sizes)
 
 
-def position_embedding(backbone: nn.Module, height: int, width: int) -> torch.Tensor:
-    """(1, N, D): the position embedding that images of this size get."""
-    return backbone.position_embedding(height, width)
-
-
 def drop_path_rates(backbone: nn.Module) -> list[float]:
     """One rate per block."""
     rates = []
@@ -74,8 +69,18 @@ def case(arch: str, patch_size: int, height: int, width: int) -> tuple[str, torc
     return f"{arch}/{patch_size}/{height}x{width}", images
 
 
+def slow_if_small(cases: list[tuple[object, ...]]) -> list[object]:
+    """The cases; those of ViT-S, which differs from ViT-Ti in its width alone, are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) if case[0] == "vit_small" else case for case in cases]
+
+
+squares = pytest.mark.parametrize(
+    ("arch", "patch_size", "size"), slow_if_small([("vit_tiny", 16, 224), ("vit_tiny", 8, 96), ("vit_small", 16, 96)])
+)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("arch", "patch_size", "height", "width"), recorded.VIT_CASES)
+@pytest.mark.parametrize(("arch", "patch_size", "height", "width"), slow_if_small(recorded.VIT_CASES))
 def test_class_token_equals_the_references(vit, numbers, arch: str, patch_size: int, height: int, width: int) -> None:
     key, images = case(arch, patch_size, height, width)
     expected = torch.from_numpy(numbers[f"{key}/forward"])
@@ -83,9 +88,7 @@ def test_class_token_equals_the_references(vit, numbers, arch: str, patch_size: 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("arch", "patch_size", "size"), [("vit_tiny", 16, 224), ("vit_tiny", 8, 96), ("vit_small", 16, 96)]
-)
+@squares
 def test_the_last_four_blocks_class_tokens_equal_the_references(
     vit, numbers, arch: str, patch_size: int, size: int
 ) -> None:
@@ -95,9 +98,7 @@ def test_the_last_four_blocks_class_tokens_equal_the_references(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("arch", "patch_size", "size"), [("vit_tiny", 16, 224), ("vit_tiny", 8, 96), ("vit_small", 16, 96)]
-)
+@squares
 def test_the_last_self_attention_equals_the_references(vit, numbers, arch: str, patch_size: int, size: int) -> None:
     key, images = case(arch, patch_size, size, size)
     attention = vit(arch, patch_size).backbone.last_self_attention(images)
@@ -125,17 +126,12 @@ def small() -> tuple[nn.Module, dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize(("height", "width"), recorded.SMALL_SIZES)
-def test_position_embedding_is_interpolated_as_the_reference_does(small, height: int, width: int) -> None:
-    backbone, numbers = small
-    ours = position_embedding(backbone, height, width).detach()[0]
-    torch.testing.assert_close(ours, torch.from_numpy(numbers[f"{height}x{width}/pos"]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("height", "width"), recorded.SMALL_SIZES)
-def test_tokens_and_gradients_equal_the_references(small, height: int, width: int) -> None:
+def test_positions_tokens_and_gradients_equal_the_references(small, height: int, width: int) -> None:
     backbone, numbers = small
     key = f"{height}x{width}"
     backbone.zero_grad()
+    positions = backbone.position_embedding(height, width).detach()[0]
+    torch.testing.assert_close(positions, torch.from_numpy(numbers[f"{key}/pos"]), rtol=1e-5, atol=1e-5)
     tokens = backbone(torch.from_numpy(recorded.images("small_vit", 2, height, width)))
     torch.testing.assert_close(tokens[1].detach(), torch.from_numpy(numbers[f"{key}/tokens"]), **TOLERANCE)
     (tokens[:, 0] * torch.from_numpy(recorded.normal("small_vit/direction", (2, 48)))).sum().backward()
@@ -150,7 +146,7 @@ def test_tokens_and_gradients_equal_the_references(small, height: int, width: in
 @torch.no_grad()
 def test_an_image_of_the_training_size_is_not_interpolated(small) -> None:
     backbone, _ = small
-    assert torch.equal(position_embedding(backbone, 32, 32), backbone.pos_embed)
+    assert torch.equal(backbone.position_embedding(32, 32), backbone.pos_embed)
 
 
 @torch.no_grad()
@@ -251,23 +247,6 @@ def test_an_image_may_be_one_patch_of_one_pixel() -> None:
 def test_images_that_do_not_fit_are_refused_with_their_size(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Backbone(ViTSize(12, 2, 3), patch_size=8, img_size=32)(torch.randn(shape))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("n", [1, 3])
-def test_intermediate_tokens_are_those_after_the_last_blocks_each_normalised(n: int) -> None:
-    torch.manual_seed(0)
-    backbone = Backbone(ViTSize(12, 3, 2), patch_size=8, img_size=16)
-    images = torch.randn(2, 3, 16, 24)
-    tokens, expected = backbone.embed(images), []
-    for block in backbone.blocks:
-        tokens = block(tokens)
-        expected.append(backbone.norm(tokens))
-    found = backbone.intermediate_tokens(images, n)
-    assert len(found) == n
-    for ours, wanted in zip(found, expected[-n:], strict=True):
-        torch.testing.assert_close(ours, wanted)
-    torch.testing.assert_close(backbone(images), expected[-1])
 
 
 def test_a_backbone_is_built_by_name_with_the_papers_defaults() -> None:
