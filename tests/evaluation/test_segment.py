@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from reference.record_segmentation import drawn
 from refusals import refused
-from small_models import save_small_encoder
+from small_models import save_small_encoder, words_of
 from torch.nn import functional as F
 
 from dino_sparo.__main__ import run
@@ -64,9 +64,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def segment(weights: Path, **values: object) -> dict[str, Any]:
-    tiny = {"pretrained_weights": weights, "device": "cpu", "steps": 3, "batch_size": 4, "img_size": 32, **values}
-    words = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
-    return run("segment", words)
+    tiny = {"pretrained_weights": weights, "device": "cpu", "steps": 3, "batch_size": 4, "img_size": 32, "pictures": 1}
+    return run("segment", words_of({**tiny, **values}))
 
 
 # Masks of every layout.
