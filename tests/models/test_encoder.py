@@ -1,6 +1,7 @@
 """Crops in, encodings out: grouping, order, sizes, the probe's features, keys, and refused settings."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import dino_sparo
 from dino_sparo.models import architectures
+from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import READOUTS, ReadoutKind
 
@@ -260,10 +262,12 @@ def test_a_config_leaves_the_images_mean_and_std_to_others_and_cannot_be_changed
         config.arch = "vit_base"
 
 
-def test_the_defaults_of_config_and_builder_are_the_same() -> None:
+def test_the_defaults_of_config_builder_and_backbone_are_the_same() -> None:
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder()
     assert encoder.config == EncoderConfig()
+    for name in ("patch_size", "img_size"):
+        assert inspect.signature(Backbone).parameters[name].default == getattr(EncoderConfig(), name)
     assert all(isinstance(block.drop_path1, nn.Identity) for block in encoder.backbone.blocks)
     assert vars(EncoderConfig()) == {
         "arch": "vit_small",
