@@ -682,9 +682,10 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     (tmp_path / "data" / "masks").mkdir()
     for number, mask in enumerate((BLOCK, BLOCK, 0 * BLOCK, BLOCK[:9], np.stack([BLOCK] * 3, axis=-1))):
         Image.fromarray(mask).save(tmp_path / "data" / "masks" / f"{number}.png")
-    path = checkpoint(tmp_path, "sparo")
+    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"))
+    words += ("--data_path", tmp_path / "data" / "images", "--masks", tmp_path / "data" / "masks")
     with caplog.at_level(logging.WARNING):
-        result = score("--pretrained_weights", path, "--data_path", tmp_path / "data")
+        result = score(*words)
     data = result["data"]
     assert (data["num_images"], data["without_objects"], data["unreadable"], data["num_objects"]) == (2, 1, 3, 4)
     assert "classes" not in result
@@ -693,19 +694,4 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     for number in (0, 1):
         Image.fromarray(0 * BLOCK).save(tmp_path / "data" / "masks" / f"{number}.png")
     with refused("0 images have objects in view, 3 have none and 3 cannot be read"):
-        score("--pretrained_weights", path, "--data_path", tmp_path / "data")
-
-
-@pytest.mark.slow
-def test_voc_and_coco_run_through_the_command(
-    voc: Path, tmp_path: Path, undrawn: None, few_are_enough: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = checkpoint(tmp_path, "sparo")
-    result = score("--pretrained_weights", path, "--data_path", voc)
-    assert [entry["class"] for entry in result["classes"]] == ["dog", "person"]
-    images = voc / "JPEGImages"
-    result = score("--pretrained_weights", path, "--data_path", images, "--masks", coco_file(tmp_path))
-    assert result["data"]["num_objects"] == 2
-    with pytest.raises(SystemExit):
-        score("--pretrained_weights", path, "--data_path", voc, "--max_image_mpix", 0.0005)
-    assert "at most 0.0005 million are read (--max_image_mpix)" in caplog.text
+        score(*words)
