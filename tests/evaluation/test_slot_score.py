@@ -261,17 +261,8 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
     write_images(tmp_path / "images", 2)
     path = coco_file(tmp_path)
     content = json.loads(path.read_text())
-    for wrong in (
-        [],
-        [[]],
-        [[1, 2, 3, 4]],
-        [["a"] * 6],
-        None,
-        7,
-        "53W4",
-        {"size": [24, 32]},
-        {"size": 3, "counts": "a"},
-    ):
+    no_polygons = (None, 7, "53W4", {"size": [24, 32]}, {"size": 3, "counts": "a"})
+    for wrong in ([], [[]], [[1, 2, 3, 4]], [["a"] * 6], *no_polygons):
         content["annotations"][0]["segmentation"] = wrong
         path.write_text(json.dumps(content))
         with pytest.raises(CorruptImageError, match="annotations cannot be read"):
@@ -360,9 +351,7 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     result = survey_boxes(monkeypatch)
     measures = result.measures(seed=0)
     own = [measures["model"][measure]["mean"] for measure in ("jaccard", "fg_ari", "pointing", "mbo")]
-    assert own == pytest.approx(
-        [1, 1, 1, (1 / 15 + 1) / 2]
-    )  # the first map also gets the 14 patches that none looks at
+    assert own == pytest.approx([1, 1, 1, (1 / 15 + 1) / 2])  # the first map gets the 14 patches that none looks at
     # Every image's objects lie in rows of their own, so that another image's maps find nothing.
     other = measures["other_image"]
     assert [other[m]["mean"] for m in ("jaccard", "pointing")] == [0, 0]

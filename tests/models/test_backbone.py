@@ -298,39 +298,6 @@ def test_pre_norm_adds_one_layer_norm_and_takes_the_patch_bias() -> None:
     assert dino_sparo.create_encoder(**vars(clips.config)).state_dict().keys() == clip_names
 
 
-# Memory.
-
-
-def outputs_and_gradients(backbone: nn.Module, images: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
-    """Tokens, and the gradient of every parameter under a loss that looks at all of them."""
-    backbone.zero_grad()
-    torch.manual_seed(seed)
-    tokens = backbone(images)
-    (tokens * torch.linspace(-1, 1, tokens.numel(), dtype=tokens.dtype).view_as(tokens)).square().sum().backward()
-    return [tokens.detach(), *(parameter.grad.clone() for parameter in backbone.parameters())]
-
-
-def test_with_gradient_checkpointing_outputs_and_gradients_stay_the_same_bits() -> None:
-    torch.manual_seed(0)
-    backbone = Backbone(ViTSize(36, 5, 3), patch_size=4, img_size=12, drop_path_rate=0.5).double().train()
-    images = torch.randn(7, 3, 8, 12, dtype=torch.float64)
-    plain = outputs_and_gradients(backbone, images)
-    assert not torch.equal(plain[0], outputs_and_gradients(backbone, images, seed=8)[0])  # stochastic depth acts
-    calls: list[int] = []
-    handle = backbone.blocks[2].register_forward_pre_hook(lambda *_: calls.append(1))
-    backbone.set_grad_checkpointing()
-    checkpointed = outputs_and_gradients(backbone, images)
-    assert len(calls) == 2  # once more in the backward pass
-    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
-    with torch.no_grad():
-        backbone(images)
-    assert len(calls) == 3
-    backbone.set_grad_checkpointing(False)
-    outputs_and_gradients(backbone, images)
-    assert len(calls) == 4
-    handle.remove()
-
-
 # The class token alone: equal to that of the whole forward pass.
 
 SIZES = ((8, 12), (12, 12), (4, 8))
@@ -456,3 +423,32 @@ def test_all_of_it_compiles_into_one_graph(
         assert_equal_in_double(ours, plain)
         assert_equal_in_double(gradients(backbone, ours), plain_gradients)
         backbone._resampling.clear()
+
+
+# Memory.
+
+
+def outputs_and_gradients(backbone: nn.Module, images: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
+    """Tokens, and the gradient of every parameter under a loss that looks at all of them."""
+    torch.manual_seed(seed)
+    tokens = backbone(images)
+    return [tokens.detach(), *gradients(backbone, [tokens])]
+
+
+def test_with_gradient_checkpointing_outputs_and_gradients_stay_the_same_bits() -> None:
+    backbone, images = random_backbone(), torch.randn(7, 3, 8, 12, dtype=torch.float64)
+    plain = outputs_and_gradients(backbone, images)
+    assert not torch.equal(plain[0], outputs_and_gradients(backbone, images, seed=8)[0])  # stochastic depth acts
+    calls: list[int] = []
+    handle = backbone.blocks[2].register_forward_pre_hook(lambda *_: calls.append(1))
+    backbone.set_grad_checkpointing()
+    checkpointed = outputs_and_gradients(backbone, images)
+    assert len(calls) == 2  # once more in the backward pass
+    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
+    with torch.no_grad():
+        backbone(images)
+    assert len(calls) == 3
+    backbone.set_grad_checkpointing(False)
+    outputs_and_gradients(backbone, images)
+    assert len(calls) == 4
+    handle.remove()

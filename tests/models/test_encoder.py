@@ -269,22 +269,10 @@ def test_the_defaults_of_config_builder_and_backbone_are_the_same() -> None:
     for name in ("patch_size", "img_size"):
         assert inspect.signature(Backbone).parameters[name].default == getattr(EncoderConfig(), name)
     assert all(isinstance(block.drop_path1, nn.Identity) for block in encoder.backbone.blocks)
-    assert vars(EncoderConfig()) == {
-        "arch": "vit_small",
-        "patch_size": 16,
-        "readout": "sparo",
-        "num_slots": 64,
-        "slot_dim": 64,
-        "key_dim": 64,
-        "group_size": 1,
-        "img_size": 224,
-        "in_chans": 3,
-        "pre_norm": False,
-        "replace_block": None,
-        "quick_gelu": False,
-        "num_codes": 0,
-        "code_dim": 0,
-    }
+    images = {"patch_size": 16, "img_size": 224, "in_chans": 3}
+    slots = {"num_slots": 64, "slot_dim": 64, "key_dim": 64, "group_size": 1}
+    unused = {"pre_norm": False, "replace_block": None, "quick_gelu": False, "num_codes": 0, "code_dim": 0}
+    assert vars(EncoderConfig()) == {"arch": "vit_small", "readout": "sparo", **images, **slots, **unused}
 
 
 @pytest.mark.parametrize(

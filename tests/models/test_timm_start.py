@@ -20,6 +20,7 @@ from dino_sparo.simdino.train import SimDINOObjective
 from dino_sparo.weights.file import CheckpointError
 from dino_sparo.weights.initialize import initialize_encoder, initialize_pretrained
 
+GREY = "; patch projection adapted from 3 to 1 channels"
 NAMES = ("test_vit", "test_vit2", "test_vit3", "test_convnext", "test_resnet")
 
 
@@ -85,9 +86,8 @@ def test_a_part_that_a_model_of_timm_lacks_is_never_left_out(name: str, part: st
     if part.endswith("bias"):
         weights |= {"storage_tokens": weights.pop("reg_token")}  # by which timm knows DINOv3's weights
     torch.save({**weights, part: torch.ones(24)}, path)
-    with pytest.raises(
-        CheckpointError, match=rf"vit\.pth does not hold the weights of timm/{name}; 1 unexpected: .*{part}"
-    ):
+    message = rf"vit\.pth does not hold the weights of timm/{name}; 1 unexpected: .*{part}"
+    with pytest.raises(CheckpointError, match=message):
         initialize_encoder(create_encoder(f"timm/{name}", readout="cls", img_size=32), path)
 
 
@@ -118,7 +118,7 @@ def test_foreign_weights_are_loaded_by_the_name_of_their_model(tmp_path: Path) -
 
 def test_weights_of_another_width_are_refused_with_both_shapes(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"^\S*\.pth has width 96, timm/test_vit2 has 64; choose other weights, or "
+        CheckpointError, match=r"^\S*\.pth has width 96, timm/test_vit2 has 64; choose other weights, or"
     ):
         initialize_encoder(create_encoder("timm/test_vit2"), saved("test_vit3", tmp_path)[1])
 
@@ -147,19 +147,14 @@ def test_the_report_says_how_the_patch_projection_was_adapted(tmp_path: Path) ->
         ({}, ""),
         ({"in_chans": 5}, "; patch projection adapted from 3 to 5 channels"),
         ({"patch_size": 8}, "; patch projection resampled from 16 to 8 px"),
-        (
-            {"in_chans": 1, "patch_size": 8},
-            "; patch projection adapted from 3 to 1 channels and resampled from 16 to 8 px",
-        ),
+        ({"in_chans": 1, "patch_size": 8}, f"{GREY} and resampled from 16 to 8 px"),
     ):
         encoder = create_encoder("timm/test_vit", readout="cls", img_size=32, **settings)
         assert str(initialize_encoder(encoder, path)).endswith(f"new nothing{words}")
     own = create_encoder("vit_micro", 8, "cls", img_size=32)
     torch.save(own.backbone.state_dict(), tmp_path / "own.pth")
     grey = create_encoder("vit_micro", 8, "cls", img_size=32, in_chans=1)
-    assert str(initialize_encoder(grey, tmp_path / "own.pth")).endswith(
-        "; patch projection adapted from 3 to 1 channels"
-    )
+    assert str(initialize_encoder(grey, tmp_path / "own.pth")).endswith(GREY)
 
 
 def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +166,8 @@ def test_pretrained_weights_that_cannot_be_had_name_the_other_way(monkeypatch: p
         return create(name, **settings)
 
     monkeypatch.setattr(foreign_backbone.timm, "create_model", offline)
-    with pytest.raises(
-        ValueError, match=r"no weights of timm/test_vit \(no network\); with HF_HUB_OFFLINE=1 .*--init_from FILE"
-    ):
+    message = r"no weights of timm/test_vit \(no network\); with HF_HUB_OFFLINE=1 .*--init_from FILE"
+    with pytest.raises(ValueError, match=message):
         initialize_pretrained(encoder)
     assert not logging.getLogger("huggingface_hub").handlers  # the log has its lines, once
 
@@ -219,7 +213,5 @@ def test_a_model_of_one_image_size_is_refused_before_anything_is_opened_if_local
 def test_codes_are_refused_without_a_clip(method: Any) -> None:
     args = method.get_args_parser().parse_args(["--arch", "timm/test_vit", "--readout", "fdt"])
     kind = DINOObjective if method is dino_options else SimDINOObjective
-    with pytest.raises(
-        ValueError, match=r"readout 'fdt' needs codes, which only CLIP has \(train-clip\); choose anoth"
-    ):
+    with pytest.raises(ValueError, match=r"readout 'fdt' needs codes, which only CLIP has \(train-clip\); choose ano"):
         kind.check_options(args)
