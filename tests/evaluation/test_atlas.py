@@ -11,7 +11,6 @@ import torch
 from pages import Page, needs_browser, title_after
 from PIL import Image
 
-import visualize_attention
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
@@ -23,8 +22,6 @@ from dino_sparo.evaluation.attention.atlas import Atlas, atlas_figure, build_atl
 from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.files import write_json
-from dino_sparo.weights.entries import encoder_description
-from dino_sparo.weights.folder import save_checkpoint
 
 Built = tuple[Atlas, list[list[Tile]]]
 PATCH = 8
@@ -222,18 +219,3 @@ def test_the_page_sorts_filters_and_toggles_in_a_browser(
         *expected,
         "truergb(18, 18, 23)" if is_dark else "falsergb(250, 250, 252)",
     ]
-
-
-@pytest.mark.slow
-def test_the_script_writes_the_atlas(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    encoder = colour_encoder()
-    checkpoint = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config)}
-    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
-    options = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--atlas", photos, "--atlas_images", 3]
-    options += ["--image_size", 24, "--output_dir", tmp_path, "--device", "cpu", "--num_workers", 0]
-    visualize_attention.main([str(option) for option in options])
-    written = {Path(line).name for line in capsys.readouterr().out.split()}
-    assert {"atlas.png", "atlas.html", "atlas.json", "attention.png"} <= written
-    said = json.loads((tmp_path / "atlas.json").read_text())
-    assert [len(slot["images"]) for slot in said["slots"]] == [3] * 4
-    assert said["encoder"]["num_slots"] == 4

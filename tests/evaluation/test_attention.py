@@ -351,9 +351,7 @@ def test_only_the_first_of_several_processes_draws(
         (["--image_path", "nowhere.jpg"], "data_path='nowhere.jpg' does not exist"),
         (["--image_path", "broken.png"], "broken.png: is not one of BMP"),
         (["--image_path", "empty.png"], "empty.png: the file is empty"),
-        (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
         (["--image_size", "4"], "smaller than one patch of 5 px"),
-        (["--pretrained_weights", "none.pth"], "no checkpoint at none.pth"),
         (["--pretrained_weights", "run"], "no checkpoint at run; give the path of run/checkpoint.pth, or demo"),
     ],
 )
@@ -365,7 +363,7 @@ def test_mistakes_end_with_one_line(
     Path("empty.png").touch()
     Path("run").mkdir()
     Path("run/checkpoint.pth").touch()
-    with refused(message.replace("\\", "")):
+    with refused(message):
         visualize_attention.main(["--pretrained_weights", str(checkpoints["cls"]), *options])
 
 

@@ -1,5 +1,6 @@
 """Five channels from files to encodings: statistics, training, evaluations, pictures, export."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -79,9 +80,14 @@ def test_a_run_on_five_channels_is_resumed_evaluated_drawn_and_exported(
     drawn.mkdir()
     dino_sparo.attention(data_path=stacks / "val", output_dir=drawn, show_channels=[4], **options)
     assert (drawn / "attention.png").is_file()
-    (tmp_path / "atlas").mkdir()
-    dino_sparo.attention(atlas=stacks / "val", output_dir=tmp_path / "atlas", **options)
-    assert len(list((tmp_path / "atlas").glob("attention-*.png"))) == 4
+    atlas = tmp_path / "atlas"
+    atlas.mkdir()
+    dino_sparo.attention(atlas=stacks / "val", atlas_images=2, output_dir=atlas, **options)
+    assert len(list(atlas.glob("attention-*.png"))) == 4
+    assert {"atlas.png", "atlas.html"} <= {path.name for path in atlas.iterdir()}
+    written = json.loads((atlas / "atlas.json").read_text())
+    assert [len(slot["images"]) for slot in written["slots"]] == [2] * 3
+    assert written["encoder"]["num_slots"] == 3
     with pytest.raises(ValueError, match="the built-in scene has 3 channels, the model takes 5; give --data_path"):
         dino_sparo.attention(output_dir=tmp_path, **options)
     exported = dino_sparo.load_encoder(export(checkpoint, tmp_path / "stacks"))

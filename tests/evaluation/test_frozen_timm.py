@@ -1,5 +1,6 @@
 """A model of timm with timm's weights in place of a checkpoint; its weights come from a seed, not from the hub."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models import foreign_backbone
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import weights_sha256
+from dino_sparo.weights.initialize import initialize_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
 CREATE = timm.create_model
@@ -133,9 +135,12 @@ def test_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.Monke
         return CREATE(name, **settings)
 
     monkeypatch.setattr(foreign_backbone.timm, "create_model", offline)
-    remedy = r"no weights of timm/test_vit \(no network\).* give --pretrained_weights FILE --arch timm/test_vit$"
-    with pytest.raises(ValueError, match=remedy):
+    reason, started = r"no weights of timm/test_vit \(no network\)", dino_sparo.create_encoder("timm/test_vit")
+    with pytest.raises(ValueError, match=rf"{reason}.* give --pretrained_weights FILE --arch timm/test_vit$"):
         dino_sparo.load_encoder("timm/test_vit")
+    with pytest.raises(ValueError, match=rf"{reason}; with HF_HUB_OFFLINE=1 .*--init_from FILE"):
+        initialize_pretrained(started)
+    assert not logging.getLogger("huggingface_hub").handlers  # the log has its lines, once
 
 
 @pytest.mark.slow

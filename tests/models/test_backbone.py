@@ -13,7 +13,6 @@ from torch import nn
 
 import dino_sparo
 from dino_sparo.models.backbone import Backbone, ViTSize
-from dino_sparo.models.encoder import EncoderConfig, create_backbone
 from dino_sparo.runtime.precision import use_fused_attention
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -170,14 +169,6 @@ def test_architectures_have_the_published_sizes(arch: str, sizes: tuple[int, int
     assert backbone.blocks[0].mlp.fc1.out_features == 4 * sizes[0]
 
 
-def test_layer_norms_use_the_references_epsilon_and_qkv_has_a_bias() -> None:
-    backbone = small_backbone()
-    norms = [module for module in backbone.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == 2 * 3 + 1
-    assert {norm.eps for norm in norms} == {1e-6}
-    assert backbone.blocks[0].attn.qkv.bias is not None
-
-
 def test_initialisation_is_the_references() -> None:
     torch.manual_seed(0)
     backbone = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls").backbone
@@ -194,15 +185,6 @@ def test_initialisation_is_the_references() -> None:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
             assert spread == pytest.approx(0.02, rel=0.2 if name == "cls_token" else 0.03), name
-
-
-@torch.no_grad()
-def test_stochastic_depth_only_acts_in_training() -> None:
-    torch.manual_seed(0)
-    encoder = dino_sparo.create_encoder("vit_micro", patch_size=8, readout="cls", img_size=32, drop_path_rate=0.5)
-    images = torch.randn(4, 3, 32, 32)
-    assert torch.equal(encoder.eval()(images), encoder(images))
-    assert not torch.equal(encoder.train()(images), encoder(images))
 
 
 # What it takes, and what it refuses.
@@ -244,12 +226,6 @@ def test_images_that_do_not_fit_are_refused_with_their_size(shape: tuple[int, ..
         Backbone(ViTSize(12, 2, 3), patch_size=8, img_size=32)(torch.randn(shape))
 
 
-def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
-    names = r"\['vit_base', 'vit_huge', 'vit_large', 'vit_micro', 'vit_small', 'vit_tiny'\]"
-    with pytest.raises(ValueError, match=f"unknown arch 'vit_smal'; choose one of {names}"):
-        create_backbone(EncoderConfig("vit_smal"))
-
-
 # CLIP's vision transformer.
 
 
@@ -283,7 +259,7 @@ def test_with_pre_norm_it_is_timms_vit_for_clip() -> None:
     assert (backbone(images) - faint.forward_features(images)).abs().max() > 1e-2
 
 
-def test_pre_norm_adds_one_layer_norm_and_takes_the_patch_bias() -> None:
+def test_pre_norm_adds_one_layer_norm_changes_epsilon_and_takes_the_patch_bias() -> None:
     ours, clips = (
         dino_sparo.create_encoder("vit_micro", 8, readout, img_size=32, pre_norm=pre_norm, num_slots=5)
         for readout, pre_norm in (("sparo", False), ("sparo", True))
@@ -291,9 +267,8 @@ def test_pre_norm_adds_one_layer_norm_and_takes_the_patch_bias() -> None:
     names, clip_names = set(ours.state_dict()), set(clips.state_dict())
     assert clip_names - names == {"backbone.norm_pre.weight", "backbone.norm_pre.bias"}
     assert names - clip_names == {"backbone.patch_embed.proj.bias"}
-    norms = [module for module in clips.modules() if isinstance(module, nn.LayerNorm)]
-    assert len(norms) == 2 * 3 + 2
-    assert {norm.eps for norm in norms} == {1e-5}
+    norms = [[each.eps for each in encoder.modules() if isinstance(each, nn.LayerNorm)] for encoder in (ours, clips)]
+    assert norms == [[1e-6] * (2 * 3 + 1), [1e-5] * (2 * 3 + 2)]  # the reference's epsilon, and OpenAI's
     assert (ours.config.pre_norm, clips.config.pre_norm) == (False, True)
     assert dino_sparo.create_encoder(**vars(clips.config)).state_dict().keys() == clip_names
 

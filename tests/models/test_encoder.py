@@ -321,40 +321,32 @@ def test_an_unknown_read_out_says_how_to_run_a_command_with_a_registered_one() -
         small("mine")
 
 
-class HalfMean(nn.Module):
-    """A read-out of another project: the mean of the first half of the tokens' numbers."""
+class FirstToken(nn.Module):
+    """The first numbers of the class token, read by a class that this package does not know."""
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, encoding_dim: int) -> None:
         super().__init__()
-        self.encoding_dim = embed_dim // 2
+        self.encoding_dim = encoding_dim
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
-        attention = torch.full_like(tokens[:, None, :, 0], 1 / tokens.shape[1])
-        return dino_sparo.ReadoutOutput((attention @ tokens)[..., : self.encoding_dim], attention)
+        return dino_sparo.ReadoutOutput(tokens[:, :1, : self.encoding_dim], torch.ones_like(tokens[:, None, :, 0]))
 
 
 @torch.no_grad()
 def test_a_new_entry_of_the_table_declares_all_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = ReadoutKind(lambda sizes: HalfMean(sizes.embed_dim), replaces_block=True, takes_raw_tokens=True)
+    kind = ReadoutKind(lambda sizes: FirstToken(sizes.embed_dim // 2), replaces_block=True, takes_raw_tokens=True)
     monkeypatch.setitem(READOUTS, "half", kind)
     encoder = small("half")
     assert encoder.encoding_dim == 64
     assert (len(encoder.backbone.blocks), type(encoder.backbone.norm)) == (3, nn.Identity)
     images = torch.rand(2, 3, 32, 32)
-    torch.testing.assert_close(encoder(images), encoder.backbone(images).mean(dim=1)[:, :64])
-
-
-class FirstToken(nn.Module):
-    """The class token, read by a class that this package does not know."""
-
-    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
-        return dino_sparo.ReadoutOutput(tokens[:, :1], torch.ones_like(tokens[:, :1, :, 0]))
+    assert torch.equal(encoder(images), encoder.backbone(images)[:, 0, :64])
 
 
 @torch.no_grad()
 def test_a_read_out_of_the_class_token_is_known_by_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: the encoder asked for one class of read-out, so that any other computed all tokens of the last block."""
-    kind = ReadoutKind(lambda sizes: FirstToken(), reads_class_token_only=True, shows="head")
+    kind = ReadoutKind(lambda sizes: FirstToken(sizes.embed_dim), reads_class_token_only=True, shows="head")
     monkeypatch.setitem(READOUTS, "first", kind)
     ours, first = small("cls"), small("first")
     first.load_state_dict(ours.state_dict())
