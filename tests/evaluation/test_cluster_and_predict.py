@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -192,16 +191,12 @@ def test_predictions_name_the_groups_of_new_images(labelled: Path, tmp_path: Pat
     assert result["cross_validation"]["folds"] == 5
 
 
-@pytest.mark.parametrize(
-    ("images", "is_warned"), [("same", True), ("copied", True), ("half precision", True), ("new", False)]
-)
+@pytest.mark.parametrize(("images", "is_warned"), [("same", True), ("half precision", True), ("new", False)])
 def test_predicting_the_labelled_images_themselves_is_warned_of(
     images: str, is_warned: bool, labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = labelled if images == "same" else tmp_path / images
-    if images == "copied":
-        shutil.copytree(labelled, folder)
-    elif images in ("new", "half precision"):
+    if images != "same":
         write_embeddings(folder, tmp_path / "others" if images == "new" else tmp_path / "images", seed=images == "new")
     if images == "half precision":
         np.save(folder / "encoding.npy", np.load(folder / "encoding.npy").astype(np.float16))

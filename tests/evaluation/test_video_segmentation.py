@@ -174,7 +174,7 @@ def test_the_command_writes_masks_and_their_scores(
     checkpoint = save_small_encoder(tmp_path / "run" / "checkpoint.pth", readout)
     folder = tmp_path / "masks"
     result: dict[str, Any] = eval_video_segmentation.main(words(checkpoint, davis, folder, **more))
-    assert result == json.loads((folder / "video_segmentation.json").read_text(), object_hook=_numbered)
+    assert json.loads(json.dumps(result)) == json.loads((folder / "video_segmentation.json").read_text())
     assert result["images"]["num_objects"] == 5
     # Who scores the written masks gets the result.
     objects = []
@@ -189,11 +189,6 @@ def test_the_command_writes_masks_and_their_scores(
     facts: Any = run("info", [str(folder / "video_segmentation.json")])
     assert f"J&F-Mean {result['J&F-Mean']:.2f} %" in str(facts)
     assert result["encoder"].get("slots", {}).get("slots") == ([0, 3] if "slots" in more else None)
-
-
-def _numbered(values: dict[str, Any]) -> dict[Any, Any]:
-    """JSON's keys are texts; those of objects are numbers."""
-    return {int(name) if name.isdecimal() else name: value for name, value in values.items()}
 
 
 def test_masks_of_other_options_are_not_overwritten(davis: Path, tmp_path: Path) -> None:

@@ -11,15 +11,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
+from dino_sparo import EncoderWithHead
 from dino_sparo.models import architectures
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import READOUTS, ReadoutKind
-
-
-def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
-    """Encoder and head as trained together, with flat keys."""
-    return dino_sparo.EncoderWithHead(encoder, head)
 
 
 def small(readout: str = "sparo", **changed: object) -> nn.Module:
@@ -211,13 +207,13 @@ def test_a_vanilla_networks_keys_and_shapes_are_the_references(which: str) -> No
     shapes = {name.removeprefix("module."): tuple(shape) for name, shape in reference.items()}
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
-        network = build_network(encoder, dino_sparo.DINOHead(192, recorded.STEPS["out_dim"]))
+        network = EncoderWithHead(encoder, dino_sparo.DINOHead(192, recorded.STEPS["out_dim"]))
     assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == shapes
 
 
 def test_a_sparo_networks_keys_lie_below_backbone_readout_and_head() -> None:
     encoder = small()
-    network = build_network(encoder, dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3))
+    network = EncoderWithHead(encoder, dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3))
     assert {name.split(".")[0] for name in network.state_dict()} == {"backbone", "readout", "head"}
     assert "head.last_layer.weight_v" in network.state_dict()
 
@@ -227,7 +223,7 @@ def test_the_network_is_the_head_on_the_encodings_of_all_crops() -> None:
     encoder = small()
     head = dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3)
     crops = [torch.randn(2, 3, size, size) for size in (32, 32, 16)]
-    logits = build_network(encoder, head).eval()(crops)
+    logits = EncoderWithHead(encoder, head).eval()(crops)
     torch.testing.assert_close(logits, head(torch.cat([encoder(crop) for crop in crops])), rtol=1e-4, atol=1e-5)
 
 
