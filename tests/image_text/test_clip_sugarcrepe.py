@@ -129,7 +129,9 @@ def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(c
     )
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     result = run("--pretrained_weights", weights, "--data_root", crepe, "--max_missing", 0.4)
-    assert (result["num_questions"], result["num_without_image"]) == (6, 2)
+    assert (result["num_questions"], result["num_without_image"], result["complete"]) == (6, 2, False)
+    assert any("cannot be read" in words for words in result["lacks"])
+    assert {split: found["num_without_image"] for split, found in result["splits"].items()}["swap_att"] == 2
     for path in images.iterdir():
         path.write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"4 images in a row of the images cannot be read"):

@@ -414,17 +414,6 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     }  # fmt: skip
 
 
-def test_unreadable_images_are_counted_and_mark_the_benchmark_as_incomplete(data, tmp_path):
-    path = data / "scenes" / "images"
-    next(iter(sorted(path.iterdir()))).write_bytes(b"no image")
-    weights = small_checkpoint(tmp_path / "checkpoint.pth")
-    (result,) = run("--pretrained_weights", weights, "--data_root", data, "--benchmarks", "scene-pairs")
-    found = result["benchmarks"]["scene-pairs"]
-    assert (found["num_questions"], found["num_without_image"], found["complete"]) == (6, 2, False)
-    assert "cannot be read" in found["lacks"][0]
-    assert [split["num_without_image"] for split in found["splits"].values()] == [1, 1]
-
-
 def test_a_benchmark_without_a_readable_image_is_named_and_does_not_end_the_others(data, tmp_path, capsys):
     """Before, the whole run ended, after all other benchmarks had been computed."""
     for path in (data / "coco" / "val2017").iterdir():

@@ -58,6 +58,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DATA]
 )
+@pytest.mark.usefixtures("no_sheets")
 def test_the_largest_value_of_16_bit_images_becomes_white(
     name: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,11 +23,6 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.lock import OutputDirError
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
-
-
 def parse(captions: Path | str, output: Path, *options: str) -> dict[str, Any]:
     summary: dict[str, Any] = main(["parse", "--captions", str(captions), "--output", str(output), *options])
     return summary
@@ -81,6 +76,13 @@ def test_all_captions_that_scenes_may_have_are_parsed(tmp_path: Path) -> None:
             assert counts.missing == 0
 
 
+COCO = {
+    "info": {"description": "COCO", "caption": "COCO"},
+    "images": [{"id": 3, "file_name": "3.jpg"}],
+    "annotations": [{"image_id": 3, "caption": "a dog"}, {"image_id": 3, "caption": "a cat"}],
+}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -90,11 +92,7 @@ def test_all_captions_that_scenes_may_have_are_parsed(tmp_path: Path) -> None:
         [{"image_path": "3.jpg", "caption_options": ["a dog", "a cat"]}],  # What'sUp
         [[3, "a dog", "a cat"]],  # What'sUp, COCO and Visual Genome
         {"images": [{"filename": "3.jpg", "sentences": [{"raw": "a dog", "tokens": ["a"]}, {"raw": "a cat"}]}]},
-        {
-            "info": {"description": "COCO", "caption": "COCO"},
-            "images": [{"id": 3, "file_name": "3.jpg"}],
-            "annotations": [{"image_id": 3, "caption": "a dog"}, {"image_id": 3, "caption": "a cat"}],
-        },
+        COCO,
         ["a dog", "a cat"],
     ],
     ids=["sugarcrepe", "aro", "vl-checklist", "whatsup", "whatsup coco", "karpathy", "coco", "list"],
@@ -104,22 +102,20 @@ def test_true_and_false_captions_of_benchmarks_are_found(tmp_path: Path, content
     assert [row.caption for row in open_rows(str(tmp_path / "c.json"), tmp_path)] == ["a dog", "a cat"]
 
 
-def test_the_mark_at_the_start_of_a_text_file_is_no_part_of_its_first_caption(tmp_path: Path) -> None:
-    (tmp_path / "c.txt").write_text("a dog\n a cat \n", encoding="utf-8-sig")
-    assert list(open_rows(str(tmp_path / "c.txt"), tmp_path)) == [Row("a dog"), Row("a cat")]
-
-
-def test_lines_without_a_column_of_captions_are_searched_like_json(tmp_path: Path) -> None:
-    (tmp_path / "examples.jsonl").write_text('{"id": 0, "caption_0": "a dog", "caption_1": "a cat"}\n')
-    assert list(open_rows(str(tmp_path / "examples.jsonl"), tmp_path)) == [Row("a dog"), Row("a cat")]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.txt", "\N{ZERO WIDTH NO-BREAK SPACE}a dog\n a cat \n"),  # a mark at the start, which is no part of it
+        ("examples.jsonl", '{"id": 0, "caption_0": "a dog", "caption_1": "a cat"}\n'),  # searched like JSON
+    ],
+)
+def test_lines_are_captions_or_hold_some(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert list(open_rows(str(tmp_path / name), tmp_path)) == [Row("a dog"), Row("a cat")]
 
 
 def test_annotations_of_coco_give_images_where_their_folder_is_given(tmp_path: Path) -> None:
-    content = {
-        "images": [{"id": 3, "file_name": "3.jpg"}],
-        "annotations": [{"image_id": 3, "caption": "a dog"}, {"image_id": 3, "caption": "a cat"}],
-    }
-    (tmp_path / "c.json").write_text(json.dumps(content))
+    (tmp_path / "c.json").write_text(json.dumps(COCO))
     rows = open_rows(str(tmp_path / "c.json"), tmp_path, image_folder=str(tmp_path / "images"))
     assert list(rows) == [Row("a dog", "images/3.jpg"), Row("a cat", "images/3.jpg")]
 
