@@ -86,13 +86,6 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     assert models.TYPE2FUNC["dino_sparo"] is load.load_for_benchmark
 
 
-def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "clip_benchmark", None)
-    with pytest.raises(SystemExit):
-        load.run_clip_benchmark()
-    assert "pip install clip-benchmark" in caplog.text
-
-
 def test_clip_benchmarks_own_command_gives_our_zero_shot_accuracy(weights, tmp_path, monkeypatch):
     """The real package, on class folders that it knows by the name of a set."""
     for package in ("clip_benchmark", "requests", "sklearn"):

@@ -79,8 +79,10 @@ def other_names(weights: dict[str, torch.Tensor], form: str) -> dict[str, torch.
     return weights
 
 
-@pytest.mark.parametrize("form", ["as it is", "text tower by itself", "scale as a vector, buffers"])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors", "training"])
+@pytest.mark.parametrize(
+    ("suffix", "form"),
+    [(".pt", "as it is"), (".safetensors", "text tower by itself"), ("training", "scale as a vector, buffers")],
+)
 def test_files_of_open_clip_are_loaded(suffix: str, form: str, tmp_path: Path) -> None:
     theirs = their_model()
     weights = other_names(theirs.state_dict(), form)

@@ -54,20 +54,21 @@ def run(*options: object) -> dict:
 
 @pytest.fixture(scope="module")
 def scores(weights: Path) -> dict:
-    source = open_evaluation_images("scenes:53:32")
+    source = open_evaluation_images("scenes:29:32")
     return score_slots(small_encoder(weights), source, source, list(SHAPES), TEMPLATES_USED, SLOTS)
 
 
 def accuracy(weights: Path, slots: list[int]) -> float:
-    source = open_evaluation_images("scenes:53:32")
+    source = open_evaluation_images("scenes:29:32")
     encoder = small_encoder(weights, SlotSelection(tuple(slots)))
     return evaluate_zero_shot(encoder, source, list(SHAPES), TEMPLATES_USED)["top1"]
 
 
-def test_a_slots_score_is_the_accuracy_of_the_model_reduced_to_it(weights, scores):
+def test_a_slots_score_is_the_accuracy_of_the_model_reduced_to_it_and_ranks_the_slots(weights, scores):
     alone = {row["slot"]: row["top1"] for row in scores["ranking"]}
     assert alone == pytest.approx({slot: accuracy(weights, [slot]) for slot in range(SLOTS)})
     assert len(set(alone.values())) > 1
+    assert scores["ranking"] == sorted(scores["ranking"], key=lambda row: (-row["top1"], row["slot"]))
 
 
 def test_the_curve_is_the_accuracy_of_the_model_reduced_to_the_best(weights, scores):
@@ -75,30 +76,26 @@ def test_the_curve_is_the_accuracy_of_the_model_reduced_to_the_best(weights, sco
     expected = [accuracy(weights, ranking[:number]) for number in range(1, SLOTS + 1)]
     assert [row["top1_choosing"] for row in scores["curve"]] == pytest.approx(expected)
     assert [row["num_kept"] for row in scores["curve"]] == list(range(1, SLOTS + 1))
-    assert scores["images"] == {"num_images": 53, "num_held_out": 53, "num_corrupt": 0}
+    assert scores["images"] == {"num_images": 29, "num_held_out": 29, "num_corrupt": 0}
     assert scores["prompts"]["num_classes"] == len(SHAPES)
-
-
-def test_slots_are_ranked_by_score_and_of_equals_the_first_comes_first(scores):
-    assert scores["ranking"] == sorted(scores["ranking"], key=lambda row: (-row["top1"], row["slot"]))
 
 
 def test_chunks_change_nothing(weights, scores, monkeypatch):
     monkeypatch.setattr(select, "IMAGE_CHUNK", 7)
-    source = open_evaluation_images("scenes:53:32")
+    source = open_evaluation_images("scenes:29:32")
     assert score_slots(small_encoder(weights), source, source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
 
 
 def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores):
-    chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:53:32"), (53, 53))
+    chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:29:32"), (29, 29))
     found = score_slots(small_encoder(weights), chosen, held_out, list(SHAPES), TEMPLATES_USED, SLOTS)
-    assert found["images"] == {"num_images": 26, "num_held_out": 26, "num_corrupt": 0}
+    assert found["images"] == {"num_images": 14, "num_held_out": 14, "num_corrupt": 0}
     best = SlotSelection(tuple(row["slot"] for row in found["ranking"][:2]))
     alone = evaluate_zero_shot(small_encoder(weights, best), held_out, list(SHAPES), TEMPLATES_USED)
     assert found["curve"][1]["top1_held_out"] == pytest.approx(alone["top1"])
     lines = table({**found, "slots": [0, 1]})
-    assert "on the 26 held-out images" in lines
-    assert "on the 26 images that chose" in lines
+    assert "on the 14 held-out images" in lines
+    assert "on the 14 images that chose" in lines
 
 
 def result_of(alone: list[float], together: list[float], slots: list[int], num_classes: int = 3) -> dict:
@@ -225,7 +222,7 @@ def test_options_that_do_not_fit_are_refused(weights, options, message):
         run("--pretrained_weights", weights, "--data_path", "scenes:40:32", *options)
 
 
-@pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])
+@pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (64, 1000)])
 def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_classes, tmp_path):
     """It lay on the bars, whose heights it was near."""
     chance = 100 / num_classes

@@ -87,29 +87,22 @@ def gradients(
     return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("readout", ["cls", "gap", "sparo", "attpool"])
-def test_gradients_in_parts_are_those_of_the_large_batch_the_temperatures_too(readout: str) -> None:
+def false_captions(index: int) -> list[str]:
+    return ["" if index % 3 == 0 else f"{index} blue circles"]
+
+
+@pytest.mark.parametrize(("readout", "negatives"), [("gap", None), ("sparo", None), ("cls", false_captions)])
+def test_gradients_in_parts_are_those_of_the_large_batch_the_temperatures_too(
+    readout: str, negatives: Callable[[int], list[str]] | None
+) -> None:
     model = small_clip(readout).double()
-    training = gradients(model, [11])
-    in_parts = gradients(model, [5, 4, 2])
-    assert in_parts[0] == pytest.approx(training[0], abs=1e-6)
-    for name, expected in training[1].items():
-        assert torch.allclose(in_parts[1][name], expected, rtol=1e-4, atol=1e-7), name
-    # Three parts, and yet not three times as much, as it is when the whole loss is computed for every part.
-    assert training[1]["logit_scale"].abs() > 1e-3
-    assert in_parts[1]["logit_scale"].item() == pytest.approx(training[1]["logit_scale"].item(), rel=1e-6)
-
-
-def test_gradients_with_false_captions_in_parts_are_those_of_the_large_batch() -> None:
-    def negatives(index: int) -> list[str]:
-        return ["" if index % 3 == 0 else f"{index} blue circles"]
-
-    model = small_clip("cls").double()
     (loss, whole), (loss_in_parts, in_parts) = (gradients(model, sizes, negatives) for sizes in ([11], [5, 4, 2]))
     assert loss_in_parts == pytest.approx(loss, abs=1e-6)
-    assert loss > gradients(model, [11])[0]
     for name, expected in whole.items():
         assert torch.allclose(in_parts[name], expected, rtol=1e-4, atol=1e-7), name
+    # Three parts, and yet not three times as much, as it is when the whole loss is computed for every part.
+    assert whole["logit_scale"].abs() > 1e-3
+    assert in_parts["logit_scale"].item() == pytest.approx(whole["logit_scale"].item(), rel=1e-6)
 
 
 def test_the_gradients_are_those_of_the_definition() -> None:
@@ -180,9 +173,9 @@ def test_all_gradients_together_are_clipped() -> None:
 
 
 def test_steps_teach_which_caption_belongs_to_which_image() -> None:
-    training, batch = small_training(small_clip()), some_pairs(13)
-    reports = [train_step(training, [batch]) for _ in range(40)]
-    assert reports[0].loss.item() == pytest.approx(math.log(13), abs=1.5)
+    training, batch = small_training(small_clip(), lr=2e-3), some_pairs(7)
+    reports = [train_step(training, [batch]) for _ in range(18)]
+    assert reports[0].loss.item() == pytest.approx(math.log(7), abs=1.5)
     assert reports[-1].loss < 0.5
     assert reports[0].scalars["batch_accuracy"] < 0.4
     assert reports[-1].scalars["batch_accuracy"] > 0.9

@@ -174,13 +174,6 @@ def test_the_message_names_file_entry_and_what_is_valid(name, content, message, 
         list(BENCHMARKS[name].read(tmp_path))
 
 
-def test_a_benchmark_without_questions_is_refused(tmp_path):
-    header = "filename,world_name,character_name,character2_name,character_texture,character2_texture,character1_pos\n"
-    (tmp_path / "labels.csv").write_text(header)
-    with pytest.raises(ValueError, match=r"PUG: SPAR: none of 0 questions is left"):
-        evaluate("compositional", "--data_root", tmp_path, "--write_captions", tmp_path / "captions.txt")
-
-
 # --- images outside of the folder
 
 

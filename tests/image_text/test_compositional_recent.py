@@ -259,7 +259,7 @@ class Counting:
 
 
 # Few of the sets, in parts of which each has some of the questions.
-FEW = ("--benchmarks", "bivlc", "spec", "--chunk_images", 5, "--output_dir")
+FEW = ("--benchmarks", "bivlc", "spec", "--chunk_images", 9, "--output_dir")
 
 
 def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights, tmp_path, monkeypatch, caplog):

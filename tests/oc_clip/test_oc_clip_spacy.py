@@ -120,12 +120,6 @@ def test_a_parser_says_its_model_and_goes_to_workers_without_it(monkeypatch: pyt
     assert open_graphs("spacy").record["model"] == "en_core_web_sm 3.8.0"
 
 
-def test_without_spacy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'dino_sparo\[parse\]'"):
-        SpacyParser()
-
-
 def test_without_its_model_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     spacy = pytest.importorskip("spacy", reason="pip install 'dino_sparo[parse]'")
     monkeypatch.setattr(spacy.util, "is_package", lambda name: False)

@@ -10,11 +10,20 @@ from objectives import bare
 from runs import train_small
 from small_models import written_once
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
-from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
+from dino_sparo.oc_clip.batches import (
+    GraphItem,
+    GraphPairBatch,
+    batch_graphs,
+    collate_graph_pairs,
+    draw_negatives,
+    mask_of,
+    tokenize_phrases,
+)
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
@@ -74,6 +83,22 @@ def bind_all(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, val
         for key, value in zip(keys, values, strict=True)
     ]
     return torch.stack(slots)
+
+
+def score_by_equation(model: OCCLIP, keys: Tensor, values: Tensor, graph: SceneGraph, context: int = CONTEXT) -> Tensor:
+    """Equation 2 of one graph and of one image with these keys and values, (1, N, dim).
+
+    From the slots and scores of relations that `test_oc_clip_core.py` compares.
+    """
+    batch, scoring = batch_graphs([graph]), model.scoring
+    nodes, predicates = model.encode_phrases(tokenize_phrases(batch.phrases, context).ids)
+    entities = nodes[batch.entities]
+    slots = bind_all(model.binding, entities, mask_of(batch.entity_counts), keys, values)
+    total = scoring.ent_coef * F.cosine_similarity(entities[0], slots[0, 0], dim=-1).sum()
+    if graph.relations:
+        fits = scoring.relation_scores(predicates[batch.predicates], *batch.ends[0], slots)
+        total = total + scoring.rel_coef * fits.sum()
+    return total / (scoring.ent_coef * len(graph.entities) + scoring.rel_coef * len(graph.relations))
 
 
 def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
