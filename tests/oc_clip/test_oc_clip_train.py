@@ -24,7 +24,7 @@ from oc_clip_fakes import (
     SIZES,
     batch_of,
     run,
-    score_by_equation,
+    scores_by_equation,
     small_checkpoint,
     small_model,
     some_graphs,
@@ -122,22 +122,19 @@ def test_the_loss_is_that_of_the_equations() -> None:
     batch = batch_of(graphs, range(12))
     keys, values = model.encode_images((batch.images.double() / 255 - 0.4) / 0.3)
 
-    def score(image: int, graph: SceneGraph) -> Tensor:
-        return score_by_equation(model, keys[image : image + 1], values[image : image + 1], graph)
-
     def false_graph(number: int, ends: Tensor) -> SceneGraph:
         pairs = zip(graphs[number].relations, *(end[number].tolist() for end in ends), strict=False)
         return SceneGraph(graphs[number].entities, tuple(Relation(s, r.predicate, o) for r, s, o in pairs))
 
     scale = model.logit_scale.exp()
-    table = scale * torch.stack([torch.stack([score(i, graph) for graph in graphs]) for i in range(12)])
+    table = scale * scores_by_equation(model, keys, values, graphs)
     own = table.diagonal()
     contrast = ((table.logsumexp(0) - own) + (table.logsumexp(1) - own)).mean() / 2
     local = []
     for i, graph in enumerate(graphs):
         if graph.relations:
             false = [false_graph(i, ends) for ends in batch.graphs.ends[1:]]
-            logits = scale * torch.stack([score(i, each) for each in (graph, *false)])
+            logits = scale * scores_by_equation(model, keys[i : i + 1], values[i : i + 1], (graph, *false))[0]
             local.append(logits.logsumexp(0) - logits[0])
     assert len(local) == sum(relations > 0 for _, relations in SIZES) < 12
     for weight in (0.0, 1.0, 3.0):

@@ -85,20 +85,26 @@ def bind_all(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, val
     return torch.stack(slots)
 
 
-def score_by_equation(model: OCCLIP, keys: Tensor, values: Tensor, graph: SceneGraph, context: int = CONTEXT) -> Tensor:
-    """Equation 2 of one graph and of one image with these keys and values, (1, N, dim).
+def scores_by_equation(
+    model: OCCLIP, keys: Tensor, values: Tensor, graphs: Iterable[SceneGraph], context: int = CONTEXT
+) -> Tensor:
+    """Equation 2 of every image, whose keys and values are given, with every graph alone, (B, U).
 
     From the slots and scores of relations that `test_oc_clip_core.py` compares.
     """
-    batch, scoring = batch_graphs([graph]), model.scoring
-    nodes, predicates = model.encode_phrases(tokenize_phrases(batch.phrases, context).ids)
-    entities = nodes[batch.entities]
-    slots = bind_all(model.binding, entities, mask_of(batch.entity_counts), keys, values)
-    total = scoring.ent_coef * F.cosine_similarity(entities[0], slots[0, 0], dim=-1).sum()
-    if graph.relations:
-        fits = scoring.relation_scores(predicates[batch.predicates], *batch.ends[0], slots)
-        total = total + scoring.rel_coef * fits.sum()
-    return total / (scoring.ent_coef * len(graph.entities) + scoring.rel_coef * len(graph.relations))
+    scoring, columns = model.scoring, []
+    for graph in graphs:
+        batch = batch_graphs([graph])
+        nodes, predicates = model.encode_phrases(tokenize_phrases(batch.phrases, context).ids)
+        entities, relations = nodes[batch.entities], predicates[batch.predicates]
+        column = []
+        for slots in bind_all(model.binding, entities, mask_of(batch.entity_counts), keys, values):
+            total = scoring.ent_coef * F.cosine_similarity(entities[0], slots[0], dim=-1).sum()
+            if graph.relations:
+                total = total + scoring.rel_coef * scoring.relation_scores(relations, *batch.ends[0], slots[None]).sum()
+            column.append(total / (scoring.ent_coef * len(graph.entities) + scoring.rel_coef * len(graph.relations)))
+        columns.append(torch.stack(column))
+    return torch.stack(columns, dim=1)
 
 
 def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
