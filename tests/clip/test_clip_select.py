@@ -1,6 +1,7 @@
 """Selecting slots: the score of each alone, the curve of the best together, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,15 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
+from clip_fakes import COLOURS, ColourClip, colour_encoder, dot_product_scorer, evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
-from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip import load_clip
 from dino_sparo.clip.slots import select
 from dino_sparo.clip.slots.select import draw, score_slots, table
 from dino_sparo.clip.slots.subsets import ReducedClip, open_slots
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import open_source
-from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.slots.choice import SlotSelection, parse_slots
 from dino_sparo.evaluation.slots.curve import describe_selection
@@ -38,11 +38,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
-    loaded = load_clip(weights)
-    model = loaded.model if choice is None else ReducedClip(loaded.model, choice)
-    return DotProductScorer(
-        model, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16, tokenize=tokenize
-    )
+    scorer = dot_product_scorer(load_clip(weights), batch_size=16)
+    return scorer if choice is None else replace(scorer, model=ReducedClip(scorer.model, choice))
 
 
 def run(*options: object) -> dict:
@@ -150,8 +147,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
         paint(tmp_path / colour / "0.png", colour)
         paint(tmp_path / colour / "1.png", colour)
     paint(tmp_path / "red" / "2.png", "broken")
-    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(TwoSlots(), view, torch.device("cpu"), 4, tokenize=tokenize)
+    encoder = replace(colour_encoder(4), model=TwoSlots())
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
     found = score_slots(encoder, source, source, source.classes or [], ("a {} thing",), 2)
@@ -164,8 +160,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     paint(tmp_path / "red" / "0.png", "red")
     model = TwoSlots()
     monkeypatch.setattr(model, "encode_image", lambda images: torch.full((len(images), 6), torch.nan))
-    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = DotProductScorer(model, view, torch.device("cpu"), 4, tokenize=tokenize)
+    encoder = replace(colour_encoder(4), model=model)
     source = open_source(str(tmp_path))
     with pytest.raises(ValueError, match="not finite"):
         score_slots(encoder, source, source, ["red"], ("{}",), 2)

@@ -97,26 +97,18 @@ def test_masked_similarities_follow_the_equation(readout, per_dimension, images,
 # --- files
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        SlotSelection((4, 1), 5, "abc"),
-        SlotSelection((2,)),
-        SlotMask((0.1, 0.25), 6, "abc"),
-        SlotMask((1.0, 0.0, 1e-30)),
-    ],
+CHOICES = (
+    *(SlotSelection((4, 1), 5, "abc"), SlotSelection((2,))),
+    *(SlotMask((0.1, 0.25), 6, "abc"), SlotMask((1.0, 0.0, 1e-30))),
 )
-def test_a_choice_comes_back_from_its_file(choice, tmp_path):
+BY_HAND = [({"slots": [3, 0]}, SlotSelection((3, 0))), ({"mask": [1, 0, 1]}, SlotMask((1.0, 0.0, 1.0)))]
+
+
+@pytest.mark.parametrize(("content", "choice"), [*((choice.to_dict(), choice) for choice in CHOICES), *BY_HAND])
+def test_a_choice_comes_back_from_its_file_and_may_be_written_by_hand(content, choice, tmp_path):
     path = tmp_path / "slots.json"
-    path.write_text(json.dumps({**choice.to_dict(), "evaluation": "whatever"}))
+    path.write_text(json.dumps({**content, "evaluation": "whatever"}))
     assert parse_slots(str(path)) == choice
-
-
-def test_a_choice_may_be_written_by_hand(tmp_path):
-    (tmp_path / "slots.json").write_text('{"slots": [3, 0]}')
-    (tmp_path / "mask.json").write_text('{"mask": [1, 0, 0, 1, 0]}')
-    assert parse_slots(str(tmp_path / "slots.json")) == SlotSelection((3, 0))
-    assert parse_slots(str(tmp_path / "mask.json")) == SlotMask((1.0, 0.0, 0.0, 1.0, 0.0))
 
 
 @pytest.mark.parametrize(

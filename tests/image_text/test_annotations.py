@@ -20,7 +20,7 @@ from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 
 WRONG = (None, True, 3, -1, 1.5, float("nan"), 10**30, "", "a", "abcde", "x" * 300, "\ud800", "a\0b", "\n", [], ["a"])
 WRONG = (*WRONG, ["a", 3], [[], []], {}, {"a": 1}, {"POS": 1}, "../a.png", "/", 10**400)
-TRIES = 150
+TRIES = 80
 
 CREPE = {"0": {"filename": "a.png", "caption": "a", "negative_caption": "b"}}
 WINOGROUND = {"id": 1, "image_0": "a.png", "image_1": "b.png", "caption_0": "a", "caption_1": "b", "collapsed_tag": "x"}

@@ -461,13 +461,6 @@ def test_each_caption_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert asked == [0, 1, 2]
 
 
-@pytest.mark.parametrize("index", [-1, 4])
-def test_a_pair_out_of_range_is_an_error(index: int) -> None:
-    dataset = PairDataset(numbered(4), PairTransform(8))
-    with pytest.raises(IndexError, match=f"index {index} of .*, which has 4"):
-        dataset[0, index]
-
-
 def open_numbered_pairs(data_path: str) -> int:
     """Number of the pairs in the table of this rank."""
     options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]

@@ -225,13 +225,6 @@ def test_rows_of_a_table_that_name_one_image_are_put_together(tmp_path, images):
     assert data.image_of.tolist() == [0, 0, 1]
 
 
-def test_scenes_are_the_held_out_ones_with_their_own_captions():
-    data = open_caption_set("scenes:13:32")
-    assert len(data.images) == len(data.captions) == 13
-    assert data.images.location(0) == "scenes-val[0]"
-    assert data.captions[4] == data.images.caption(4)
-
-
 def test_captions_of_no_image_are_counted_as_in_training(tmp_path, images):
     """Regression: training counted an annotation whose image is not listed, retrieval ended with an error."""
     own = [{"id": 3, "file_name": "7.jpg"}, {"id": 5, "file_name": "8.jpg"}]

@@ -8,18 +8,16 @@ from PIL import Image
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import small_checkpoint
+from clip_fakes import dot_product_scorer, small_checkpoint
 from runs import assert_same_state, checkpoint_of, epochs_of
 from test_clip_train import run
 
-from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip import load_clip
 from dino_sparo.clip.options import get_args_parser
-from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, validate, validation_pairs
 from dino_sparo.image_text.objective import open_data
 from dino_sparo.image_text.pairs.batches import collate_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.scorer import DotProductScorer
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.file import CheckpointError
 
@@ -80,11 +78,11 @@ def test_no_more_pairs_are_compared_than_every_epoch_can_bear() -> None:
 def test_a_model_is_validated_in_evaluation_mode_and_goes_on_training(tmp_path: Path) -> None:
     """That loss and recalls equal a loop is tested in test_clip_scorer.py."""
     loaded = load_clip(small_checkpoint(tmp_path / "clip.pth"))
-    scorer = DotProductScorer(loaded.model.train(), ClipView(32, loaded.mean, loaded.std), CPU, 4, tokenize=tokenize)
+    loaded.model.train()
     modes: list[bool] = []
     for part in (loaded.model.image.backbone, loaded.model.text.blocks[0]):
         part.register_forward_hook(lambda module, *_: modes.append(module.training))
-    validate(scorer, open_pairs("scenes:9:32"), torch.tensor(3.0), 100)
+    validate(dot_product_scorer(loaded), open_pairs("scenes:9:32"), torch.tensor(3.0), 100)
     assert len(modes) >= 2
     assert not any(modes)
     assert loaded.model.training

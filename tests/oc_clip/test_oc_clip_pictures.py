@@ -171,7 +171,9 @@ def test_letters_that_the_font_lacks_are_boxes_and_never_warned_of(tmp_path):
 
 @pytest.fixture(params=["queries", "keys"])
 def pairs(request: pytest.FixtureRequest) -> list[PairMaps]:
-    return [look(2, request.param), look(1, request.param, "sand"), look(11, request.param, "many words " * 30)]
+    if request.param == "keys":
+        return [look(2, "keys")]
+    return [look(), look(1, caption="sand"), look(11, caption="many words " * 30)]
 
 
 def figure_of(pairs: list[PairMaps]) -> Figure:

@@ -140,7 +140,6 @@ a box with a toy in a room -> box, toy, room | with(box, toy) | in(box, room)
 # a relation without a second entity stays in the phrase
 a dog running -> dog running
 red suitcases stacked upon each other -> red suitcases stacked upon each other
-a bench on the left -> bench on the left
 # a verb before its noun is an attribute
 a running dog -> running dog
 a red flying bird above the sea -> red flying bird, sea | above(red flying bird, sea)

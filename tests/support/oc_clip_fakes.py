@@ -27,7 +27,7 @@ from dino_sparo.oc_clip.batches import (
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
+from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import OPTIMIZERS
@@ -63,7 +63,8 @@ def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP
 def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
     """An untrained model in a checkpoint of OC-CLIP's training."""
     model = small_model(seed, context=20, **binding)
-    description = oc_clip_description(model.config)
+    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
+    description = {**model.config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
     return path
@@ -105,12 +106,6 @@ def scores_by_equation(
             column.append(total / (scoring.ent_coef * len(graph.entities) + scoring.rel_coef * len(graph.relations)))
         columns.append(torch.stack(column))
     return torch.stack(columns, dim=1)
-
-
-def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
-    """What a checkpoint carries under `oc_clip`."""
-    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
-    return {**config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
 
 
 def graph_of_size(number: int, num_entities: int, num_relations: int) -> SceneGraph:
