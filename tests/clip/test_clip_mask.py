@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import evaluate, paint, small_checkpoint
+from clip_fakes import evaluate, paint, small_checkpoint, small_clip
 
-from dino_sparo.clip import create_clip
 from dino_sparo.clip.options import mask_parser
 from dino_sparo.clip.slots import mask
 from dino_sparo.clip.slots.mask import (
@@ -217,7 +216,7 @@ def test_relative_changes_are_the_papers(fit, elsewhere, expected):
     ],
 )
 def test_parts_are_slots_dimensions_or_a_number(readout, parts, expected):
-    assert number_of_parts(parts, small_config(readout)) == expected
+    assert number_of_parts(parts, small_clip(readout, embed_dim=12).config) == expected
 
 
 @pytest.mark.parametrize(
@@ -231,13 +230,7 @@ def test_parts_are_slots_dimensions_or_a_number(readout, parts, expected):
 )
 def test_parts_that_do_not_fit_are_refused(readout, parts, message):
     with pytest.raises(ValueError, match=message):
-        number_of_parts(parts, small_config(readout))
-
-
-def small_config(readout: str):
-    sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 12}
-    with torch.device("meta"):
-        return create_clip("vit_micro", 8, readout, text_width=24, text_heads=2, text_layers=3, **sizes).config
+        number_of_parts(parts, small_clip(readout, embed_dim=12).config)
 
 
 # --- the command

@@ -426,7 +426,8 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
 def evaluate_everything(folder: Path, weights: Path, pairs: Path) -> None:
     """Every evaluation, into `folder`; retrieval in blocks of which each process has some."""
     scenes = ("--data_path", "scenes:23:32")
-    trained = (*scenes, "--weight_decay", 0.01, "--epochs", 2, "--probe_batch_size", 6)
+    even = ("--data_path", "scenes:24:32")  # of an odd number, two processes train on one image twice
+    trained = (*even, "--weight_decay", 0.01, "--epochs", 2, "--probe_batch_size", 6)
     asked = ("--data_root", pairs)
     commands = {"zero-shot": scenes, "retrieval": scenes, "compositional": asked, "clip-probe": trained}
     common = ("--pretrained_weights", weights, "--device", "cpu", "--num_workers", 0, "--batch_size_per_gpu", 6)
@@ -438,16 +439,14 @@ def evaluate_everything(folder: Path, weights: Path, pairs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [small_checkpoint, oc_clip_fakes.small_checkpoint], ids=["clip", "oc_clip"])
 def test_two_processes_find_what_one_finds(checkpoint, two_ranks, tmp_path):
-    """To the last digit: every image and caption is encoded once, in products of the same size."""
+    """To the last digit: every image and caption is encoded once, in products of the same size.
+
+    Of the probe, whose gradients are summed in another order, the result has accuracies alone.
+    """
     weights, pairs = checkpoint(tmp_path / "checkpoint.pth"), write_scene_pairs(tmp_path / "pairs", 13, 32)
     evaluate_everything(tmp_path / "one", weights, pairs)
     two_ranks(evaluate_everything, tmp_path / "two", weights, pairs)
     files = {path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.json")}
     assert len(files) == 4
     for file in files:
-        one, two = (json.loads((tmp_path / name / file).read_text()) for name in ("one", "two"))
-        if file.parent.name != "clip-probe":
-            assert one == two, file
-            continue
-        assert one["images"] == two["images"]
-        assert one["top5"] == pytest.approx(two["top5"], abs=5)  # gradients are summed in another order
+        assert (tmp_path / "two" / file).read_bytes() == (tmp_path / "one" / file).read_bytes(), file

@@ -10,7 +10,7 @@ from two_ranks import ThreeRanks, TwoRanks
 
 pytest.importorskip("open_clip")
 
-from oc_clip_fakes import batch_of, small_model, some_graphs, training_of
+from oc_clip_fakes import assert_same_gradients, batch_of, small_model, some_graphs, training_of
 
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts
 from dino_sparo.runtime.launch import rank, world_size
@@ -67,16 +67,8 @@ def assert_mean_is_the_whole_batch(name: str, ranks: list[dict[str, Tensor]]) ->
     whole = loss_and_gradients(name)
     mean = torch.stack([found["loss"] for found in ranks]).mean()
     assert mean.item() == pytest.approx(whole.pop("loss").item(), rel=1e-12)
-    largest = max(float(gradient.abs().max()) for gradient in whole.values())
-    for parameter, expected in whole.items():
-        for found in ranks:  # DDP has taken the mean: all ranks have the same
-            torch.testing.assert_close(
-                found[parameter].double(),
-                expected.double(),
-                rtol=1e-9,
-                atol=1e-11 * largest,
-                msg=lambda text, parameter=parameter: f"{parameter}: {text}",
-            )
+    for found in ranks:  # DDP has taken the mean: all ranks have the same
+        assert_same_gradients(found, whole)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from oc_clip_fakes import (
     PHRASES,
     PREDICATES,
     SIZES,
+    assert_same_gradients,
     batch_of,
     run,
     scores_by_equation,
@@ -93,14 +94,6 @@ def gradients(model: torch.nn.Module, sizes: Sequence[int], weight: float = 1.0)
     loss, _ = (backward_at_once if len(batches) == 1 else backward_in_parts)(training, batches)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss, **{name: torch.zeros(()) if g is None else g.clone() for name, g in found.items()}}
-
-
-def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-9) -> None:
-    largest = max(float(value.abs().max()) for value in expected.values())
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=rtol * 1e-2 * largest, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize(

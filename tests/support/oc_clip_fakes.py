@@ -108,6 +108,15 @@ def scores_by_equation(
     return torch.stack(columns, dim=1)
 
 
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal up to the order of sums in float64."""
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-9, atol=1e-11 * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def graph_of_size(number: int, num_entities: int, num_relations: int) -> SceneGraph:
     """Phrases in another order in every graph."""
     entities = tuple(PHRASES[(number + m) % len(PHRASES)] for m in range(num_entities))
