@@ -404,26 +404,6 @@ def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     assert "macro, shuffled images" in printed
     assert "* SugarCrepe: " in printed
 
-    for _ in range(2):  # into a new folder, and into one that is there
-        assert run(*options, "--output_dir", tmp_path / "results") == results
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file; give the path of a folder"):
-        run(*options, "--output_dir", tmp_path / "file")
-    assert {path.name for path in (tmp_path / "results").iterdir()} == {
-        f"compositional_{name}_checkpoint_{data.name}.json" for name in ("sparo", "cls")
-    }  # fmt: skip
-
-
-def test_unreadable_images_are_counted_and_mark_the_benchmark_as_incomplete(data, tmp_path):
-    path = data / "scenes" / "images"
-    next(iter(sorted(path.iterdir()))).write_bytes(b"no image")
-    weights = small_checkpoint(tmp_path / "checkpoint.pth")
-    (result,) = run("--pretrained_weights", weights, "--data_root", data, "--benchmarks", "scene-pairs")
-    found = result["benchmarks"]["scene-pairs"]
-    assert (found["num_questions"], found["num_without_image"], found["complete"]) == (6, 2, False)
-    assert "cannot be read" in found["lacks"][0]
-    assert [split["num_without_image"] for split in found["splits"].values()] == [1, 1]
-
 
 def test_a_benchmark_without_a_readable_image_is_named_and_does_not_end_the_others(data, tmp_path, capsys):
     """Before, the whole run ended, after all other benchmarks had been computed."""

@@ -278,10 +278,3 @@ def test_pages_of_every_kind_of_model_lie_beside_the_results(data, tmp_path, cap
             assert picture.width > 700
         assert all(f"{written}\n" in printed for written in (page, sheet))
         assert json.loads(path.read_text()) == result
-
-
-def test_without_the_option_nothing_is_drawn(data, tmp_path):
-    weights = small_checkpoint(tmp_path / "a" / "checkpoint.pth")
-    (result,) = run("--pretrained_weights", weights, "--data_root", data)
-    assert "failures" not in result["benchmarks"]["COCO-spatial"]
-    assert len(list(weights.parent.iterdir())) == 2
