@@ -146,7 +146,7 @@ def test_checkpointing_and_fused_attention_change_no_gradient(family: Family) ->
 def dino_options(family: Family, output_dir: Path, **changes: Any) -> list[str]:
     side = family.side
     own = {"arch": family.arch, "patch_size": family.patch_size, "global_crops_size": side}
-    local = {"local_crops_size": side // 2, "data_path": "scenes:32:32", "epochs": 2, "drop_path_rate": 0.2}
+    local = {"local_crops_size": side // 2, "data_path": "scenes:32:32", "epochs": 1, "drop_path_rate": 0.2}
     return words_of({**TINY, **own, **local, "output_dir": output_dir, **changes})
 
 
@@ -223,7 +223,7 @@ def test_two_processes_resume_to_the_same_bits(family: Family, tmp_path: Path) -
     for folder, ends in (("whole", [6]), ("parts", [4, 6])):
         (tmp_path / folder).mkdir()
         for end in ends:
-            words = dino_options(family, tmp_path / folder / "run", data_path="scenes:96:32", max_steps=end)
+            words = dino_options(family, tmp_path / folder / "run", data_path="scenes:96:32", epochs=2, max_steps=end)
             with Ranks(tmp_path / folder, words, spoil=register_families) as ranks:
                 assert ranks.wait() == [0, 0], ranks.log()
     assert (checkpoint_of(tmp_path / "whole" / "run")["step"], len(epochs_of(tmp_path / "whole" / "run"))) == (6, 2)

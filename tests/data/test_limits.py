@@ -138,15 +138,6 @@ def test_max_value_becomes_white_and_larger_values_too(
     assert not caplog.records
 
 
-def test_limits_travel_to_folders_tables_and_shards(tmp_path: Path) -> None:
-    limits = ImageLimits(max_mpix=5e-6)
-    write(tmp_path / "images/a.png")
-    (tmp_path / "images/list.csv").write_text("path\na.png\n")
-    for path in ("images", "images/list.csv"):
-        with pytest.raises(CorruptImageError, match="3 x 2 pixels"):
-            open_source(str(tmp_path / path), limits=limits).read(0)
-
-
 # ---- files that are none
 
 

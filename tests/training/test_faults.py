@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from image_files import write_images
 from runs import (
     FAULT,
     PATIENCE,
@@ -83,13 +83,6 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def have_ended(pids: Iterable[int]) -> bool:
     return not any(is_alive(pid) for pid in pids)
-
-
-def image_folder(folder: Path) -> Path:
-    folder.mkdir()
-    for index in range(12):
-        Image.new("RGB", (32, 32), (9 * index, 80, 200 - 5 * index)).save(folder / f"{index:02}.png")
-    return folder
 
 
 def assert_ended(ranks: Ranks, statuses: list[int], begin: float, message: str, limit: float = LIMIT) -> float:
@@ -178,7 +171,7 @@ def _hang_when(stuck: Path, rank: int) -> None:
 
 
 def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
-    images, stuck = image_folder(tmp_path / "images"), tmp_path / "stuck"
+    images, stuck = write_images(tmp_path / "images"), tmp_path / "stuck"
     changes = {"data_path": images, "num_workers": 1, "dist_timeout_min": HANG_MIN, "epochs": 1000}
     with Ranks(tmp_path, options(tmp_path / "run", **changes), spoil=partial(_hang_when, stuck)) as ranks:
         ranks.wait_for_save(tmp_path / "run")
@@ -197,7 +190,7 @@ def _work_in(folder: Path, rank: int) -> None:
 
 
 def test_a_folder_missing_on_one_rank_is_named_on_rank_0(tmp_path: Path) -> None:
-    image_folder(tmp_path / "mounted-on-rank-0")
+    write_images(tmp_path / "mounted-on-rank-0")
     words = options(tmp_path / "run", data_path="mounted-on-rank-0")
     begin = time.monotonic()
     with Ranks(tmp_path, words, spoil=partial(_work_in, tmp_path)) as ranks:
@@ -213,7 +206,7 @@ def test_a_read_only_output_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     (images / "03.png").write_bytes(b"")
     (images / "07.png").write_bytes(b"no image")
     begin = time.monotonic()

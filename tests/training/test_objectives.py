@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from image_files import write_images
 from recipes import RECIPES, Recipe
 from runs import (
     ROOT,
@@ -277,23 +277,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_items(command: st
         assert all(value.isfinite().all() for value in checkpoint[network].values())
 
 
-def image_folders(folder: Path, broken: int) -> Path:
-    """Twelve images in two classes, some of which cannot be read."""
-    for index in range(12):
-        path = folder / ("cat" if index % 2 else "dog") / f"{index:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20 + index, 24), (9 * index, 80, 200 - 5 * index)).save(path)
-        if index < broken:
-            path.write_bytes(b"")
-    return folder
-
-
 @of_the_trainer
 def test_items_that_cannot_be_read_are_skipped_counted_and_named(
     command: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handful never ends a run on few images, whatever share they are."""
-    images = image_folders(tmp_path / "images", broken=2)
+    images = write_images(tmp_path / "images", broken=2, classes=("dog", "cat"))
     with caplog.at_level(logging.WARNING):
         train_small(command, tmp_path / "run", data_path=images, max_corrupt=0.01, epochs=1)
     assert re.search(rf"skipped an unreadable {recipe.noun}: .*00\.png", caplog.text)
@@ -302,7 +291,7 @@ def test_items_that_cannot_be_read_are_skipped_counted_and_named(
 
 @of_the_trainer
 def test_too_many_unreadable_items_stop_the_run(command: str, recipe: Recipe, tmp_path: Path) -> None:
-    images = image_folders(tmp_path / "images", broken=6)
+    images = write_images(tmp_path / "images", broken=6, classes=("dog", "cat"))
     with pytest.raises(TooManyCorruptError, match=rf"6 of 12 {recipe.noun}s .* more than the 5 that --max_corrupt 0.1"):
         train_small(command, tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.1)
 
