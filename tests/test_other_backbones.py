@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 from davis_files import write_davis
-from runs import Ranks, assert_same_checkpoint, checkpoint_of, epochs_of
+from runs import assert_same_checkpoint, epochs_of
 from small_models import TINY
 from timm_models import FAMILIES, Family
 from torch import Tensor, nn
@@ -210,24 +210,6 @@ def test_compiled_networks_take_the_same_steps(
     expected, compiled = epochs_of(checkpoint.parent), epochs_of(tmp_path)
     for number in ("train_loss", "train_grad_norm"):
         assert [row[number] for row in compiled] == pytest.approx([row[number] for row in expected], rel=1e-3)
-
-
-def register_families(rank: int) -> None:
-    """Called in a new process: to import this module registers the tiny models."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [FAMILIES[name] for name in QUICK], ids=QUICK)
-def test_two_processes_resume_to_the_same_bits(family: Family, tmp_path: Path) -> None:
-    """DDP finds a gradient for every parameter, and buffers such as those of batch norm are those of each process."""
-    for folder, ends in (("whole", [6]), ("parts", [4, 6])):
-        (tmp_path / folder).mkdir()
-        for end in ends:
-            words = dino_options(family, tmp_path / folder / "run", data_path="scenes:96:32", epochs=2, max_steps=end)
-            with Ranks(tmp_path / folder, words, spoil=register_families) as ranks:
-                assert ranks.wait() == [0, 0], ranks.log()
-    assert (checkpoint_of(tmp_path / "whole" / "run")["step"], len(epochs_of(tmp_path / "whole" / "run"))) == (6, 2)
-    assert_same_checkpoint(tmp_path / "whole" / "run", tmp_path / "parts" / "run")
 
 
 @pytest.mark.slow

@@ -148,14 +148,6 @@ def test_a_hue_of_no_steps_still_goes_through_8_bits_and_no_hue_does_not() -> No
 # All of them.
 
 
-def test_one_crop_is_pillows_bit_for_bit() -> None:
-    for index, drawn in enumerate(draws(72)):
-        pixels = noise(23 + index % 7, 31, seed=index)
-        found = distort_crop(pixels, pack_parameters(**drawn))
-        assert found.shape == pixels.shape
-        assert np.array_equal(found, with_pillow(pixels, drawn)), drawn
-
-
 def batch(number: int, height: int, width: int, seed: int = 2) -> tuple[Tensor, Tensor]:
     """Crops and their parameters, one of them left as it is."""
     drawn = [NOTHING, *draws(number - 1, seed)]

@@ -16,7 +16,6 @@ import torch
 from image_files import write_images
 from PIL import Image
 from runs import assert_same_state, checkpoint_of, epochs_of, small_options, train_small
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder
@@ -38,7 +37,6 @@ from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.export import export
-from dino_sparo.weights.folder import CheckpointFolder
 from main_dino import get_args_parser
 
 run = partial(train_small, "train")
@@ -55,21 +53,12 @@ def test_a_run_leaves_a_score_student_teacher_and_an_encoder_to_load(tmp_path: P
     assert "warning" not in run_command("info", [str(tmp_path)])
 
 
-@pytest.mark.slow
-def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_of_different_classes(
-    tmp_path: Path,
-) -> None:
+def test_the_images_that_tensorboard_shows_are_unaugmented_and_of_different_classes(tmp_path: Path) -> None:
     """The first images of a folder are of one class, and were shown augmented."""
     for label in range(5):
         (tmp_path / "images" / str(label)).mkdir(parents=True)
         for number in range(7):
             Image.new("RGB", (40, 30), (50 * label, 10, 10)).save(tmp_path / "images" / str(label) / f"{number}.png")
-    run(tmp_path, data_path=str(tmp_path / "images"), epochs=1)
-    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    norms = [event.value for event in found.Scalars("train/grad_norm")]
-    assert len(norms) == len(found.Scalars("train/loss"))
-    assert min(norms) > 0
-    assert "_hparams_/session_start_info" in found.summary_metadata
     source = open_source(str(tmp_path / "images"))
     args = get_args_parser().parse_args(small_options(tmp_path))
     view = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
@@ -212,25 +201,6 @@ def test_other_images_of_the_same_number_and_other_versions_are_named_when_resum
     run(tmp_path / "out", data_path=str(folder), epochs=3)
     assert "the images, or their order, differ from those of" in caplog.text
     assert "and is now 1.0: the rest of the run differs from its beginning, if only by rounding" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(tmp_path / "as_now", max_steps=4)
-    shutil.copytree(tmp_path / "as_now", tmp_path / "before")
-    saved = checkpoint_of(tmp_path / "before")
-    saved["args"]["packed_crops"] = True
-    CheckpointFolder(tmp_path / "before", keep=1).save(saved)
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path / "before", max_steps=6)
-        run(tmp_path / "as_now", max_steps=6)
-    assert "packed_crops" not in caplog.text
-    resumed, other = (checkpoint_of(tmp_path / name) for name in ("before", "as_now"))
-    assert resumed["step"] == 6
-    assert "packed_crops" not in resumed["args"]
-    assert_same_state(resumed["teacher"], other["teacher"], "teacher")
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from runs import (
     train_small,
     train_small_on_two_ranks,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime.preemption import RunStopped
@@ -90,7 +91,10 @@ def test_a_run_leaves_a_log_checkpoints_and_scalars(command: str, recipe: Recipe
         "checkpoint0002.pth",
     }
     assert {"log.txt", "run.log", "config.yaml"} <= {path.name for path in whole.iterdir()}
-    assert list((whole / "tensorboard").glob("events*"))
+    events = EventAccumulator(str(whole / "tensorboard")).Reload()
+    assert len(events.Scalars("train/grad_norm")) == len(events.Scalars("train/loss"))
+    assert min(event.value for event in events.Scalars("train/grad_norm")) > 0
+    assert "_hparams_/session_start_info" in events.summary_metadata
     assert checkpoint_of(whole)["epoch"] == 3
     assert run_command("info", [str(whole)])["steps"] == 3 * STEPS_PER_EPOCH
 
