@@ -263,12 +263,13 @@ def evaluate(command: str, weights: Path, output_dir: Path, **options: Any) -> A
 
 @pytest.mark.slow
 @main_families
-def test_knn_and_the_linear_probe_read_the_encoder(family: Family, checkpoint: Path, tmp_path: Path) -> None:
+def test_knn_linear_probe_and_slot_score_read_the_encoder(family: Family, checkpoint: Path, tmp_path: Path) -> None:
     result = evaluate("knn", checkpoint, tmp_path, nb_knn="1 3")
     assert result["encoder"]["arch"] == family.arch
     assert all(0 <= row["top1"] <= 100 for row in result["results"])
     result = evaluate("linear", checkpoint, tmp_path, fast="true", epochs=1, n_last_blocks=2, lr="0.01")
     assert result["feature"]["dim"] >= SLOTS * SLOT_DIM
+    assert evaluate("slots score", checkpoint, tmp_path, num_images=3)["num_maps"] == SLOTS
 
 
 @pytest.mark.slow
@@ -303,13 +304,6 @@ def test_videos_are_segmented_by_tokens_and_by_slots(family: Family, checkpoint:
         scores.append(call("video-segmentation", output_dir=tmp_path / f"masks {slots}", **options).results["J&F-Mean"])
     assert 0 < min(scores) < 100
     assert scores[0] != scores[1]
-
-
-@pytest.mark.slow
-@main_families
-def test_slots_are_scored_against_masks(family: Family, checkpoint: Path, tmp_path: Path) -> None:
-    result = evaluate("slots score", checkpoint, tmp_path, num_images=3)
-    assert result["num_maps"] == SLOTS
 
 
 @with_blocks

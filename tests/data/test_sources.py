@@ -182,12 +182,6 @@ def test_an_existing_folder_comes_before_a_set_of_its_name(
     assert not names_scenes(name)
 
 
-def test_a_folder_without_images_is_an_error(root: Path) -> None:
-    (root / "notes.md").write_text("nothing here")
-    with pytest.raises(ValueError, match=r"holds no images: looked for files ending in \.jpg, .*it holds notes\.md"):
-        open_source(str(root))
-
-
 # ---- splits
 
 
