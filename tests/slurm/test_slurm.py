@@ -182,13 +182,6 @@ def test_a_mistake_is_not_tried_again(slurm: Cluster, tmp_path: Path) -> None:
     assert re.search(r" E .*no-such-folder", (job.folder / f"{job.number}_0_log.err").read_text())
 
 
-def test_tasks_that_do_not_match_are_refused_with_the_numbers(slurm: Cluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, "--slurm_additional", "ntasks_per_node=3")
-    assert job.wait_for_end() == "FAILED"
-    assert job.restarts == 0
-    assert "3 tasks on 1 nodes were started, but --nodes 1 --ngpus 2 means 2 on 1" in job.log()
-
-
 # Before a job runs.
 
 
