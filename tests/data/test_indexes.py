@@ -424,40 +424,6 @@ def test_indexing_may_take_longer_than_a_collective_waits_and_is_shared(tmp_path
     assert min(first[3], second[3]) > 1.9 * TIMEOUT_S
 
 
-def index_slowly(folder: str, name: str, slow_s: float) -> None:
-    """Open shards, each of which takes `slow_s`; their names go to a file."""
-
-    def slow(shard: str, position: int = 0) -> Iterator[Member]:
-        with open(f"{folder}/{name}", "a") as log:
-            log.write(os.path.basename(shard) + " ")
-        time.sleep(slow_s)
-        yield from tar_members(shard, position)
-
-    indexes.tar_members = slow  # type: ignore[assignment]
-    open_source(f"{folder}/shards")
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_indexing_has_left_what_was_finished(tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir()
-    write_shards(tmp_path / "shards", [2] * 8)
-    context = multiprocessing.get_context("spawn")
-    first = context.Process(target=index_slowly, args=(str(tmp_path), "first", 1.0))
-    first.start()
-    while (
-        first.is_alive() and len((tmp_path / "first").read_text().split() if (tmp_path / "first").exists() else "") < 4
-    ):
-        time.sleep(0.05)
-    first.kill()
-    first.join(timeout=60)
-    second = context.Process(target=index_slowly, args=(str(tmp_path), "second", 0.0))
-    second.start()
-    second.join(timeout=120)
-    assert second.exitcode == 0
-    assert (tmp_path / "first").read_text().split() == [f"s-{number:03}.tar" for number in range(4)]
-    assert (tmp_path / "second").read_text().split() == [f"s-{number:03}.tar" for number in range(3, 8)]
-
-
 @pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(("fate", "message"), [("dies", "another process died"), ("hangs", "did not answer for")])
