@@ -94,7 +94,7 @@ def test_a_benchmark_whose_captions_outnumber_its_neighbours_keeps_its_confusion
     texts = [("red", "green"), ("a blue thing", "red", "green", "a thing", "cyan"), ("red", "blue")]
     images = ("red", "red", "green")
     questions = [Question("s", (str(tmp_path / f"{i}.png"),), t) for i, t in zip(images, texts, strict=True)]
-    found, _ = answer_questions(colour_encoder(), questions, 10)
+    found = answer_questions(colour_encoder(), questions, 10)
     answers = [answer for answer in found if answer]
     assert answers[1].false_caption == 1
     assert [answer.true_score for answer in answers] == pytest.approx([1, 0, 0], abs=1e-6)
