@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seed_all(seed: int, step: int, rank: int = 0) -> None:
-    """The random numbers of a step, as docs/reproducibility.md says."""
+    """The random numbers of a step, as docs/checkpoints.md says."""
     word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
     torch.manual_seed(word)
     np.random.seed(word % 2**32)
