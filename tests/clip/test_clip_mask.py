@@ -22,9 +22,10 @@ from dino_sparo.clip.slots.mask import (
     pair_loss,
     part_products,
     relative_change,
+    summary_of,
 )
 from dino_sparo.evaluation.slots.choice import SlotMask, parse_slots
-from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question, macro, split_results
+from dino_sparo.image_text.evaluation.compositional.questions import EncodedQuestions, Question
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
 from dino_sparo.image_text.scorer import DotProductScorer
 
@@ -54,6 +55,10 @@ def settings_of(**changed: object) -> dict:
     args = mask_parser().parse_args([])
     settings = {name: getattr(args, name) for name in ("epochs", "lr", "momentum", "seed")}
     return {**settings, "batch_size": args.mask_batch_size, "bound": args.mask_scale, **changed}
+
+
+def macro(pairs: EncodedQuestions) -> float:
+    return summary_of(pairs, DotProductScorer.score_pairs)["means"]["macro"]["accuracy"]
 
 
 def run(*options: object) -> dict:
@@ -155,7 +160,7 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     negative = F.normalize(torch.stack((far[:, 0], near[:, 1], near[:, 2]), dim=1), dim=2)
     texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
     features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
-    assert macro(split_results(features, DotProductScorer.score_pairs)) < 100
+    assert macro(features) < 100
     weights, course = fit_mask(features, 3, **settings_of(epochs=20, batch_size=4))
     assert course["accuracies"][course["best_epoch"] - 1] == 100
     assert weights[0] > 0.7
@@ -170,7 +175,7 @@ def test_the_first_of_the_best_epochs_is_kept():
     accuracies = course["accuracies"]
     assert course["best_epoch"] == accuracies.index(max(accuracies)) + 1
     assert (course["num_parts"], course["parts_above_half"]) == (PARTS, int((weights > 0.5).sum()))
-    assert macro(split_results(masked_pairs(features, weights), DotProductScorer.score_pairs)) == max(accuracies)
+    assert macro(masked_pairs(features, weights)) == max(accuracies)
     again, same_course = fit_mask(features, PARTS, **settings)
     assert torch.equal(again, weights)
     assert same_course == course

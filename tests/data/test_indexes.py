@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from image_files import OLD, write_tar
 
 from dino_sparo.data.ranks import opened_together
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import index_images, indexes, open_source, tars
+from dino_sparo.data.sources import indexes, open_source, tars
 from dino_sparo.data.sources.indexes import (
     DamagedShardError,
     Member,
@@ -389,7 +388,7 @@ def slow_peer(number: int, folder: str, slow_s: float, fate: str, results: "mult
     indexes.tar_members = slow  # type: ignore[assignment]
     begin = time.monotonic()
     try:
-        with opened_together(partial(index_images, f"{folder}/shards"), f"{folder}/shards"):
+        with opened_together(tars.IMAGES, f"{folder}/shards"):
             source = open_source(f"{folder}/shards")
         results.put((place.rank, done, len(source), time.monotonic() - begin))
     except FaultError as error:
