@@ -21,7 +21,7 @@ from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.draw.tables import text_table
-from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.cli import Option, say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, parse_json, write_json
 from dino_sparo.runtime.logs import setup_logging
@@ -34,14 +34,13 @@ RECORD_OF_WEIGHTS = ("pretrained_weights", "sha256", "epoch")
 MAX_COLUMNS = 5  # columns of a legend
 
 
-def get_args_parser() -> Parser:
-    """The options of the sweep."""
-    options = {
+OPTIONS = {
+    "trained models": {
         "inputs": Option([], "Results of dino-sparo zero-shot (.json).", str, nargs="*", is_positional=True),
         "metric": Option("top1", "The accuracy to compare.", choices=METRICS),
         "output_dir": Option(None, "Folder of the result; by default the folder of all inputs."),
     }
-    return Parser({"trained models": options}, "studies sweep")
+}
 
 
 @dataclass(frozen=True)
@@ -91,26 +90,19 @@ def _config(result: Mapping[str, Any]) -> CLIPConfig:
 
 
 def protocol_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Protocol of an evaluation, without the entries that depend on the model."""
-    protocol = {part: result[part] for part in PROTOCOL if part in result}
-    for part, value in protocol.items():
-        if isinstance(value, dict):
-            protocol[part] = {name: each for name, each in value.items() if name not in PER_MODEL}
+    """Protocol of an evaluation by part and name, without the entries that depend on the model."""
+    protocol: dict[str, Any] = {}
+    for part in PROTOCOL:
+        entries = result[part] if isinstance(result[part], dict) else {"": result[part]}
+        protocol |= {f"{part} {name}".strip(): value for name, value in entries.items() if name not in PER_MODEL}
     return protocol
-
-
-def _flat(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a protocol by part and name."""
-    parts = {part: value if isinstance(value, dict) else {"": value} for part, value in protocol.items()}
-    return {f"{part} {name}".strip(): value for part, entries in parts.items() for name, value in entries.items()}
 
 
 def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse results of different images, prompts or similarities."""
     (first, expected), *others = results.items()
     for name, result in others:
-        sides = _flat(protocol_of(expected)), _flat(protocol_of(result))
-        if changed := differences(sides[0], sides[1], f"in {first}", f"in {name}"):
+        if changed := differences(protocol_of(expected), protocol_of(result), f"in {first}", f"in {name}"):
             raise UserError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models in the same way")
 
 
