@@ -66,13 +66,17 @@ class FakeProcess:
 
 
 def run_parts(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[tuple[int, dict[str, Any] | None]], *words: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    answers: list[tuple[int, dict[str, Any] | None]],
+    *words: str,
+    parts: str = "--device cpu --short --part losses search",
 ) -> list[str]:
-    """Run two parts with these answers; the names of the parts that were started."""
+    """Run parts with these answers; the names of the parts that were started."""
     FakeProcess.answers, FakeProcess.commands = list(answers), []
     monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
     monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
-    gpu.main(["--device", "cpu", "--short", "--output_dir", str(folder), "--part", "losses", "search", *words])
+    gpu.main(["--output_dir", str(folder), *parts.split(), *words])
     return [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
 
 
@@ -128,15 +132,9 @@ def test_parts_that_do_not_fit_into_the_minutes_are_left_for_the_next_start(
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "put_between_marks", lambda texts, path: None)
-    monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
-    monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
-    FakeProcess.commands = []
-    words = ["--output_dir", str(tmp_path), "--minutes", "5", "--part", "losses", "one_process", "search"]
-    for expected in (["losses", "search"], ["losses", "search", "one_process"]):  # of 3, 4 and 1 minutes
-        FakeProcess.answers = [(0, report())] * 2
-        gpu.main(words)
-        started = [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
-        assert started == expected
+    parts = "--minutes 5 --part losses one_process search"  # of 3, 4 and 1 minutes
+    for expected in (["losses", "search"], ["one_process"]):
+        assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2, parts=parts) == expected
     assert limits == [300, 180, 300]
     assert "no time for one_process; the same command continues with them" in caplog.text
 
@@ -155,15 +153,16 @@ def test_every_claim_about_the_recorded_step_is_measured_or_not_run() -> None:
 
 def test_the_page_names_device_versions_commits_failed_checks_and_tables() -> None:
     done = {"result": "checks failed", "seconds": 71, "commit": "f00d"}
-    text = page.page({"train_step": report(passed=False, **done)}, ["train_step", "search"])
+    reports = {"train_step": report(passed=False, **done)}
+    text, tables = page.page(reports), page.tables(reports, ["train_step", "search"])
     for words in ("gpu: H100; torch: 2", "this project: f00d; reference: facebookresearch/dino abc"):
         assert words in text
-    assert "| train_step | checks failed | 0 of 1 passed | 71 | H100 | f00d |" in text
-    assert "| search | not run | - | - | - | - |" in text
+    assert "| train_step | checks failed | 0 of 1 passed | 71 | H100 | f00d |" in tables
+    assert "| search | not run | - | - | - | - |" in tables
     assert "| train_step | losses are equal | 0.5 | 0.1 |" in text
-    assert "| train_step | times the reference | >= 2.5 | 1.7 | missed |" in text
-    assert "train_step, cls: its parts, ms\n\n| form | backward |" in text
-    assert "train_step, memory\n\n| MB |" in text
+    assert "| train_step | times the reference | >= 2.5 | 1.7 | missed |" in tables
+    assert "train_step, cls: its parts, ms\n\n| form | backward |" in tables
+    assert "train_step, memory\n\n| MB |" in tables
 
 
 def test_a_run_replaces_all_that_the_page_says_of_runs(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_a_run_replaces_all_that_the_page_says_of_runs(tmp_path: Path) -> None:
     for bar in met["sections"][0]["bars"]:
         bar["verdict"] = "met"
     reports = {"train_step": met, "search": report(passed=False, result="checks failed", seconds=7)}
-    assert "its parts, ms\n\n| form | backward |" in page.page({"train_step": met}, ["train_step"])
+    assert "its parts, ms\n\n| form | backward |" in page.tables({"train_step": met}, ["train_step"])
     assert "ran on a GPU (H100): 1 of 2 parts passed" in page.status(reports)
     assert page.not_shown(reports, ["train_step", "search", "clip"]).startswith(
         "- These parts did not pass or did not run: `search`, `clip`."
@@ -208,8 +207,9 @@ def test_kernels_are_sorted_by_their_names() -> None:
 
 
 def test_the_page_in_the_docs_has_its_marks_and_names_every_part() -> None:
-    text = (ROOT / "docs" / "gpu.md").read_text()
+    text, tables = ((ROOT / name).read_text() for name in ("docs/gpu.md", "benchmarks/gpu/README.md"))
     assert text.count(page.END) == text.count("<!-- make gpu: ") == 4
+    assert tables.count(page.END) == tables.count(page.BEGIN.format("tables")) == 1
     assert set(gpu.PARTS) <= set(re.findall(r"`(\w+)`", text))
 
 
@@ -353,15 +353,20 @@ def test_whoever_is_timed_stops_the_other_parts(monkeypatch: pytest.MonkeyPatch,
         time.sleep(0.3)
         return bool(ticks.is_file() and ticks.read_text() != before)
 
-    try:
+    def wait_until_it_moves() -> None:
+        begin = time.monotonic()
         while not moves():
             assert other.poll() is None
+            assert time.monotonic() < begin + 60
+
+    try:
+        wait_until_it_moves()
         with timing.alone():
             assert not moves()
             with timing.alone():  # does not wait for itself
                 pass
             assert not moves()
-        assert moves()
+        wait_until_it_moves()
     finally:
         other.kill()
         other.wait()

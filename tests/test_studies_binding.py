@@ -69,11 +69,6 @@ def test_logits_and_measures_equal_the_authors_code(case):
     assert ratio * entropy == pytest.approx(recorded["test_binding_info"], rel=1e-4)
 
 
-def test_entropy_of_bindings_equals_the_authors_code():
-    own = scenes.entropy_of_bindings(torch.tensor(RECORD["Y"]), torch.tensor(RECORD["F"]))
-    assert own == pytest.approx(sum(RECORD["entropies"]) / len(RECORD["entropies"]), rel=1e-6)
-
-
 def test_one_bit_is_lacking_to_whoever_knows_all_features():
     support = scenes.all_objects()
     assert len(support) == 72

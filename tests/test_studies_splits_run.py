@@ -56,7 +56,7 @@ def options(folder: Path, *more: str) -> Namespace:
     return studies.parser_of("oc-splits").parse_args(words)
 
 
-def test_all_models_get_the_same_towers_pictures_steps_and_optimiser(tmp_path):
+def test_all_models_get_the_same_towers_pictures_steps_and_optimiser_and_controls_their_options_alone(tmp_path):
     run = FakeRun()
     run_splits(options(tmp_path, "--models", *MODELS), run)
     own = {"output_dir", "graphs", *(key for model in MODELS.values() for key in model.options)}
@@ -66,11 +66,6 @@ def test_all_models_get_the_same_towers_pictures_steps_and_optimiser(tmp_path):
     assert {"arch", "text_layers", "lr", "batch_size", "epochs", "seed", "warmup_steps", "data_path"} <= shared[
         0
     ].keys()
-
-
-def test_controls_differ_from_oc_clip_in_their_options_alone(tmp_path):
-    run = FakeRun()
-    run_splits(options(tmp_path, "--models", *MODELS), run)
     trained = {Path(words["output_dir"]).name: {**words, "output_dir": ""} for _, words in run.trained()}
     differing = {name: dict(set(trained[name].items()) - set(trained["oc-clip"].items())) for name in MODELS}
     assert differing["oc-clip-no-rel"] == {"rel_loss_weight": "0"}

@@ -10,7 +10,8 @@ Every part is a script in a separate process, `python -m benchmarks.gpu.NAME` or
 tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Parts that are done are skipped.
 
     __main__.py       the parts, one after the other
-    page.py           their reports -> docs/gpu.md
+    page.py           their reports -> docs/gpu.md and README.md
+    README.md         all tables of the last runs
     objectives.py     options -> an objective and batches on a device
     steps.py          losses by device, precision and compilation; no synchronisation within a step
     one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.page import claims, not_shown, page, put_between_marks, read_reports, status
+from benchmarks.gpu.page import claims, not_shown, page, put_between_marks, read_reports, status, tables
 from benchmarks.timing import TURNS, signal_groups
 from dino_sparo.runtime.cli import Parser, positive_int, positive_number
 from dino_sparo.runtime.files import git_hash
@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             signal_groups([int(path.name) for path in turns.glob("[0-9]*")], signal.SIGKILL)
             raise
     all_reports = read_reports(args.output_dir, list(PARTS))
-    text = page(all_reports, list(PARTS))
-    (args.output_dir / "gpu.md").write_text(text + "\n", encoding="utf-8")
+    text, measurements = page(all_reports), tables(all_reports, list(PARTS))
+    (args.output_dir / "gpu.md").write_text(f"{text}\n\n{measurements}\n", encoding="utf-8")
     if args.device == "cuda" and not args.short:
         texts = {
             "status": status(all_reports),
@@ -195,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "measured": text,
         }
         put_between_marks(texts, ROOT / "docs" / "gpu.md")
+        put_between_marks({"tables": measurements}, ROOT / "benchmarks" / "gpu" / "README.md")
     logger.info("%s", args.output_dir / "gpu.md")
     left = [name for name, result in results.items() if result == NO_TIME]
     if left:

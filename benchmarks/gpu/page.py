@@ -1,4 +1,4 @@
-"""The parts' reports -> the generated sections of docs/gpu.md: the status, parts that did not pass, measurements."""
+"""The parts' reports -> the generated sections of docs/gpu.md, and all tables in benchmarks/gpu/README.md."""
 
 import json
 from pathlib import Path
@@ -97,34 +97,42 @@ def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: report for name, report in reports.items() if "result" in report}  # the runner adds it last
 
 
-def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """Parts and machines, every failed check, every goal, then all tables."""
-    sections = [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
+def page(reports: dict[str, dict[str, Any]]) -> str:
+    """The machine and every failed check."""
     facts: dict[str, Any] = next((report for report in reports.values() if "hardware" in report), {})
+    failed = [
+        {"part": name, "check": check["claim"], "found": check["difference"], "allowed": check["limit"]}
+        for name, section in _sections(reports)
+        for check in section["checks"]
+        if not check["passed"]
+    ]
     lines = [
         "; ".join(
             f"{name}: {value}" for name, value in (facts.get("hardware", {}) | facts.get("versions", {})).items()
         ),
         f"this project: {facts.get('commit', 'unknown')}; reference: facebookresearch/dino "
         f"{next((report['reference'] for report in reports.values() if report.get('reference')), 'none given')}",
-        table([_part_row(name, reports.get(name)) for name in names]),
+        f"Checks that failed:\n\n{table(failed)}" if failed else "No check failed.",
     ]
-    failed = [
-        {"part": name, "check": check["claim"], "found": check["difference"], "allowed": check["limit"]}
-        for name, section in sections
-        for check in section["checks"]
-        if not check["passed"]
-    ]
+    return "\n\n".join(lines)
+
+
+def tables(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
+    """Every part with its GPU and commit, every bar, then all measurements: step times, kernels, memory, ..."""
     bars = [
         {"part": name, "bar": bar["claim"], "wanted": ("<= " if bar["at_most"] else ">= ") + f"{bar['wanted']:g}",
          "measured": bar["found"], "": bar["verdict"]}
-        for name, section in sections
+        for name, section in _sections(reports)
         for bar in section["bars"]
     ]  # fmt: skip
-    lines += ["### Checks that failed", table(failed) if failed else "None."]
-    lines += ["### Bars", table(bars) if bars else "None was measured."]
-    lines += ["### Tables", *_tables(sections)]
-    return "\n\n".join(lines)
+    measurements = [
+        f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
+        for name, section in _sections(reports)
+        for title, rows in section["tables"].items()
+        if rows
+    ]
+    parts = table([_part_row(name, reports.get(name)) for name in names])
+    return "\n\n".join([parts, table(bars) if bars else "No bar was measured.", *measurements])
 
 
 def status(reports: dict[str, dict[str, Any]]) -> str:
@@ -135,7 +143,7 @@ def status(reports: dict[str, dict[str, Any]]) -> str:
     passed = sum(report["result"] == "done" for report in reports.values())
     return (
         f"`make gpu` ran on a GPU ({'; '.join(gpus) or 'unknown name'}): {passed} of {len(reports)} parts passed. "
-        "The [last section](#measured-on-a-gpu) has the results."
+        "`benchmarks/gpu/README.md` has the tables."
     )
 
 
@@ -160,14 +168,9 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _tables(sections: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Step times and their parts, kinds of kernels, memory, seconds of a search, ...: all measurements."""
-    return [
-        f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
-        for name, section in sections
-        for title, rows in section["tables"].items()
-        if rows
-    ]
+def _sections(reports: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Name of the part, section of its report."""
+    return [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -139,9 +139,9 @@ def train_and_evaluate(
     folder = Path(args.output_dir) / f"{model}_seed{seed}"
     options = {**recipe["training"], **recipe["models"][model]}
     command = options.pop("command", recipe.get("command"))
-    own = {"seed": seed, "device": args.device, "output_dir": folder}
+    of_this_run = {"seed": seed, "device": args.device, "output_dir": folder}
     begin = time.monotonic()
-    run(command, option_words({**filled(options, values), **own}))
+    run(command, option_words({**filled(options, values), **of_this_run}))
     trained_s = time.monotonic() - begin
     scores = {
         state: evaluate(recipe, model, folder, {**values, "seed": seed}, args.device, run, state == "untrained")

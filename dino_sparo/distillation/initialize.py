@@ -82,10 +82,12 @@ def load_parts(module: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[s
     Returns:
         Names of the loaded parts; the reason why the next part does not fit, empty if all fit.
     """
-    own, parts, reason = module.state_dict(), list[str](), ""
-    for part in parts_of(own):
-        names = [name for name in {**own, **weights} if name.partition(".")[0] == part]
-        shapes = {name: [tuple(at[name].shape) if name in at else "absent" for at in (weights, own)] for name in names}
+    current, parts, reason = module.state_dict(), list[str](), ""
+    for part in parts_of(current):
+        names = [name for name in {**current, **weights} if name.partition(".")[0] == part]
+        shapes = {
+            name: [tuple(at[name].shape) if name in at else "absent" for at in (weights, current)] for name in names
+        }
         reason = next((f"{name}: {a} in the file, {b} here" for name, (a, b) in shapes.items() if a != b), "")
         if reason:
             break

@@ -25,12 +25,12 @@ def koleo_loss(encodings: Float[Tensor, "B M"]) -> Float[Tensor, ""]:
     Args:
         encodings: (B, M), one crop of each image; at least two images over all ranks.
     """
-    own = F.normalize(encodings.to(torch.promote_types(encodings.dtype, torch.float32)), dim=-1, eps=EPSILON)
-    all_rows = gather_with_gradient(own).flatten(0, 1)
-    first = len(own) * rank()
+    normalized = F.normalize(encodings.to(torch.promote_types(encodings.dtype, torch.float32)), dim=-1, eps=EPSILON)
+    all_rows = gather_with_gradient(normalized).flatten(0, 1)
+    first = len(normalized) * rank()
     with torch.no_grad():
-        cosines = own @ all_rows.T
+        cosines = normalized @ all_rows.T
         cosines.diagonal(first).fill_(-1)
         nearest = cosines.argmax(dim=1)
-    distances = F.pairwise_distance(own, all_rows[nearest], eps=EPSILON)
+    distances = F.pairwise_distance(normalized, all_rows[nearest], eps=EPSILON)
     return -(distances + EPSILON).log().mean()

@@ -58,7 +58,7 @@ def save_sheet(figure: Figure, path: Path) -> None:
 
     layout = figure.layout
     blocks = [[_tiles(band.tiles, layout) for band in section.bands] for section in figure.sections]
-    widths = (size(block).width for own in blocks for block in own if block is not None)
+    widths = (size(block).width for bands in blocks for block in bands if block is not None)
     content = max(round(max(widths, default=0)), 0 if layout.is_flowing else MIN_WIDTH - layout.side)
     parts = [_section(*both, layout, content) for both in zip(figure.sections, blocks, strict=True)]
     columns, gap = 1, SECTION_GAP

@@ -150,8 +150,8 @@ def extract_split(
         num_corrupt += len(batch.indices) - len(kept)
     where = features.device
     check_features(features[:count], source.name, device)
-    own = Features(features[:count], torch.cat(labels).to(where), torch.cat(indices).to(where), num_corrupt)
-    return gather_features(own, device) if gather else own
+    part_of_rank = Features(features[:count], torch.cat(labels).to(where), torch.cat(indices).to(where), num_corrupt)
+    return gather_features(part_of_rank, device) if gather else part_of_rank
 
 
 def encoded_batches(
@@ -212,14 +212,14 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     sizes = torch.tensor([[len(part.features), part.features.shape[1], part.num_corrupt]], device=device)
     counts = all_gather_ragged(sizes).cpu()
     width = int(counts[:, 1].max())
-    own = part.features if len(part.features) else part.features.new_empty(0, width)
+    local = part.features if len(part.features) else part.features.new_empty(0, width)
     indices, order = all_gather_ragged(part.indices.to(device)).sort(stable=True)
     labels = all_gather_ragged(part.labels.to(device))[order]
     features = torch.empty(len(indices) if is_kept else 0, width, device=storage)
     # The index of an image gives its row, so each block is written to its final rows.
     num_rows = max(GATHER_ROWS // world_size(), 1)
     for start in range(0, int(counts[:, 0].max()), num_rows):
-        block = all_gather_ragged(own[start : start + num_rows].to(device))
+        block = all_gather_ragged(local[start : start + num_rows].to(device))
         rows = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + num_rows].to(device)))
         if is_kept:
             features[rows.to(storage)] = block.to(storage)

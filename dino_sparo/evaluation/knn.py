@@ -92,18 +92,18 @@ def classify_shards(
     width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())
     with all_or_none("checking the features of k-NN"):
         features, lengths = checked_features("train", train, num_train, width)
-        own, _ = checked_features("test", val, num_val, width)
+        test_features, _ = checked_features("test", val, num_val, width)
     if too_many := [number for number in k if number > num_train]:
         logger.warning("k=%s is more than the %d training images; all of them vote", too_many, num_train)
     neighbours = {number: min(number, num_train) for number in k}
     most, stops = max(neighbours.values()), sorted(set(neighbours.values()))
     train_labels = train.labels.to(features.device)
     rows = max(TEST_CHUNK // world_size(), 1)
-    longest = int(all_gather_ragged(torch.tensor([len(own)], device=device)).max())
+    longest = int(all_gather_ragged(torch.tensor([len(test_features)], device=device)).max())
     hits = {number: [0, 0] for number in k}
     for start in progress(range(0, longest, rows), desc="k-NN"):
         # The same test images on every process.
-        images, labels = (all_gather_ragged(x[start : start + rows].to(device)) for x in (own, val.labels))
+        images, labels = (all_gather_ragged(x[start : start + rows].to(device)) for x in (test_features, val.labels))
         images = F.normalize(images.to(features.device).float(), dim=1)
         similarities, indices = nearest(features, lengths, images, min(most, len(train_labels)))
         similarities, voting = merge_ranks(similarities, train_labels[indices], most, device)

@@ -230,10 +230,10 @@ def draw(table: Table, models: Sequence[str], path: Path) -> None:
         axes[0, 0].get_gridspec().set_height_ratios(sizes)
         for axis, (unit, rows) in zip(axes[:, 0], axes_rows.items(), strict=True):
             for position, model in enumerate(models):
-                own = [(index, table[row][model][0]) for index, row in enumerate(rows) if model in table[row]]
-                places = [len(rows) - 1 - index + step * ((len(models) - 1) / 2 - position) for index, _ in own]
+                scored = [(index, table[row][model][0]) for index, row in enumerate(rows) if model in table[row]]
+                places = [len(rows) - 1 - index + step * ((len(models) - 1) / 2 - position) for index, _ in scored]
                 # NaN for None: no marker, or no interval.
-                values, *ends = np.array([(s.value, s.low, s.high) for _, s in own], float).reshape(-1, 3).T
+                values, *ends = np.array([(s.value, s.low, s.high) for _, s in scored], float).reshape(-1, 3).T
                 style: Mapping[str, Any] = {"color": colour_of(position, len(models)), "markersize": 6, "zorder": 3}
                 reach = np.abs(ends - values)
                 axis.errorbar(values, places, xerr=reach, fmt="osD^v"[position % 5], label=model, **style)

@@ -146,8 +146,8 @@ def column_values(
     for label in labels:
         if label in values:
             raise UserError(f"--tags {args.tags}: the label {label!r} is also the name of a column; rename one of them")
-        values[label] = np.array([float(label in own) if own else math.nan for own in tags])
-    if unknown := {tag for own in tags for tag in own} - {*labels}:
+        values[label] = np.array([float(label in of_row) if of_row else math.nan for of_row in tags])
+    if unknown := {tag for of_row in tags for tag in of_row} - {*labels}:
         logger.warning("no training image has the labels %s, which are left out", ", ".join(sorted(unknown)))
     return values
 

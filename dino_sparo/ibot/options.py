@@ -121,8 +121,8 @@ def check_options(args: argparse.Namespace) -> None:
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int | float]:
     """`distillation.options.fill_in_defaults`; a run that continues from weights begins carefully."""
     continues = bool(args.init_from or args.pretrained)
-    own = {"lr": CONTINUED_LR if continues else LR, "freeze_backbone_epochs": int(continues and args.epochs > 1)}
-    filled_in = {name: value for name, value in own.items() if getattr(args, name) is None}
+    defaults = {"lr": CONTINUED_LR if continues else LR, "freeze_backbone_epochs": int(continues and args.epochs > 1)}
+    filled_in = {name: value for name, value in defaults.items() if getattr(args, name) is None}
     vars(args).update(filled_in)
     lengths = {
         "freeze_last_layer": (shared.FROZEN_EPOCHS, args.epochs - 1),

@@ -194,11 +194,11 @@ def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path,
     num_clusters = int(clusters.max()) + 1
     with panels(path, 1, 1) as ((axis,),):
         for cluster in range(num_clusters):
-            own = points[clusters[rows] == cluster]
-            if len(own):
+            members = points[clusters[rows] == cluster]
+            if len(members):
                 colour = colour_of(cluster, num_clusters)
-                axis.scatter(*own.T, s=3, color=colour, linewidths=0)
-                x, y = np.median(own, axis=0)
+                axis.scatter(*members.T, s=3, color=colour, linewidths=0)
+                x, y = np.median(members, axis=0)
                 axis.text(x, y, str(cluster), ha="center", va="center", weight="bold", color=colour, bbox=LABEL)
         axis.spines[:].set_visible(False)
         axis.set(xticks=[], yticks=[], title=f"{len(rows):,} images, {'t-SNE' if method == 'tsne' else 'PCA'}")

@@ -133,9 +133,9 @@ def nearest(store: Embeddings, vectors: Vectors, query: Embeddings, queries: Vec
     for block, features in progress(queries.blocks(), total=-(-queries.num_rows // ROWS), desc=SEARCH):
         found = (part.cpu().tolist() for part in nearest_rows(vectors, features, top + 1))
         for number, similarities, rows in zip(range(block.start, block.stop), *found, strict=True):
-            own = os.path.abspath(query.index["path"][number])
+            query_path = os.path.abspath(query.index["path"][number])
             pairs = zip(rows, similarities, strict=True)
-            yield number, [pair for pair in pairs if os.path.abspath(store.index["path"][pair[0]]) != own][:top]
+            yield number, [pair for pair in pairs if os.path.abspath(store.index["path"][pair[0]]) != query_path][:top]
 
 
 def write_nearest(

@@ -242,14 +242,14 @@ class EmbeddingWriter:
     def _make_room(self, saved: dict[str, Any] | None, overwrite: bool) -> None:
         """Remove the embeddings of the record `saved`; with `overwrite` also files of the user with the same names."""
         needed = {self.folder / name for name in (*INDEXES, UNREADABLE)}
-        own = needed | set(map(self._path, saved["features"])) if saved else set()
+        recorded = needed | set(map(self._path, saved["features"])) if saved else set()
         needed |= set(map(self._path, self.shapes))
-        if (others := sorted(path.name for path in needed - own if path.exists())) and not overwrite:
+        if (others := sorted(path.name for path in needed - recorded if path.exists())) and not overwrite:
             raise UserError(
                 f"{self.folder} holds {', '.join(others)}, not written by embed; give another --output_dir, or "
                 "--overwrite to replace them"
             )
-        old = [path for path in own | needed if path.is_file()]
+        old = [path for path in recorded | needed if path.is_file()]
         free = shutil.disk_usage(self.folder).free + sum(path.stat().st_size for path in old)
         # If images are unreadable, arrays are copied, one after the other.
         if (size := self.num_bytes + self.num_images * max(map(self._row_bytes, self.shapes))) > free:

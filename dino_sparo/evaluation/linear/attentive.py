@@ -61,17 +61,17 @@ def part_of(width: int, parts: int, option: str) -> int:
 
 def probe_configs(encoder: Encoder, args: argparse.Namespace) -> dict[str, EncoderConfig]:
     """Kind of a probe -> the configuration of the backbone with its read-out, for `linear` that of the encoder."""
-    own = encoder.config
-    if own.kind.takes_raw_tokens:
-        raise UserError(f"--probe reads normalised tokens, and readout {own.readout!r} leaves none in the backbone")
+    config = encoder.config
+    if config.kind.takes_raw_tokens:
+        raise UserError(f"--probe reads normalised tokens, and readout {config.readout!r} leaves none in the backbone")
     if args.n_last_blocks is not None or args.avgpool_patchtokens:
         raise UserError(
             "--n_last_blocks and --avgpool_patchtokens do not apply to --probe, which reads the last tokens"
         )
     width = encoder.backbone.embed_dim
-    shared: dict[str, Any] = {"replace_block": own.replaces_block, "group_size": 1}
+    shared: dict[str, Any] = {"replace_block": config.replaces_block, "group_size": 1}
     return {
-        name: own if name == OWN else replace(own, readout=name, **{**shared, **SIZES[name](args, width)})
+        name: config if name == OWN else replace(config, readout=name, **{**shared, **SIZES[name](args, width)})
         for name in dict.fromkeys(args.probe)
     }
 

@@ -141,7 +141,7 @@ def match_models(
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
         raise UserError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read")
-    own, size = np.concatenate(survey.values), args.img_size and [args.img_size]
+    slots_of_model, size = np.concatenate(survey.values), args.img_size and [args.img_size]
     # Not the survey's untrained encoder, which may be the start of one of the two runs and so resemble its slots.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
     untrained, theirs = (
@@ -150,14 +150,14 @@ def match_models(
     )
     shuffled = np.random.default_rng(args.seed).permutation(theirs)
     others = {"matched": theirs, "untrained": untrained, "shuffled_images": shuffled}
-    matchings = {name: match_held_out(own, values) for name, values in others.items()}
+    matchings = {name: match_held_out(slots_of_model, values) for name, values in others.items()}
     pairs = {name: table[slots, partners] for name, (slots, partners, table) in matchings.items()}
     slots, partners, table = matchings["matched"]
     return {
         "encoder": other.record,
         "similarity": "linear CKA",
-        "matching_images": len(own[::2]),
-        "num_images": len(own[1::2]),
+        "matching_images": len(slots_of_model[::2]),
+        "num_images": len(slots_of_model[1::2]),
         "mean_of_all_pairs": float(table.mean()),
         **{
             name: {"mean": float(similarity.mean()), "pairs": np.sort(similarity)[::-1].tolist()}

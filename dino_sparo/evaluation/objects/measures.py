@@ -160,7 +160,7 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
 def score_subsets(maps: Maps, objects: PatchObjects, share: float, subsets: Int[np.ndarray, "subsets K"]) -> Scores:
     """Mean of `score_maps` over subsets of the maps."""
     scores = [score_maps(maps[subset], objects, share) for subset in subsets]
-    return {name: float(np.mean([own[name] for own in scores])) for name in MEASURES}
+    return {name: float(np.mean([of_subset[name] for of_subset in scores])) for name in MEASURES}
 
 
 def grid_bounds(objects: PatchObjects) -> Scores:

@@ -57,9 +57,9 @@ def table(result: Mapping[str, Any]) -> str:
         )
     if "match" in result:
         match = result["match"]
-        own, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
+        matched, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
         lines.append(
-            f"matched slots, mean linear CKA: {own:.3f}; all pairs {match['mean_of_all_pairs']:.3f}, matched to an "
+            f"matched slots, mean linear CKA: {matched:.3f}; all pairs {match['mean_of_all_pairs']:.3f}, matched to an "
             f"untrained encoder {untrained:.3f}, to shuffled images {shuffled:.3f} ({match['matching_images']} images "
             f"chose the matching, {match['num_images']} others are compared)"
         )
@@ -85,8 +85,8 @@ def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
     """Mean absolute cosines of maps and of values, for the encoder and untrained; "-" for a single map."""
     return "; ".join(
         f"{ROW_NAMES[row]} "
-        + ", ".join(f"{what} {'-' if math.isnan(value) else f'{value:.2f}'}" for what, value in own.items())
-        for row, own in redundancy.items()
+        + ", ".join(f"{what} {'-' if math.isnan(value) else f'{value:.2f}'}" for what, value in cosines.items())
+        for row, cosines in redundancy.items()
     )
 
 
@@ -147,9 +147,9 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
     order = np.lexsort((-lift.max(axis=0), lift.argmax(axis=0)))
     limit = max(float(np.abs(lift).max()), 1e-6)
     names_of_lifts = ("mean_best_lift", "untrained", "shuffled")
-    own, untrained, chance = (100 * float(np.mean(result["selectivity"][name])) for name in names_of_lifts)
+    trained, untrained, chance = (100 * float(np.mean(result["selectivity"][name])) for name in names_of_lifts)
     words = (
-        f"{model}\nWhich {result['kind']} finds which class: mean best lift {own:.1f} (untrained {untrained:.1f}, "
+        f"{model}\nWhich {result['kind']} finds which class: mean best lift {trained:.1f} (untrained {untrained:.1f}, "
         f"shuffled classes {chance:.1f})"
     )
     size = max(7.0, 2.6 + COLUMN_WIDTH * len(order)), max(PANEL_HEIGHT, 1.4 + ROW_HEIGHT * len(names))

@@ -83,7 +83,7 @@ def shuffled_lift(jaccards: Jaccards, classes: ClassesByImage, num_classes: int,
 
     Objects of an image stay together, since they often have one class and similar scores.
     """
-    rng, counts = np.random.default_rng(seed), np.array([len(own) for own in classes])
+    rng, counts = np.random.default_rng(seed), np.array([len(of_image) for of_image in classes])
     lifts = []
     for _ in range(CLASS_SHUFFLES):
         origin = np.arange(len(classes))
@@ -99,7 +99,8 @@ def without_rare(classes: ClassesByImage, num_classes: int, min_objects: int) ->
     everything = np.concatenate(classes)
     counts = np.bincount(everything[everything != UNKNOWN], minlength=num_classes)
     rare = np.append(counts < min_objects, False)  # the last entry belongs to UNKNOWN, -1
-    return [np.where(rare[own], UNKNOWN, own) for own in classes], int(((counts > 0) & (counts < min_objects)).sum())
+    num_rare = int(((counts > 0) & (counts < min_objects)).sum())
+    return [np.where(rare[of_image], UNKNOWN, of_image) for of_image in classes], num_rare
 
 
 def map_redundancy(maps: Float[np.ndarray, "B maps h w"]) -> float:

@@ -140,20 +140,20 @@ def survey_objects(
             if encoder.config.kind.has_slots:
                 survey.redundancy[row, "values"].append((value_redundancy(slots), len(batch)))
                 survey.values += [slots] if keep_values and row == MODEL else []
-        for image, own, untrained in zip(batch, found[MODEL], found[UNTRAINED], strict=True):
+        for image, heatmaps_of_model, untrained in zip(batch, found[MODEL], found[UNTRAINED], strict=True):
             if len(image.classes):
                 survey.classes.append(image.classes)
-                survey.jaccards[MODEL].append(measures.map_jaccards(own, image.objects, share))
+                survey.jaccards[MODEL].append(measures.map_jaccards(heatmaps_of_model, image.objects, share))
                 survey.jaccards[UNTRAINED].append(measures.map_jaccards(untrained, image.objects, share))
-                subsets = measures.map_subsets(len(own), maps, [seed, image.number])
+                subsets = measures.map_subsets(len(heatmaps_of_model), maps, [seed, image.number])
                 survey.subsets = subsets.shape
-                moved = measures.move_maps(own, np.random.default_rng([seed, image.number]))
+                moved = measures.move_maps(heatmaps_of_model, np.random.default_rng([seed, image.number]))
                 scores = [
                     NO_SCORE if heatmaps is None else measures.score_subsets(heatmaps, image.objects, share, subsets)
-                    for heatmaps in (own, untrained, before, moved)
+                    for heatmaps in (heatmaps_of_model, untrained, before, moved)
                 ]
                 survey.scores.append(dict(zip(ROWS, [*scores, measures.grid_bounds(image.objects)], strict=True)))
-            before = own
+            before = heatmaps_of_model
     require_objects(survey, source)
     check_features(torch.from_numpy(np.concatenate(seen)).flatten(1), "slots of the model")
     return survey

@@ -156,11 +156,11 @@ def measure(
         image, labels = val.read(index)
         by_slots = slots(image) if slots else None
         item = SegmentedImage(val.images.location(index), image, segmenter(image), labels, by_slots)
-        counts += (own := heads.count_pairs(item.predicted, labels, *counts.shape))
+        counts += (pairs := heads.count_pairs(item.predicted, labels, *counts.shape))
         if item.slots is not None:
             slot_counts += heads.count_pairs(class_of_slot[item.slots], labels, *counts.shape)
-        if own.any():  # else all pixels are void
-            worst.append(item._replace(miou=heads.class_scores(own, names)["miou"]))
+        if pairs.any():  # else all pixels are void
+            worst.append(item._replace(miou=heads.class_scores(pairs, names)["miou"]))
             worst = sorted(worst, key=lambda item: item.miou or 0)[: task.args.pictures]
     if not worst:
         raise UserError(f"{val.images.name}: all pixels of the {len(val.indices)} validation masks are void")

@@ -68,8 +68,8 @@ def propagate_once(
         for left in range(0, width, TILE):
             tile = slice(top, top + TILE), slice(left, left + TILE)
             rows, columns = (slice(max(0, start - radius), start + TILE + radius) for start in (top, left))
-            own, others = places[tile].flatten(0, 1), places[rows, columns].flatten(0, 1)
-            near = (own[:, None] - others).abs().amax(dim=-1) <= radius
+            of_tile, others = places[tile].flatten(0, 1), places[rows, columns].flatten(0, 1)
+            near = (of_tile[:, None] - others).abs().amax(dim=-1) <= radius
             # One product per source frame, so that equal frames get bit-identical similarities.
             keys = sources[:, rows, columns].flatten(1, 2)
             similarity = frame[tile].flatten(0, 1) @ keys.transpose(1, 2)
