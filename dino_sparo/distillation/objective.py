@@ -37,7 +37,7 @@ from dino_sparo.models.architectures import TIMM
 from dino_sparo.models.backbone import default_patch_size
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.runtime.collectives import broadcast_tensors
-from dino_sparo.runtime.faults import UserError
+from dino_sparo.runtime.faults import MendableError, UserError
 from dino_sparo.runtime.launch import Distributed, is_main, num_nodes, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
@@ -284,7 +284,13 @@ class DistillationObjective(Objective[Batch]):
         """Log pictures of some images; returns the effective rank of the teacher's encodings of the images."""
         args, encoder, device = self.args, self.teacher.encoder.eval(), self.updater.device
         with torch.no_grad(), self.updater.autocast():
-            feature_rank = effective_rank(encoder(examples.first_crops.to(device)))
+            encodings = encoder(examples.first_crops.to(device))
+            if not encodings.isfinite().all():  # the next step would find this too, but this may be the last one
+                raise MendableError(
+                    f"the teacher's encodings are not finite after step {self.updater.step}, although the loss was; "
+                    "the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad"
+                )
+            feature_rank = effective_rank(encodings)
             pictures = {
                 "crops": crops_grid(examples.crops, args.norm_mean, args.norm_std),
                 "slots": slots_grid(encoder, examples.views.to(device), args.norm_mean, args.norm_std),

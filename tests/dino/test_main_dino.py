@@ -29,6 +29,7 @@ from dino_sparo.distillation import objective as distillation
 from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.evaluation import knn_probe
 from dino_sparo.runtime import preemption
+from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import run as training_run
@@ -259,6 +260,13 @@ def test_a_run_that_ends_collapsed_says_so_in_its_last_line_and_in_info(tmp_path
     assert "uniform collapse" in run_command("info", [str(tmp_path)])["warning"]
     export(tmp_path / "checkpoint.pth", tmp_path / "hub", format="huggingface")
     assert "| warning | loss 3." in (tmp_path / "hub" / "README.md").read_text()
+
+
+def test_weights_that_overflow_in_the_last_step_of_an_epoch_end_the_run(tmp_path: Path) -> None:
+    """The bug: the singular values of encodings that are not finite ended it with a traceback."""
+    with pytest.raises(MendableError, match="encodings are not finite after step 1, although the loss was; the last"):
+        train_small("train", tmp_path, data_path="scenes:6:32", lr=1e30, warmup_epochs=0, clip_grad=0)
+    assert not (tmp_path / "checkpoint.pth").exists()
 
 
 def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
