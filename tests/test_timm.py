@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small_models import save_encoder
 from timm.data import resolve_model_data_config
 
 import dino_sparo.timm
 from dino_sparo.models.encoder import Encoder, create_encoder
-from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.export import export
-from dino_sparo.weights.folder import save_checkpoint
 
 SIZES: dict[str, Any] = {"num_slots": 5, "slot_dim": 3, "key_dim": 2, "img_size": 32}
 NAMES = ["sparo_vit_tiny_patch16", "sparo_vit_small_patch16", "sparo_vit_small_patch8", "sparo_vit_base_patch16"]
@@ -24,20 +23,10 @@ def encoder() -> Encoder:
     return create_encoder("vit_tiny", 16, **SIZES).eval()
 
 
-def save(path: Path, encoder: Encoder) -> Path:
-    """A checkpoint as trainings write it: the teacher has a head, which is not a classifier."""
-    teacher = {**encoder.state_dict(), "head.mlp.0.weight": torch.zeros(7, 15)}
-    student = {name: torch.zeros_like(value) for name, value in teacher.items()}
-    save_checkpoint(
-        {"student": student, "teacher": teacher, "encoder": encoder_description(encoder.config), "epoch": 1}, path
-    )
-    return path
-
-
 @pytest.mark.parametrize("kind", ["checkpoint", "clip", "safetensors", "huggingface"])
 @torch.no_grad()
 def test_a_model_of_timm_with_our_weights_gives_our_outputs(tmp_path: Path, encoder: Encoder, kind: str) -> None:
-    path = save(tmp_path / "checkpoint.pth", encoder)
+    path = save_encoder(tmp_path, encoder)
     if kind == "clip":
         weights = {f"image.{name}": value for name, value in encoder.state_dict().items()}
         torch.save({"model": {**weights, "logit_scale": torch.ones(()), "text.norm.bias": torch.ones(3)}}, path)
@@ -59,7 +48,7 @@ def test_a_model_of_timm_with_our_weights_gives_our_outputs(tmp_path: Path, enco
 
 @torch.no_grad()
 def test_a_classifier_is_added_replaced_and_removed(tmp_path: Path, encoder: Encoder) -> None:
-    path, images = save(tmp_path / "checkpoint.pth", encoder), torch.randn(2, 3, 32, 32)
+    path, images = save_encoder(tmp_path, encoder), torch.randn(2, 3, 32, 32)
     model = timm.create_model("sparo_vit_tiny_patch16", checkpoint_path=path, num_classes=7, **SIZES).eval()
     assert model(images).shape == (2, 7)
     assert torch.equal(model.forward_head(model.forward_features(images), pre_logits=True), encoder(images))
@@ -86,7 +75,7 @@ def test_timm_lists_the_models_and_knows_their_images() -> None:
 def test_weights_of_other_sizes_and_published_weights_that_do_not_exist_are_refused(
     tmp_path: Path, encoder: Encoder
 ) -> None:
-    path = save(tmp_path / "checkpoint.pth", encoder)
+    path = save_encoder(tmp_path, encoder)
     with pytest.raises(RuntimeError, match=r"readout\.queries"):
         timm.create_model("sparo_vit_tiny_patch16", checkpoint_path=path, img_size=32)
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):

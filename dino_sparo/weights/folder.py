@@ -117,7 +117,7 @@ class CheckpointFolder:
 
     Args:
         folder: an existing folder.
-        keep: number of checkpoints, the newest included.
+        keep: number of checkpoints, the newest included; at least 1.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -154,7 +154,7 @@ class CheckpointFolder:
             CheckpointError: all checkpoints are damaged.
             FaultError: the file system cannot read the newest one at the moment.
         """
-        candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
+        candidates = [path for number in range(self.keep) if (path := self.previous(number)).is_file()]
         candidates += sorted(
             set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates),
             key=lambda path: (len(path.name), path.name),  # 2 before 10

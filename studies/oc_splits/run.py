@@ -24,7 +24,7 @@ from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, read_recipe, spread, sta
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
 from dino_sparo.draw.tables import text_table
-from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
+from dino_sparo.runtime.cli import Option, option_words, positive_int, positive_number, say
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint
@@ -137,11 +137,6 @@ OPTIONS = {
         "num_workers": Option(1, "Processes that load images."),
     },
 }
-
-
-def get_args_parser() -> Parser:
-    """The options of the experiment."""
-    return Parser(OPTIONS, "studies oc-splits")
 
 
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from small_models import save_small_encoder
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run
+from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
@@ -176,12 +177,12 @@ def test_chunks_of_another_length_are_not_taken_for_finished(tmp_path: Path, mon
     record: dict[str, Any] = {name: {} for name in store.RECORDED}
     with monkeypatch.context() as patch:
         patch.setattr(store, "MIN_CHUNKS", 1)
-        before = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", num_images=100, batch_size=2)
+        before = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", Scenes(100, 24), batch_size=2)
         before.open(record, overwrite=False)
         before.finish_chunk(0, [])
         before.finish_chunk(2, [])
         assert before.remaining() == [1, 3]
-    now = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", num_images=100, batch_size=2)
+    now = EmbeddingWriter(tmp_path, {"mean": (3,)}, "float32", Scenes(100, 24), batch_size=2)
     now.open(record, overwrite=False)
     assert now.remaining() == list(range(50))
 

@@ -17,7 +17,7 @@ from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.evaluation.retrieval.command import SCALES, copy_features, encode_scales, whitening
 from dino_sparo.evaluation.retrieval.datasets import open_copydays, open_revisited
-from dino_sparo.evaluation.retrieval.measures import Query, average_precision, mean_precision, rank_database
+from dino_sparo.evaluation.retrieval.measures import KAPPAS, Query, average_precision, mean_precision, rank_database
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.results import scores_of
@@ -31,12 +31,13 @@ TINY |= {"device": "cpu", "num_workers": 0}
 def test_precision_with_junk_is_revisitops() -> None:
     queries = [Query(np.array(answer["ok"]), np.array(answer["junk"])) for answer in RECORDED["answers"]]
     found = mean_precision(torch.tensor(RECORDED["rankings"]), queries)
-    assert found.map == pytest.approx(100 * RECORDED["map"])
-    assert found.at == pytest.approx([100 * value for value in RECORDED["precision"]])
-    assert found.num_queries == 4
+    assert found["map"] == pytest.approx(100 * RECORDED["map"])
+    shares = [found[f"precision_at_{kappa}"] for kappa in KAPPAS]
+    assert shares == pytest.approx([100 * value for value in RECORDED["precision"]])
+    assert found["num_queries"] == 4
     for query, ranking, wanted in zip(queries, RECORDED["rankings"], RECORDED["aps"], strict=True):
         if wanted is not None:
-            assert mean_precision(torch.tensor([ranking]), [query]).map == pytest.approx(100 * wanted)
+            assert mean_precision(torch.tensor([ranking]), [query])["map"] == pytest.approx(100 * wanted)
 
 
 def test_precision_of_shortened_rankings_is_that_of_copydays() -> None:

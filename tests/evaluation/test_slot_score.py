@@ -24,6 +24,7 @@ from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription, SceneOb
 from dino_sparo.data.scenes.images import Scenes, draw_scene, object_masks
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits
+from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.encoders import EvaluatedEncoder
@@ -104,7 +105,7 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
     void = np.zeros((8, 12), dtype=bool)
     void[0:2, 2:4] = True
     view = view_of(12, 8)
-    seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", (12, 8))
+    seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", Image.new("RGB", (12, 8)))
     assert seen.classes.tolist() == [5, 7]
     expected = np.zeros((2, 4, 4), dtype=bool)
     expected[0, 0:2, 0:2] = True
@@ -116,10 +117,12 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
 
 def test_masks_of_another_size_or_of_the_picture_before_it_was_turned_are_refused() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
+    turned = Image.new("RGB", (8, 12))
+    turned.info[STORED_SIZE] = (12, 8)
     with pytest.raises(CorruptImageError, match=r"by its EXIF orientation, .* masks have 12 x 8 .*give --exif ignore"):
-        view_objects(masks, view_of(8, 12), "x.png", (8, 12), (12, 8))
+        view_objects(masks, view_of(8, 12), "x.png", turned)
     with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
-        view_objects(masks, view_of(13, 8), "x.png", (13, 8))
+        view_objects(masks, view_of(13, 8), "x.png", Image.new("RGB", (13, 8)))
 
 
 def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_stored_pixels(tmp_path: Path) -> None:
@@ -131,8 +134,8 @@ def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_
     for size, exif in (((8, 12), "apply"), ((12, 8), "ignore")):
         Image.new("L", size, 1).save(tmp_path / "masks" / "a.png")
         source = open_objects(str(tmp_path), limits=ImageLimits(exif=exif))
-        assert source.images.read(0).size == size
-        assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", size).masks) == 1
+        assert (image := source.images.read(0)).size == size
+        assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", image).masks) == 1
 
 
 @pytest.mark.parametrize(("orientation", "side", "in_chans"), [(2, 12, 3), (3, 12, 1), (6, 8, 3), (6, 8, 1)])

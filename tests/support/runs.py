@@ -55,15 +55,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def record(what: str, **measured: object) -> None:
-    """Say what was measured, and add it to the file that FAULT_REPORT names, one JSON object per line."""
-    line = json.dumps({"what": what, **measured})
-    print(f"\n{line}")
-    if "FAULT_REPORT" in os.environ:
-        with open(os.environ["FAULT_REPORT"], "a") as file:
-            file.write(line + "\n")
-
-
 # What a run leaves.
 
 
@@ -78,7 +69,7 @@ def checkpoint_of(output_dir: Path) -> dict[str, Any]:
     return load_checkpoint(output_dir / "checkpoint.pth")
 
 
-def assert_same_state(first: object, second: object, where: str) -> None:
+def assert_same_state(first: object, second: object, where: str = "") -> None:
     """Equal bit for bit, whatever the nesting."""
     if isinstance(first, torch.Tensor):
         assert torch.equal(first, second), where
@@ -91,6 +82,7 @@ def assert_same_state(first: object, second: object, where: str) -> None:
         for index, pair in enumerate(zip(first, second, strict=True)):
             assert_same_state(*pair, f"{where}[{index}]")
     else:
+        assert type(first) is type(second), where
         assert first == second, where
 
 

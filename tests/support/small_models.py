@@ -17,6 +17,7 @@ import torch
 from dino_sparo.__main__ import run
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.entries import encoder_description
+from dino_sparo.weights.folder import save_checkpoint
 from studies import __main__ as studies
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
@@ -47,15 +48,30 @@ CLIP_RUN = {
 }
 
 
-# An encoder of seconds, and its SPARO read-out.
+# An encoder of seconds, its SPARO read-out, and the statistics of its images.
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 
 
 def build(seed: int = 0, **settings: Any) -> Encoder:
     """An untrained encoder of `SMALL` with other settings."""
     torch.manual_seed(seed)
     return create_encoder(**{**SMALL, **settings}).eval()
+
+
+def save_encoder(folder: Path, encoder: Encoder) -> Path:
+    """A checkpoint whose teacher is the encoder; the student's weights are higher by one. Both have a head."""
+    teacher = {**encoder.state_dict(), "head.mlp.0.weight": torch.zeros(3, encoder.encoding_dim)}
+    content = {
+        "student": {name: value + 1 for name, value in teacher.items()},
+        "teacher": teacher,
+        "encoder": encoder_description(encoder.config, MEAN, STD),
+        "epoch": 5,
+        "step": 35,
+    }
+    save_checkpoint(content, folder / "checkpoint.pth")
+    return folder / "checkpoint.pth"
 
 
 def command(name: str, *words: object) -> Any:

@@ -179,13 +179,6 @@ def error_of_a_save(checkpoints: CheckpointFolder, index: int, number: int) -> s
     return None
 
 
-def test_the_calls_of_a_save_are_seen(tmp_path: Path) -> None:
-    names = [name for _, name, _ in calls_of_a_save(tmp_path)]
-    assert {"open", "write", "fsync", "link", "replace", "unlink", "read"} <= set(names)
-    assert names.count("replace") == 4
-    assert names.count("write") > 5
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["no space", "input/output error"])
 def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_loss(
     tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
@@ -322,8 +315,9 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_that_had_failed_saves_with_an_older_version_gets_its_fallbacks_back(tmp_path: Path) -> None:
-    """There three names of one file could be left."""
+    """There three names of one file could be left, and a temporary file whose name no later save uses."""
     checkpoints = filled(tmp_path / "run")
+    (checkpoints.folder / ".checkpoint_previous7.pth.tmp").write_bytes(b"of a killed save")
     for name in NAMES[1:]:
         (checkpoints.folder / name).unlink()
         os.link(checkpoints.newest, checkpoints.folder / name)

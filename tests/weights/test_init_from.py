@@ -1,42 +1,23 @@
 """Starting from other weights: what is taken, dropped and new, and what is refused, by name."""
 
-import logging
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from small_models import SPARO, build
+from small_models import SPARO, build, save_encoder
 
-import main_dino
-from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
+from dino_sparo import CheckpointError, Encoder, create_encoder
 from dino_sparo.weights.encoder import load_encoder
-from dino_sparo.weights.entries import encoder_description
-from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.initialize import initialize_encoder
 
-TRAINING = (
-    "--data_path scenes:14:32 --arch vit_micro --patch_size 8 --global_crops_size 24 --local_crops_size 8 "
-    "--local_crops_number 1 --out_dim 33 --head_hidden_dim 37 --batch_size_per_gpu 7 --epochs 2 --warmup_epochs 0 "
-    "--sparo_slots 3 --sparo_slot_dim 5 --sparo_key_dim 7 --num_workers 0 --device cpu --precision fp32 "
-    "--saveckp_freq 0"
-)
 
-
-def raw(folder: Path, encoder: Encoder, **extra: torch.Tensor) -> Path:
-    """A state dict as DINO and timm save it."""
-    torch.save({**encoder.backbone.state_dict(), **extra}, folder / "vit.pth")
+def raw(folder: Path, encoder: Encoder, **changed: torch.Tensor | None) -> Path:
+    """A state dict as DINO and timm save it, without the weights that are changed to None."""
+    weights = {**encoder.backbone.state_dict(), **changed}
+    torch.save({name: value for name, value in weights.items() if value is not None}, folder / "vit.pth")
     return folder / "vit.pth"
-
-
-def full(folder: Path, encoder: Encoder) -> Path:
-    teacher = {**encoder.state_dict(), "head.mlp.weight": torch.zeros(2, 3)}
-    student = {name: torch.zeros_like(value) for name, value in teacher.items()}
-    content = {"student": student, "teacher": teacher, "encoder": encoder_description(encoder.config)}
-    save_checkpoint(content, folder / "checkpoint.pth")
-    return folder / "checkpoint.pth"
 
 
 def assert_from(encoder: Encoder, source: Encoder, names: tuple[str, ...]) -> None:
@@ -70,28 +51,19 @@ def test_a_vanilla_vit_starts_sparo_without_its_last_block_and_its_head(tmp_path
     )
 
 
-def test_a_vanilla_vit_starts_a_vanilla_encoder_whole(tmp_path: Path) -> None:
-    vanilla, encoder = build(readout="cls"), build(1, readout="cls")
-    report = initialize_encoder(encoder, raw(tmp_path, vanilla))
-    assert (report.dropped, report.new) == ((), ())
-    assert str(report).endswith("dropped nothing; new nothing")
-    images = torch.randn(2, 3, 24, 24)
-    assert torch.equal(encoder(images), vanilla(images))
-
-
 def test_our_checkpoints_bring_their_read_out_where_its_sizes_are_the_same(tmp_path: Path) -> None:
     source, encoder = build(**SPARO), build(1, **SPARO)
-    report = initialize_encoder(encoder, full(tmp_path, source))
-    assert (report.dropped, report.new) == (("head.mlp.weight",), ())
+    report = initialize_encoder(encoder, save_encoder(tmp_path, source))
+    assert (report.dropped, report.new) == (("head.mlp.0.weight",), ())
     assert_from(encoder, source, tuple(source.state_dict()))
-    initialize_encoder(encoder, full(tmp_path, source), which="student")
-    assert not any(parameter.any() for parameter in encoder.parameters())
+    initialize_encoder(encoder, save_encoder(tmp_path, source), which="student")
+    assert all(torch.equal(value, source.state_dict()[name] + 1) for name, value in encoder.state_dict().items())
 
 
 def test_a_read_out_of_other_sizes_is_new_as_a_whole(tmp_path: Path) -> None:
     source, encoder = build(**SPARO), build(1, **{**SPARO, "num_slots": 8})
     before = {name: value.clone() for name, value in encoder.readout.state_dict().items()}
-    report = initialize_encoder(encoder, full(tmp_path, source))
+    report = initialize_encoder(encoder, save_encoder(tmp_path, source))
     # The value projection would fit.
     assert {name for name in report.new if not name.startswith("readout.")} == set()
     assert len(report.new) == len(before)
@@ -100,7 +72,7 @@ def test_a_read_out_of_other_sizes_is_new_as_a_whole(tmp_path: Path) -> None:
 
 def test_the_block_that_sparo_lacks_is_new_in_a_vanilla_encoder(tmp_path: Path) -> None:
     source, encoder = build(**SPARO), build(1, readout="cls")
-    report = initialize_encoder(encoder, full(tmp_path, source))
+    report = initialize_encoder(encoder, save_encoder(tmp_path, source))
     assert str(report).endswith("dropped readout.*, head.*; new block 3")
     assert_from(encoder, source, report.taken)
 
@@ -121,46 +93,40 @@ def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(t
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("settings", "changed", "message"),
     [
         (
             {"arch": "vit_tiny"},
+            {},
             r"vit\.pth has width, .* patch size \(192, 3, 8\), the encoder \(128, 3, 8\); .*--arch, --patch_size",
         ),
-        ({"patch_size": 12}, r"patch size \(128, 3, 12\), the encoder"),
-        ({"in_chans": 1}, r"has 1 channels, the encoder 3; only weights of 3 channels can be adapted"),
+        ({"patch_size": 12}, {}, r"patch size \(128, 3, 12\), the encoder"),
+        (
+            {},
+            {"blocks.0.attn.q_norm.weight": torch.ones(128)},
+            r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
+        ),
+        (
+            {},
+            {"blocks.2.mlp.fc1.bias": torch.ones(7)},
+            r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias",
+        ),
+        (
+            {},
+            {"pos_embed": torch.ones(1, 9, 128)},
+            r"has positions \(1, 9, 128\); an encoder can only start from a square grid .*; give --arch timm/NAME",
+        ),
+        ({}, {"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
     ],
 )
-def test_another_width_patch_size_or_number_of_channels_is_refused(
-    tmp_path: Path, other: dict[str, Any], message: str
+def test_a_vit_of_other_sizes_or_of_another_make_is_refused(
+    tmp_path: Path, settings: dict[str, Any], changed: dict[str, torch.Tensor | None], message: str
 ) -> None:
     encoder = build(1, **SPARO)
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     with pytest.raises(CheckpointError, match=message):
-        initialize_encoder(encoder, raw(tmp_path, build(readout="cls", **other)))
+        initialize_encoder(encoder, raw(tmp_path, build(readout="cls", **settings), **changed))
     assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"blocks.0.attn.q_norm.weight": torch.ones(128)},
-            r"another kind: 1 unexpected: backbone\.blocks\.0\.attn\.q_norm\.weight; give --arch timm",
-        ),
-        ({"blocks.2.mlp.fc1.bias": torch.ones(7)}, r"another kind: 1 of another shape: .*blocks\.2\.mlp\.fc1\.bias"),
-        (
-            {"pos_embed": torch.ones(1, 9, 128)},
-            r"has positions \(1, 9, 128\); an encoder can only start from a square grid .*; give --arch timm/NAME",
-        ),
-        ({"pos_embed": None}, r"vit\.pth has no pos_embed, .*rotary.*; give --arch timm/NAME"),
-    ],
-)
-def test_a_vit_of_another_make_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    path = raw(tmp_path, build(readout="cls"), **changed)
-    torch.save({name: value for name, value in torch.load(path).items() if value is not None}, path)
-    with pytest.raises(CheckpointError, match=message):
-        initialize_encoder(build(1, **SPARO), path)
 
 
 @pytest.mark.parametrize("is_clips", [True, False])
@@ -168,29 +134,6 @@ def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_p
     path = raw(tmp_path, build(readout="cls", pre_norm=is_clips))
     with pytest.raises(CheckpointError, match=f"build the encoder with --pre_norm {str(is_clips).lower()}$"):
         initialize_encoder(build(1, **SPARO, pre_norm=not is_clips), path)
-
-
-# In a run.
-
-
-def test_a_run_starts_student_and_teacher_from_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    vanilla = build(readout="cls")
-    source = str(raw(tmp_path, vanilla))
-    # No step is small enough to see the start; a learning rate of nothing is, and a teacher that stays.
-    words = [*TRAINING.split(), "--output_dir", str(tmp_path / "run"), "--init_from", source]
-    with caplog.at_level(logging.INFO):
-        main_dino.train_dino(
-            main_dino.get_args_parser().parse_args([*words, "--lr", "0", "--min_lr", "0", "--max_steps", "1"])
-        )
-    checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint.pth")
-    said = re.search(r"start from weights of .*", caplog.text)
-    assert said
-    assert "dropped block 3; new readout.*; the head is new" in said[0]
-    for network in ("student", "teacher"):
-        for name, value in vanilla.backbone.state_dict().items():
-            if not name.startswith("blocks.3."):
-                torch.testing.assert_close(checkpoint[network][f"backbone.{name}"], value, rtol=0, atol=1e-7)
-    assert checkpoint["args"]["init_from"] == source
 
 
 def test_dinov2_weights_are_read_with_layer_scale_multiplied_in(tmp_path: Path) -> None:
@@ -206,7 +149,7 @@ def test_dinov2_weights_are_read_with_layer_scale_multiplied_in(tmp_path: Path) 
     torch.save({**theirs.state_dict(), "mask_token": torch.ones(1, 128)}, tmp_path / "dinov2.pth")
     encoder = create_encoder("vit_micro", 14, "cls", img_size=42)
     report = initialize_encoder(encoder, tmp_path / "dinov2.pth")
-    assert (report.dropped, report.new) == ((), ())
+    assert str(report).endswith("dropped nothing; new nothing")
     images = torch.randn(2, 3, 42, 42)
     with torch.no_grad():
         expected = theirs.eval().forward_features(images)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import torchvision
 from reference import weights as reference
+from torchvision.models.resnet import Bottleneck, ResNet
 
 import hubconf
 from dino_sparo import load_encoder
@@ -68,7 +68,7 @@ def serve(tmp_path: Path, name: str, weights: object) -> None:
     torch.save(weights, folder / f"{stem}_pretrain.pth")
 
 
-def small_vit(monkeypatch: pytest.MonkeyPatch, depth: int = 2) -> dict[str, torch.Tensor]:
+def small_vit(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Weights of a vit_micro, released as those of dino_vits16."""
     monkeypatch.setitem(released.RELEASES, "dino_vits16", released.Release("vit_micro", 16, "deitsmall16"))
     torch.manual_seed(0)
@@ -107,17 +107,24 @@ def test_what_does_not_arrive_whole_is_not_kept_and_one_line_says_where_to_put_t
     load_encoder("dino_vits16")
 
 
-def test_a_file_with_other_weights_is_refused(tmp_path: Path, server: Server) -> None:
-    serve(tmp_path, "dino_resnet50", {"conv1.weight": torch.zeros(64, 3, 7, 7)})
-    with pytest.raises(CheckpointError, match="does not hold the weights of timm/resnet50"):
+def release_resnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: object) -> None:
+    """A smaller ResNet of timm, released as dino_resnet50."""
+    monkeypatch.setitem(released.RELEASES, "dino_resnet50", released.Release(f"timm/{name}", 32, "resnet50"))
+    serve(tmp_path, "dino_resnet50", weights)
+
+
+def test_a_file_with_other_weights_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    release_resnet(tmp_path, monkeypatch, "test_resnet", {"conv1.weight": torch.zeros(64, 3, 7, 7)})
+    with pytest.raises(CheckpointError, match="does not hold the weights of timm/test_resnet"):
         load_encoder("dino_resnet50")
 
 
-def test_resnet50_gives_torchvisions_features(tmp_path: Path, server: Server) -> None:
+def test_a_resnet_gives_torchvisions_features(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet-26 has the blocks of ResNet-50."""
     torch.manual_seed(0)
-    reference = torchvision.models.resnet50().eval()
+    reference = ResNet(Bottleneck, [2, 2, 2, 2]).eval()
     reference.fc = torch.nn.Identity()
-    serve(tmp_path, "dino_resnet50", reference.state_dict())
+    release_resnet(tmp_path, monkeypatch, "resnet26", reference.state_dict())
     images = torch.randn(2, 3, 64, 96)
     with torch.no_grad():
         wanted = reference(images)
@@ -176,8 +183,9 @@ def test_where_nothing_was_released_the_message_says_for_what_there_are_weights(
         released.take_released_weights(args)
 
 
-def test_torch_hub_lists_the_references_names() -> None:
+def test_torch_hub_lists_the_references_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {name for name in released.RELEASES if not name.endswith((released.LANDMARKS, released.LONGER))}
     assert names < {name for name, value in vars(hubconf).items() if callable(value)}
+    small_vit(monkeypatch)
     model = torch.hub.load(str(ROOT), "dino_vits16", source="local", pretrained=False, img_size=[32], verbose=False)
-    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 384)
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 128)
