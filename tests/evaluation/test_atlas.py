@@ -35,15 +35,11 @@ def colour_encoder(readout: str = "sparo") -> Encoder:
     if readout != "sparo":
         return encoder
     with torch.no_grad():
-        for block in encoder.backbone.blocks:
-            block.attn.proj.weight.zero_()
-            block.mlp.fc2.weight.zero_()
         backbone, sparo = encoder.backbone, encoder.readout
-        backbone.pos_embed.zero_()
-        backbone.cls_token.zero_()
-        backbone.patch_embed.proj.weight.zero_()
-        backbone.patch_embed.proj.bias.zero_()
-        sparo.key_proj.weight.zero_()
+        zeros = [backbone.pos_embed, backbone.cls_token, *backbone.patch_embed.parameters(), sparo.key_proj.weight]
+        zeros += [weight for each in backbone.blocks for weight in (each.attn.proj.weight, each.mlp.fc2.weight)]
+        for weight in zeros:
+            weight.zero_()
         for channel in range(3):
             backbone.patch_embed.proj.weight[channel, channel] = 1 / PATCH**2
         for slot, channel in enumerate((0, 1, 2, 0)):

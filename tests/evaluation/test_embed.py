@@ -262,31 +262,25 @@ def change_time(photographs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "killed", "call"),
+    ("change", "name", "kill"),
     [
-        (change_pixels, "sizes_and_times", "finish_chunk", 2),
-        (change_time, "sizes_and_times", None, 0),
-        (lambda photographs: write_table(photographs, label="b"), "labels", "finish", 1),
-        (lambda photographs: write_table(photographs, label="b"), "labels", None, 0),
+        (change_pixels, "sizes_and_times", ("finish_chunk", 2)),
+        (change_time, "sizes_and_times", None),
+        (lambda photographs: write_table(photographs, label="b"), "labels", ("finish", 1)),
+        (lambda photographs: write_table(photographs, label="b"), "labels", None),
     ],
     ids=["pixels", "time", "label", "label of a finished run"],
 )
 def test_changed_images_and_labels_are_noticed(
-    change: Any,
-    name: str,
-    killed: str | None,
-    call: int,
-    weights: Path,
-    photographs: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    change: Any, name: str, kill: Any, weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: a resumed run mixed features of old and new images, and a finished one kept its old labels."""
     table = write_table(photographs)
     with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(store, "CHUNK_BATCHES", 1)
-        if killed:
-            patch.setattr(EmbeddingWriter, killed, killed_at(call, getattr(EmbeddingWriter, killed)))
+        if kill:
+            method, call = kill
+            patch.setattr(EmbeddingWriter, method, killed_at(call, getattr(EmbeddingWriter, method)))
         embed(weights, table, tmp_path / "out")
     change(photographs)
     with refused(f"holds other embeddings ({name} "):
@@ -307,22 +301,26 @@ def test_the_split_that_was_embedded_is_named(
     assert f"11 images of table {table}, 0 unreadable" in capsys.readouterr().out
 
 
-def test_half_precision_rounds_the_same_numbers(weights: Path, photographs: Path, tmp_path: Path) -> None:
-    embed(weights, photographs, tmp_path / "full")
-    embed(weights, photographs, tmp_path / "half", "--dtype", "float16")
-    full, half = (load_embeddings(tmp_path / name).arrays["encoding"] for name in ("full", "half"))
-    assert half.dtype == np.float16
-    np.testing.assert_array_equal(half, full.astype(np.float16))
-
-
-def test_arrays_are_opened_memory_mapped_and_a_second_call_changes_nothing(
+def test_arrays_are_memory_mapped_rounded_to_half_precision_if_asked_and_left_by_a_second_call(
     weights: Path, photographs: Path, tmp_path: Path
 ) -> None:
     embed(weights, photographs, tmp_path / "out")
     before = files_of(tmp_path / "out")
-    assert isinstance(load_embeddings(tmp_path / "out").arrays["encoding"], np.memmap)
     embed(weights, photographs, tmp_path / "out")
     assert files_of(tmp_path / "out") == before
+    embed(weights, photographs, tmp_path / "half", "--dtype", "float16")
+    full, half = (load_embeddings(tmp_path / name).arrays["encoding"] for name in ("out", "half"))
+    assert isinstance(full, np.memmap)
+    assert half.dtype == np.float16
+    np.testing.assert_array_equal(half, full.astype(np.float16))
+
+
+def test_the_index_is_parquet_where_pyarrow_is_installed(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
+    embed(weights, photographs, tmp_path / "out")
+    table = parquet.read_table(tmp_path / "out" / "index.parquet")
+    assert table.column("row").to_pylist() == list(range(NUM_IMAGES))
+    assert len(load_embeddings(tmp_path / "out").index["path"]) == NUM_IMAGES
 
 
 def test_unlabelled_images_have_empty_labels(weights: Path, photographs: Path, tmp_path: Path) -> None:
@@ -332,14 +330,6 @@ def test_unlabelled_images_have_empty_labels(weights: Path, photographs: Path, t
         shutil.copy(path, flat)
     embed(weights, flat, tmp_path / "out")
     assert load_embeddings(tmp_path / "out").index["label"] == [""] * NUM_IMAGES
-
-
-def test_the_index_is_parquet_where_pyarrow_is_installed(weights: Path, photographs: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
-    embed(weights, photographs, tmp_path / "out")
-    table = parquet.read_table(tmp_path / "out" / "index.parquet")
-    assert table.column("row").to_pylist() == list(range(NUM_IMAGES))
-    assert len(load_embeddings(tmp_path / "out").index["path"]) == NUM_IMAGES
 
 
 # Bad input.

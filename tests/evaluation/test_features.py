@@ -267,7 +267,7 @@ def weights_that_say_nothing(folder: Path, scale: float) -> Path:
 def test_equal_features_are_named_in_the_log_and_in_the_result(name, tmp_path, monkeypatch, caplog):
     """The bug: an encoder whose features are all equal had 50 % of two classes without a word."""
     monkeypatch.chdir(tmp_path)
-    for package in ("attention", "objects", "slots"):  # whose figures take most of the time
+    for package in ("attention", "slots"):  # whose figures take most of the time
         monkeypatch.setattr(f"dino_sparo.evaluation.{package}.command.draw", lambda *_: [])
     weights = weights_that_say_nothing(tmp_path, 0)
     run(name, ["--pretrained_weights", str(weights), *SAY_NOTHING[name], *QUICKLY])

@@ -233,11 +233,7 @@ def test_weights_that_moved_are_found_and_others_are_refused(weights: Path, phot
     ],
 )
 def test_mistakes_end_with_one_line(
-    words: tuple[str, ...],
-    message: str,
-    store: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], message: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "broken", "old"):

@@ -419,7 +419,10 @@ def test_selectivity_stands_beside_that_of_untrained_maps(monkeypatch: pytest.Mo
 
 
 def test_one_map_at_a_time_finds_one_of_two_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    measures = survey_boxes(monkeypatch, maps=1).measures(seed=0)
+    every, default, one = (survey_boxes(monkeypatch, maps=maps) for maps in (2, None, 1))
+    assert every.measures(seed=0) == default.measures(seed=0)
+    assert (one.mean_redundancy(), describe(one)) == (default.mean_redundancy(), describe(default))
+    measures = one.measures(seed=0)
     # One map alone gets all patches, so that its segment is the whole image of 16 patches.
     expected = {"jaccard": 0.5, "mbo": 1 / 16, "fg_ari": 0, "pointing": 0.5, "pointing_one_map": 0.5}
     assert {name: entry["mean"] for name, entry in measures["model"].items()} == pytest.approx(expected)
@@ -466,16 +469,15 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "draw", lambda *_: [])
 
 
+@pytest.mark.usefixtures("undrawn", "few_are_enough")
 @pytest.mark.parametrize(("readout", "kind", "count"), [("sparo", "slot", 5), ("cls", "head", 4)])
 def test_the_command_scores_slots_and_heads_beside_their_controls(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    undrawn: None,
-    few_are_enough: None,
     readout: str,
     kind: str,
     count: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = checkpoint(tmp_path, readout, seed=1)  # the untrained control has seed 0
     words = ("--pretrained_weights", path, "--data_path", "scenes:60:32", "--num_images", 20)
@@ -513,10 +515,12 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
 
 
 def test_an_untrained_encoder_has_another_one_as_its_control_and_a_result_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, undrawn: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, undrawn: None
 ) -> None:
     words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
-    result = score(*words, "--untrained", "--output_dir", tmp_path)
+    result = score(*words, "--untrained", "--maps", 2, "--output_dir", tmp_path)
+    assert (result["maps_per_score"], result["subsets_per_image"], result["num_maps"]) == (2, 5, 5)
+    assert "5 slots, 2 at a time (mean over 5 random subsets of each image)" in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.json")] == ["slot_score_sparo0_scenes-60-32_untrained.json"]
     assert result["measures"]["model"] != result["measures"]["untrained"]
     assert caplog.text.count("the encoder is untrained") == 1
@@ -536,22 +540,6 @@ def test_the_table_shows_half_of_an_interval() -> None:
     assert percent({"mean": 0.5, "interval_95": [0.4, 0.6]}) == "50.0 ± 10.0"
     assert percent({"mean": 0.5, "interval_95": [0.4, 0.6]}, "+") == "+50.0 ± 10.0"
     assert redundancy_words({"model": {"maps": float("nan")}}) == "this encoder maps -"
-
-
-@pytest.mark.slow
-def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None, few_are_enough: None
-) -> None:
-    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
-    default, every, few = score(*words), score(*words, "--maps", 5), score(*words, "--maps", 2)
-    assert {**every, "options": {}} == {**default, "options": {}}
-    assert (default["maps_per_score"], few["maps_per_score"], few["num_maps"]) == (5, 2, 5)
-    assert few["subsets_per_image"] == 5
-    for row in ("model", "untrained", "moved"):
-        assert few["measures"][row]["jaccard"]["mean"] < default["measures"][row]["jaccard"]["mean"]
-    for part in ("redundancy", "maps", "selectivity"):
-        assert few[part] == default[part]
-    assert "5 slots, 2 at a time (mean over 5 random subsets of each image)" in capsys.readouterr().out
 
 
 # Two encoders matched.

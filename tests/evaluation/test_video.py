@@ -85,6 +85,7 @@ def test_the_video_shows_slots_or_heads(
     result = generate(checkpoint, frames, folder, **more)
     assert result == json.loads((folder / "video.json").read_text())
     assert (len(set(result["maps"])) if isinstance(maps, int) else result["maps"]) == maps
+    assert set(result["maps"]) <= set(range(5))
     pictures = list_pictures(folder / "attention")
     assert [path.name for path in pictures] == [f"attn-f{number}.jpg" for number in (9, 10, 11)]
     with Image.open(folder / "video.gif") as video:
