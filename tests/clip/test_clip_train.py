@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("open_clip")
 
+from image_files import write_images
 from objectives import bare
 from runs import checkpoint_of, epochs_of, train_small
-from test_objectives import image_folders
 
 from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.clip.loss import clip_loss
@@ -240,7 +240,7 @@ def test_a_warm_up_longer_than_the_run_is_shortened_to_a_tenth_of_it(
 
 
 def test_samples_left_out_from_the_beginning_count_too(tmp_path: Path) -> None:
-    images = image_folders(tmp_path / "images", broken=1)
+    images = write_images(tmp_path / "images", broken=1, classes=("dog", "cat"))
     rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))] + 5 * [",alone"]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
     with pytest.raises(TooManyCorruptError, match=r"6 of 17 pairs are unreadable \(1 in this epoch\), more than"):
@@ -275,9 +275,8 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_probe_needs_labels(tmp_path: Path) -> None:
-    image_folders(tmp_path / "images", broken=0)
     with pytest.raises(ValueError, match="no labels"):
-        run(tmp_path / "run", zero_shot_freq=1, zero_shot_path=tmp_path / "images" / "cat")
+        run(tmp_path / "run", zero_shot_freq=1, zero_shot_path=write_images(tmp_path / "images"))
 
 
 def test_a_share_of_the_batch_is_the_same_for_all() -> None:
