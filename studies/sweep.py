@@ -90,19 +90,26 @@ def _config(result: Mapping[str, Any]) -> CLIPConfig:
 
 
 def protocol_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Protocol of an evaluation by part and name, without the entries that depend on the model."""
-    protocol: dict[str, Any] = {}
-    for part in PROTOCOL:
-        entries = result[part] if isinstance(result[part], dict) else {"": result[part]}
-        protocol |= {f"{part} {name}".strip(): value for name, value in entries.items() if name not in PER_MODEL}
+    """Protocol of an evaluation, without the entries that depend on the model."""
+    protocol = {part: result[part] for part in PROTOCOL if part in result}
+    for part, value in protocol.items():
+        if isinstance(value, dict):
+            protocol[part] = {name: each for name, each in value.items() if name not in PER_MODEL}
     return protocol
+
+
+def _flat(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a protocol by part and name."""
+    parts = {part: value if isinstance(value, dict) else {"": value} for part, value in protocol.items()}
+    return {f"{part} {name}".strip(): value for part, entries in parts.items() for name, value in entries.items()}
 
 
 def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse results of different images, prompts or similarities."""
     (first, expected), *others = results.items()
     for name, result in others:
-        if changed := differences(protocol_of(expected), protocol_of(result), f"in {first}", f"in {name}"):
+        sides = _flat(protocol_of(expected)), _flat(protocol_of(result))
+        if changed := differences(sides[0], sides[1], f"in {first}", f"in {name}"):
             raise UserError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models in the same way")
 
 

@@ -42,7 +42,7 @@ FOREIGN_WEIGHTS: Group = {
 
 def foreign_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that describe foreign weights: architecture, patch size and activation."""
-    return {name: getattr(args, name) for name in FOREIGN_WEIGHTS}
+    return {name: getattr(args, name) for name in ("arch", "patch_size", "quick_gelu")}
 
 
 EXPORTED: Group = {

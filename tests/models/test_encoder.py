@@ -242,7 +242,7 @@ def test_pixels_beyond_the_last_whole_patch_are_left_out(encoder) -> None:
 
 
 def test_an_empty_list_of_crops_is_refused(encoder) -> None:
-    with pytest.raises(RuntimeError, match="non-empty list"):
+    with pytest.raises((RuntimeError, ValueError), match="non-empty list"):  # which one depends on torch
         encoder([])
 
 

@@ -129,16 +129,17 @@ def require_few_missing(
     missing: int,
     total: int,
     problem: str,
-    share: float = MAX_MISSING,
+    share: float | None = None,
     data: str = "",
     remedy: str = "Is this the right folder, and the whole of it?",
 ) -> None:
-    """UserError if more than a share of the data is missing.
+    """UserError if more than a share of the data, by default `MAX_MISSING`, is missing.
 
     `problem` says in words what is missing, and where; `data` opens the message.
     """
-    if missing > share * total:
-        raise UserError(f"{data}{missing} of {total} {problem}; at most {100 * share:g} % of them may be. {remedy}")
+    allowed = MAX_MISSING if share is None else share
+    if missing > allowed * total:
+        raise UserError(f"{data}{missing} of {total} {problem}; at most {100 * allowed:g} % of them may be. {remedy}")
 
 
 # By data path.
