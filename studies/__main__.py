@@ -4,7 +4,8 @@ python -m studies scenes
 python -m studies binding --help        # which encoders know which colour belongs to which shape
 python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
 python -m studies drawn-sets --help     # scenes in the layouts of compositional benchmarks
-python -m studies ibot --help          # iBOT compared with DINO and SimDINO, and continued trainings
+python -m studies ibot --help           # iBOT compared with DINO and SimDINO, and continued trainings
+python -m studies maps                  # how well the maps of `scenes` find objects, and what single slots encode
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
 python -m studies uses                  # for what the slots of `scenes` help a frozen encoder
@@ -23,7 +24,7 @@ from dino_sparo.__main__ import run
 from dino_sparo.demo.run import RunCommand
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from studies import drawn_sets, ibot, probes, sweep, uses
+from studies import drawn_sets, ibot, probes, slots, sweep, uses
 from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
@@ -46,6 +47,7 @@ EXPERIMENTS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
     "binding": (binding, binding.run_binding),
     "drawn-sets": (drawn_sets, lambda args, _: drawn_sets.main(args)),
     "ibot": (ibot, partial(measure, ibot)),
+    "maps": (slots, partial(measure, slots)),
     "oc-splits": (oc_splits, oc_splits.run_splits),
     "probes": (probes, partial(measure, probes)),
     "sweep": (sweep, lambda args, _: sweep.collect(args)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from dino_sparo.runtime.cli import Group, Option, option_words, say
 from dino_sparo.runtime.faults import MendableError
-from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
+from dino_sparo.runtime.files import differences, git_hash, parse_object, read_log, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.plans import CHOICE_SEED, STUDIES, Study
 
@@ -186,8 +186,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         if not isinstance(end.__context__, NonFiniteLossError):
             raise
         diverged = str(end.__context__)
-    seconds, log = _processor_seconds() - before, folder / "log.txt"
-    epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    seconds, epochs = _processor_seconds() - before, read_log(folder)
     columns = ("step", "train_loss", "knn_20", "val_loss")
     result: dict[str, Any] = {
         "run": one.name,

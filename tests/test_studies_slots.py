@@ -1,6 +1,7 @@
 """Slots of a study's encoders: what is asked of which command, and what the tables say."""
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def asked_of(results: Path) -> list[tuple[str, dict[str, str], bool]]:
     commands = Commands()
-    slots.measure_missing(results.parent / "out", results, commands)
+    slots.measure_missing(Namespace(output_dir=results.parent / "out", results=results), commands)
     return commands.asked
 
 
@@ -110,4 +111,4 @@ def test_the_tables_are_of_the_measured_encoders(results: Path) -> None:
 def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
     page = "\n\n".join((ROOT / name).read_text() for name in ("docs/results.md", "studies/README.md"))
     for table in filter(None, slots.report(runs.RESULTS).split("\n\n")):
-        assert table in page, "python -m studies.slots"
+        assert table in page, "python -m studies maps"

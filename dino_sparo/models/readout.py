@@ -117,6 +117,8 @@ class ClassTokenReadout(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, 1, D) and attention (B, 1, N); a mask has no effect."""
+        if mask is not None:
+            _checked_mask(mask, tokens)
         attention = torch.zeros_like(tokens[:, None, :, 0])
         attention[:, :, 0] = 1
         return ReadoutOutput(slots=tokens[:, :1], attention=attention)
@@ -143,10 +145,8 @@ class AveragePoolReadout(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Slots (B, 1, D) and uniform attention (B, 1, N)."""
-        allowed = torch.ones_like(tokens[:, None, :, 0])
-        if mask is not None:
-            allowed = allowed.masked_fill(~mask[:, None, :], 0)
-        attention = allowed / allowed.sum(dim=-1, keepdim=True)
+        allowed = torch.ones_like(tokens[..., 0]) if mask is None else _checked_mask(mask, tokens).to(tokens.dtype)
+        attention = (allowed / allowed.sum(dim=-1, keepdim=True))[:, None, :]
         return ReadoutOutput(slots=attention @ tokens, attention=attention)
 
 
@@ -176,7 +176,17 @@ def pool(
     """The attention of each query, which is compared with the tokens, and its mean of the tokens; mask: (B, N)."""
     scores = (tokens @ token_queries.t()).transpose(1, 2)
     if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, :], -math.inf)
+        scores = scores.masked_fill(~_checked_mask(mask, tokens)[:, None, :], -math.inf)
     # Under autocast the softmax runs in fp32 and the product below casts it back.
     attention = scores.softmax(dim=-1)
     return attention, attention @ tokens
+
+
+def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
+    """The mask, if it is a bool tensor of shape (B, N)."""
+    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+        raise UserError(
+            f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape "
+            f"{tuple(tokens.shape[:2])}, True where a token may be attended"
+        )
+    return mask

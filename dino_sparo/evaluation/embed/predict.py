@@ -76,15 +76,12 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
     """Fit the classifier, measure and predict; the keys of `stores` are the paths in the options."""
     labelled = stores[args.folder]
     others = {folder: stores[folder] for folder in (args.images, args.val) if folder}
-    record = output.with_suffix(".json")
-    labelled.array(args.what)
-    for other in others.values():
-        other.array(args.what)
-        store.require_same_encoder(labelled, other)
-    features, labels = _labelled_rows(labelled, args.what, args.folder)
-    warnings = _warnings_of_fitted_images(labelled, others, args.what)
-    for folder, embeddings in {args.folder: labelled, **others}.items():
+    record, warnings = output.with_suffix(".json"), []
+    for folder, embeddings in stores.items():
         warnings += store.check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
+        store.require_same_encoder(labelled, embeddings)
+    features, labels = _labelled_rows(labelled, args.what, args.folder)
+    warnings += _warnings_of_fitted_images(labelled, others, args.what)
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
     accuracy_on = {}
     for folder, other in others.items():
@@ -98,7 +95,7 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
         "headline": [score._asdict() for score in scores],
         "data": {"name": args.folder},
         "embeddings": {"labelled": args.folder, "images": args.images, "val": args.val, "what": args.what},
-        "files": {folder: each.source(args.what)["file"] for folder, each in {args.folder: labelled, **others}.items()},
+        "files": {folder: each.source(args.what)["file"] for folder, each in stores.items()},
         "encoder": labelled.record["encoder"],
         "classifier": {"name": "LogisticRegression", "C": classifier.C, "seed": args.seed},
         "classes": classifier.classes_.tolist(),

@@ -138,9 +138,8 @@ def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
             "embed both with the same checkpoint"
         )
     theirs, ours = options_of(other), options_of(embeddings)
-    known = {
-        name: value for name, value in ours.items() if None not in (value, theirs[name])
-    }  # older records lack some
+    # Older records lack some.
+    known = {name: value for name, value in ours.items() if None not in (value, theirs[name])}
     if different := differences(theirs, known, f"in {other.folder}", f"in {embeddings.folder}"):
         logger.warning("features may not be comparable, as images were read differently: %s", "; ".join(different))
 
