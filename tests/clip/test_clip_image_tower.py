@@ -9,7 +9,7 @@ pytest.importorskip("open_clip")
 
 import oc_clip_fakes
 from clip_fakes import save_clip, small_checkpoint, small_clip
-from PIL import Image
+from image_files import write_images
 
 import eval_knn
 import eval_linear
@@ -55,10 +55,8 @@ def test_every_evaluation_of_encoders_takes_an_image_text_checkpoint(
 ) -> None:
     path, data = tmp_path / "clip.pth", tmp_path / "images"
     weights = oc_clip_fakes.small_checkpoint(path) if kind == "OC-CLIP" else small_checkpoint(path, kind)
-    for number in range(12):
-        path = data / ("val" if number % 3 == 0 else "train") / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((32, 32), 10 + 20 * number).convert("RGB").save(path)
+    for split, number in (("train", 8), ("val", 4)):
+        write_images(data / split, number, classes=("class0", "class1"))
     common = ["--pretrained_weights", str(weights), "--output_dir", str(tmp_path)]
     evaluation = [*common, "--data_path", str(data), "--device", "cpu", "--num_workers", "0"]
     eval_knn.main([*evaluation, "--nb_knn", "2"])

@@ -275,9 +275,8 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, 
 
 
 def test_a_probe_needs_labels(tmp_path: Path) -> None:
-    write_images(tmp_path / "images", classes=("dog", "cat"))
     with pytest.raises(ValueError, match="no labels"):
-        run(tmp_path / "run", zero_shot_freq=1, zero_shot_path=tmp_path / "images" / "cat")
+        run(tmp_path / "run", zero_shot_freq=1, zero_shot_path=write_images(tmp_path / "images"))
 
 
 def test_a_share_of_the_batch_is_the_same_for_all() -> None:
