@@ -54,7 +54,7 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     barrier()
     before, begin = private_memory(), time.perf_counter()
     pairs = PairPath(folder)
-    with opened_together(pairs.index, folder):
+    with opened_together(pairs.kind, folder):
         source = pairs.open()
     report = number, time.perf_counter() - begin, len(source), (private_memory() - before) / len(source)
     barrier()

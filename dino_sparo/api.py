@@ -12,7 +12,6 @@ process.
 """
 
 import contextlib
-import json
 import logging
 import multiprocessing
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dino_sparo.commands import COMMANDS, command_for, parse_keywords
 from dino_sparo.runtime.faults import UserError, explain_full_memory
+from dino_sparo.runtime.files import read_log
 
 if TYPE_CHECKING:
     from dino_sparo.models.encoder import Encoder
@@ -57,13 +57,7 @@ class Result:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The rows of a training's log.txt, one per epoch; empty for other commands."""
-        return _history(Path(self.options["output_dir"])) if self.command in TRAININGS else []
-
-
-def _history(folder: Path) -> list[dict[str, Any]]:
-    """The rows of log.txt; there is none before the first epoch has ended."""
-    path = folder / "log.txt"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return read_log(Path(self.options["output_dir"])) if self.command in TRAININGS else []
 
 
 def call(command: str, **options: Any) -> Result:
@@ -85,7 +79,7 @@ def call(command: str, **options: Any) -> Result:
     if command not in TRAININGS:
         return Result(command, options.get("pretrained_weights") or None, results, options)
     folder = Path(args.output_dir)
-    return Result(command, folder / "checkpoint.pth", (_history(folder) or [{}])[-1], options)
+    return Result(command, folder / "checkpoint.pth", (read_log(folder) or [{}])[-1], options)
 
 
 @contextlib.contextmanager

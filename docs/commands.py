@@ -30,14 +30,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
             continue
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if actions:
-            lines += [
-                f"**{group.title}**",
-                "",
-                "| Option | Default | Meaning |",
-                "|---|---|---|",
-                *map(row, actions),
-                "",
-            ]
+            lines += [f"**{group.title}**", "", *HEADER, *map(row, actions), ""]
     return lines
 
 

@@ -4,7 +4,8 @@ python -m studies scenes
 python -m studies binding --help        # which encoders know which colour belongs to which shape
 python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
 python -m studies drawn-sets --help     # scenes in the layouts of compositional benchmarks
-python -m studies ibot --help          # iBOT compared with DINO and SimDINO, and continued trainings
+python -m studies ibot --help           # iBOT compared with DINO and SimDINO, and continued trainings
+python -m studies maps                  # how well the maps of `scenes` find objects, and what single slots encode
 python -m studies probes                # all probes on the encoders of the studies, and on demo
 python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
 python -m studies uses                  # for what the slots of `scenes` help a frozen encoder
@@ -15,6 +16,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +24,7 @@ from dino_sparo.__main__ import run
 from dino_sparo.demo.run import RunCommand
 from dino_sparo.runtime.cli import Option, Parser, positive_int, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from studies import drawn_sets, ibot, probes, sweep, uses
+from studies import drawn_sets, ibot, probes, slots, sweep, uses
 from studies.binding import run as binding
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
@@ -32,27 +34,24 @@ from studies.runs import FOLDERS, make_runs
 logger = logging.getLogger(__name__)
 
 
-def measurement(study: ModuleType) -> tuple[Callable[[], Parser], Callable[..., Any]]:
-    """Entry of an experiment that measures what is missing, unless --report is given, and prints its tables."""
-
-    def body(args: argparse.Namespace, command: RunCommand) -> str:
-        if not args.report:
-            study.measure_missing(args, command)
-        say(tables := study.report(args.results))
-        return tables
-
-    return study.get_args_parser, body
+def measure(study: ModuleType, args: argparse.Namespace, command: RunCommand) -> str:
+    """Measure what is missing, unless --report is given; print and return the tables."""
+    if not args.report:
+        study.measure_missing(args, command)
+    say(tables := study.report(args.results))
+    return tables
 
 
-# Experiments with further options: parser, and body(options, run of a command).
-EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
-    "binding": (binding.get_args_parser, binding.run_binding),
-    "drawn-sets": (drawn_sets.parser, lambda args, _: drawn_sets.main(args)),
-    "ibot": measurement(ibot),
-    "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
-    "probes": measurement(probes),
-    "sweep": (sweep.get_args_parser, lambda args, _: sweep.collect(args)),
-    "uses": measurement(uses),
+# Experiments with further options: the module of these OPTIONS, and body(options, run of a command).
+EXPERIMENTS: dict[str, tuple[ModuleType, Callable[..., Any]]] = {
+    "binding": (binding, binding.run_binding),
+    "drawn-sets": (drawn_sets, lambda args, _: drawn_sets.main(args)),
+    "ibot": (ibot, partial(measure, ibot)),
+    "maps": (slots, partial(measure, slots)),
+    "oc-splits": (oc_splits, oc_splits.run_splits),
+    "probes": (probes, partial(measure, probes)),
+    "sweep": (sweep, lambda args, _: sweep.collect(args)),
+    "uses": (uses, partial(measure, uses)),
 }
 
 
@@ -69,6 +68,12 @@ OPTIONS = {
 }
 
 
+def parser_of(name: str) -> Parser:
+    """The options of an experiment."""
+    module = EXPERIMENTS[name][0]
+    return Parser(module.OPTIONS, f"studies {name}", module.__doc__)
+
+
 def get_args_parser() -> Parser:
     """The options of a study."""
     questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
@@ -83,10 +88,9 @@ def main(argv: Sequence[str] | None = None) -> Any:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in EXPERIMENTS:
-        parser, body = EXPERIMENTS[words[0]]
-        options = parser().parse_args(words[1:])
+        options = parser_of(words[0]).parse_args(words[1:])
         with errors_in_one_line(logger):
-            return body(options, run)
+            return EXPERIMENTS[words[0]][1](options, run)
     return run_study(get_args_parser().parse_args(words))
 
 
@@ -97,7 +101,7 @@ def run_study(args: argparse.Namespace) -> str:
     with errors_in_one_line(logger):
         if not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
-            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
+            make_runs(args)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         picture = args.output_dir / f"{args.name}.png"

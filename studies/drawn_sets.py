@@ -24,7 +24,7 @@ from dino_sparo.data.scenes.images import Scenes, draw_scene
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.evaluation.embed.store import write_csv
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
-from dino_sparo.runtime.cli import Option, Parser, positive_int, say
+from dino_sparo.runtime.cli import Option, positive_int, say
 from dino_sparo.runtime.lock import create_output_dir
 
 
@@ -213,15 +213,14 @@ def draw_sets(root: Path, num: int, size: int, seed: int = 0) -> Path:
     return root
 
 
-def parser() -> Parser:
-    """The options."""
-    options = {
+OPTIONS = {
+    "scenes": {
         "output_dir": Option(None, "Folder to write to.", is_required=True),
         "num": Option(500, "Questions per set and part.", positive_int),
         "img_size": Option(48, "Side of the pictures in pixels.", positive_int),
         "seed": Option(0, "Another seed gives other scenes."),
     }
-    return Parser({"scenes": options}, "studies drawn-sets", __doc__)
+}
 
 
 def main(args: argparse.Namespace) -> None:

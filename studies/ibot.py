@@ -37,7 +37,7 @@ from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.knn_probe import NEIGHBOURS, TEMPERATURE
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.cli import Option, Parser, option_words, positive_number, say
+from dino_sparo.runtime.cli import Option, option_words, positive_number, say
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.report import markdown, mean_and_deviation
 from studies.runs import FOLDERS
@@ -72,11 +72,6 @@ OPTIONS = {
         "report": Option(False, "Train nothing: tables of the results so far."),
     }
 }
-
-
-def get_args_parser() -> Parser:
-    """The options of the study."""
-    return Parser(OPTIONS, "studies ibot", __doc__)
 
 
 def measure_missing(args: argparse.Namespace, run: RunCommand) -> None:

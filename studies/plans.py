@@ -39,16 +39,6 @@ SLOT_SIZES = {"num_slots": "sparo_slots", "slot_dim": "sparo_slot_dim", "key_dim
 RANDOM_READERS = ("cls", "gap", "sparo")  # the variants whose blocks are also read by random slots
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A finished training run."""
-
-    folder: Path
-    variant: str
-    seed: int
-    data: str
-
-
 def with_random_slots(weights: Path | str, folder: Path, seed: int, one_block_less: bool = False) -> Path:
     """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide, untrained slots.
 
@@ -73,24 +63,23 @@ def with_random_slots(weights: Path | str, folder: Path, seed: int, one_block_le
     return path
 
 
-def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
-    """20-NN and linear probes of the trained and of the untrained encoder.
+def dino_scores(folder: Path, variant: str, seed: int, data: str, run: RunCommand) -> Scores:
+    """20-NN and linear probes of the trained and of the untrained encoder of a run, whose folder is given.
 
     The paper's probe reads four layers, whose width differs between encoders; `ENCODING_PROBE` reads the encoding
     alone. `DINO_CONTROLS` has encodings as wide as SPARO's.
     """
-    shared = option_words({"data_path": trained.data, "device": "cpu", "seed": trained.seed})
-    shared += option_words({"num_workers": 1, "img_size": img_size})
+    shared = option_words({"data_path": data, "device": "cpu", "seed": seed, "num_workers": 1, "img_size": 32})
 
-    def knn(path: Path, folder: str, *words: str) -> float:
-        place = option_words({"pretrained_weights": path, "output_dir": trained.folder / folder})
+    def knn(path: Path, part: str, *words: str) -> float:
+        place = option_words({"pretrained_weights": path, "output_dir": folder / part})
         return float(run("knn", [*shared, *place, *words, "--nb_knn", "20"])["results"][0]["top1"])
 
-    def probe(path: Path, folder: str, *words: str) -> float:
-        place = option_words({"pretrained_weights": path, "output_dir": trained.folder / folder})
+    def probe(path: Path, part: str, *words: str) -> float:
+        place = option_words({"pretrained_weights": path, "output_dir": folder / part})
         return float(run("linear", [*shared, *place, *words, *PROBE])["best"]["top1"])
 
-    path, alone, four = trained.folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
+    path, alone, four = folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
 
     def measures(*state: str) -> dict[str, float]:
         scores = {
@@ -98,21 +87,21 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
             "linear probe": probe(path, "blocks", *state),
             ENCODING_PROBE: probe(path, "encoding", *state, *alone),
         }
-        return scores | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
+        return scores | ({WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if variant == "cls" else {})
 
     found = {"untrained": measures("--untrained"), "trained": measures()}
     for one_block_less, name, nearest, linear in RANDOM_CONTROLS:
-        if trained.variant in RANDOM_READERS and not (one_block_less and trained.variant == "sparo"):
-            random = with_random_slots(path, trained.folder, trained.seed, one_block_less)
+        if variant in RANDOM_READERS and not (one_block_less and variant == "sparo"):
+            random = with_random_slots(path, folder, seed, one_block_less)
             found["trained"] |= {nearest: knn(random, name), linear: probe(random, name, *alone)}
     return found
 
 
-def clip_scores(trained: Trained, run: RunCommand) -> Scores:
+def clip_scores(folder: Path, variant: str, seed: int, data: str, run: RunCommand) -> Scores:
     """Zero-shot accuracy, and accuracy on true against swapped captions."""
-    data_path, pairs = trained.data.split(maxsplit=1)
+    data_path, pairs = data.split(maxsplit=1)
     values = {"images": data_path, "pairs": pairs}
-    return {"trained": evaluate(CLIP_DEMO, trained.variant, trained.folder, values, "cpu", run)}
+    return {"trained": evaluate(CLIP_DEMO, variant, folder, values, "cpu", run)}
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,7 @@ class Study:
         learning_rates: candidates, of which each variant takes the best.
         choose: last line of log.txt -> quality of a learning rate; larger is better.
         prepare: (--data_path, folder, run of a command) -> (training data, evaluation data).
-        evaluate: (run, run of a command) -> all scores.
+        evaluate: (folder, variant, seed, evaluation data, run of a command) -> all scores.
     """
 
     question: str
@@ -147,7 +136,7 @@ class Study:
     learning_rates: Sequence[float]
     choose: Callable[[Mapping[str, Any]], float]
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
-    evaluate: Callable[[Trained, RunCommand], Scores]
+    evaluate: Callable[[Path, str, int, str, RunCommand], Scores]
     commands: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)

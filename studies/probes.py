@@ -15,7 +15,7 @@ from typing import Any
 
 from dino_sparo.demo.run import RunCommand, read_recipe
 from dino_sparo.evaluation.linear.attentive import best_of_each
-from dino_sparo.runtime.cli import Option, Parser, option_words
+from dino_sparo.runtime.cli import Option, option_words
 from dino_sparo.runtime.files import git_hash, write_json
 from studies.plans import EQUAL_RATE, SLOT_SIZES, STUDIES, with_random_slots
 from studies.report import markdown, mean_and_deviation
@@ -38,14 +38,13 @@ PROTOCOL = {
 }
 
 
-def get_args_parser() -> Parser:
-    """The options of the study."""
-    options = {
+OPTIONS = {
+    "study": {
         "data_path": Option(None, "Class folders of CIFAR-10; without them the encoders of scenes are probed."),
         **FOLDERS,
         "report": Option(False, "Probe nothing: the table of the results so far."),
     }
-    return Parser({"study": options}, "studies probes", __doc__)
+}
 
 
 def measure(weights: Path | str, folder: Path, seed: int, data: str, command: RunCommand) -> dict[str, dict[str, Any]]:

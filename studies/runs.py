@@ -1,12 +1,13 @@
 """The runs of a study -> one small result file each. Finished runs are skipped; interrupted ones resume."""
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 
 from dino_sparo.runtime.cli import Group, Option, option_words, say
 from dino_sparo.runtime.faults import MendableError
-from dino_sparo.runtime.files import differences, git_hash, parse_object, write_json
+from dino_sparo.runtime.files import differences, git_hash, parse_object, read_log, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
-from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
+from studies.plans import CHOICE_SEED, STUDIES, Study
 
 RESULTS = Path(__file__).parent / "results"
 FOLDERS: Group = {
@@ -100,24 +101,17 @@ def reported_runs(name: str, results: Path) -> list[Run]:
     return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in rows]
 
 
-def make_runs(
-    name: str,
-    data_path: str | None,
-    output_dir: Path,
-    results: Path,
-    jobs: int,
-    seeds: Collection[int] | None = None,
-) -> None:
+def make_runs(args: argparse.Namespace) -> None:
     """Make all runs of a study that have no result; runs that choose the learning rate come first."""
     from dino_sparo.__main__ import run
 
-    folder = output_dir / name
+    folder, results = args.output_dir / args.name, args.results
     folder.mkdir(parents=True, exist_ok=True)
-    train, evaluated = STUDIES[name].prepare(data_path, folder, run)
+    train, evaluated = STUDIES[args.name].prepare(args.data_path, folder, run)
     for runs_of in (choosing_runs, partial(reported_runs, results=results)):  # the first choose the others' rates
-        wanted = [one for one in runs_of(name) if seeds is None or one.only_chooses or one.seed in seeds]
+        wanted = [one for one in runs_of(args.name) if not args.seeds or one.only_chooses or one.seed in args.seeds]
         missing = [one for one in wanted if one.result(results) is None]
-        start_runs(missing, train, folder, evaluated, results, jobs)
+        start_runs(missing, train, folder, evaluated, results, args.jobs)
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -192,8 +186,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         if not isinstance(end.__context__, NonFiniteLossError):
             raise
         diverged = str(end.__context__)
-    seconds, log = _processor_seconds() - before, folder / "log.txt"
-    epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    seconds, epochs = _processor_seconds() - before, read_log(folder)
     columns = ("step", "train_loss", "knn_20", "val_loss")
     result: dict[str, Any] = {
         "run": one.name,
@@ -208,7 +201,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         return {**result, "diverged": diverged}
     if not one.only_chooses:
         before = _processor_seconds()
-        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+        result["scores"] = study.evaluate(folder, one.variant, one.seed, evaluated, run)
         result["evaluation_processor_s"] = round(_processor_seconds() - before)
     optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {

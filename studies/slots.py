@@ -1,11 +1,12 @@
 """Encoders of the study `scenes`: how well their maps find objects, and what single slots encode.
 
-    python -m studies.slots --output_dir output/studies
+    python -m studies maps --output_dir output/studies
 
 `cls` is measured at its own learning rate and at that of `sparo`. Needs the checkpoints of `python -m studies scenes`
 in that folder. Writes a small result file per run and prints tables.
 """
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.cli import Parser, option_words, say
+from dino_sparo.runtime.cli import Option, option_words
 from dino_sparo.runtime.files import write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import differences, interval_table, markdown, mean_and_deviation
@@ -27,6 +28,7 @@ OBJECTS, LABELLED, IMG_SIZE = "scenes:2000:64", "scenes:4000:48", 32
 NUM_MAPS = 4  # scored together: `cls` has four heads
 COMPARED = ("untrained", "other_image", "moved")  # rows of slots score that are subtracted from the encoder's
 
+OPTIONS = {"study": {**FOLDERS, "report": Option(False, "Measure nothing: the tables of the results so far.")}}
 Found = dict[str, dict[int, dict[str, Any]]]  # row -> seed -> result
 
 
@@ -77,9 +79,9 @@ def runs_with_maps(results: Path) -> dict[str, list[Run]]:
     return {row: [Run(STUDY, *rows[row], seed) for seed in STUDIES[STUDY].seeds] for row in WITH_MAPS if row in rows}
 
 
-def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> None:
+def measure_missing(args: argparse.Namespace, command: RunCommand) -> None:
     """Measure the reported runs that have a checkpoint and no result yet."""
-    folder = output_dir / STUDY
+    folder, results = args.output_dir / STUDY, args.results
     for run in (run for runs in runs_with_maps(results).values() for run in runs if run.result(results)):
         path = results / STUDY / "slots" / f"{run.name}.json"
         if not path.exists() and is_finished(folder / run.name, run):
@@ -171,16 +173,3 @@ def match_table(found: Found) -> str:
         if "match" in result
     ]
     return markdown(["seeds", *names.values()], rows)
-
-
-def main() -> None:
-    """Run the missing measurements, print the tables."""
-    from dino_sparo.__main__ import run
-
-    args = Parser({"folders": FOLDERS}, "studies.slots", __doc__).parse_args()
-    measure_missing(args.output_dir, args.results, run)
-    say(report(args.results))
-
-
-if __name__ == "__main__":
-    main()

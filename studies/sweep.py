@@ -21,7 +21,7 @@ from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.draw.tables import text_table
-from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.cli import Option, say
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import differences, parse_json, write_json
 from dino_sparo.runtime.logs import setup_logging
@@ -34,14 +34,13 @@ RECORD_OF_WEIGHTS = ("pretrained_weights", "sha256", "epoch")
 MAX_COLUMNS = 5  # columns of a legend
 
 
-def get_args_parser() -> Parser:
-    """The options of the sweep."""
-    options = {
+OPTIONS = {
+    "trained models": {
         "inputs": Option([], "Results of dino-sparo zero-shot (.json).", str, nargs="*", is_positional=True),
         "metric": Option("top1", "The accuracy to compare.", choices=METRICS),
         "output_dir": Option(None, "Folder of the result; by default the folder of all inputs."),
     }
-    return Parser({"trained models": options}, "studies sweep")
+}
 
 
 @dataclass(frozen=True)

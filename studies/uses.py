@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, SHAPES, TEXTURES
 from dino_sparo.demo.run import RunCommand
 from dino_sparo.evaluation.embed.store import load_embeddings
-from dino_sparo.runtime.cli import Option, Parser, option_words
+from dino_sparo.runtime.cli import Option, option_words
 from dino_sparo.runtime.files import git_hash, write_json
 from dino_sparo.weights.results import scores_of
 from studies.drawn_uses import SIZE, draw_data
@@ -101,13 +101,7 @@ USES = (
 )
 
 
-def get_args_parser() -> Parser:
-    """The options of the study."""
-    options = {
-        **FOLDERS,
-        "report": Option(False, "Measure nothing: the table of the results so far."),
-    }
-    return Parser({"study": options}, "studies uses", __doc__)
+OPTIONS = {"study": {**FOLDERS, "report": Option(False, "Measure nothing: the table of the results so far.")}}
 
 
 def measure(

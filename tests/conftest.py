@@ -70,6 +70,12 @@ def two_ranks() -> Generator[TwoRanks, None, None]:
 
 
 @pytest.fixture
+def no_sheets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sheets of pairs are empty files: to draw one takes longer than all else that the command does."""
+    monkeypatch.setattr("dino_sparo.image_text.picture_pairs.save_sheet", lambda _, path: path.touch())
+
+
+@pytest.fixture
 def stopped(first_steps: Path, tmp_path: Path) -> Path:
     """A copy of a run that a test may resume; `first_steps` is the stopped run of the test's file."""
     return Path(shutil.copytree(first_steps, tmp_path / "stopped"))

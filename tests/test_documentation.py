@@ -15,6 +15,7 @@ from dino_sparo.__main__ import find_command
 from dino_sparo.commands import COMMANDS
 from dino_sparo.submit import get_submission_parser
 from studies.__main__ import EXPERIMENTS
+from studies.__main__ import parser_of as parser_of_study
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
@@ -93,7 +94,7 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
         module = words[words.index("--module") + 1] if "--module" in words else "main_dino"
         return get_submission_parser(module)
     if name in EXPERIMENTS:
-        return EXPERIMENTS[name][0]()
+        return parser_of_study(name)
     found = find_command(name.split())
     assert found is not None, f"there is no command {name!r}"
     name = found[0]
@@ -138,7 +139,7 @@ def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
 
 
 def known_options() -> set[str]:
-    parsers: list[argparse.ArgumentParser] = [parser() for parser, _ in EXPERIMENTS.values()]
+    parsers: list[argparse.ArgumentParser] = [parser_of_study(name) for name in EXPERIMENTS]
     parsers += [command.parser() for command in COMMANDS.values() if command.parser is not None]
     parsers += [
         get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train", "dino_sparo.oc_clip.train")

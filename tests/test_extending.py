@@ -53,6 +53,12 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         table.update(entries)
 
 
+def result_of(name: str) -> dict:
+    """The only result whose file begins with this name."""
+    (path,) = Path().glob(f"{name}_*.json")
+    return json.loads(path.read_text())
+
+
 def small(words: list[str]) -> list[str]:
     """A command of the page with tiny images and, for a training, a tiny model."""
     is_training = "--output_dir" in words
@@ -62,7 +68,7 @@ def small(words: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file more than once
-def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_load_is_not_exported(
+def test_every_command_of_the_page_runs_with_its_result_and_what_others_could_not_load_is_not_exported(
     tmp_path: Path, python: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("open_clip")
@@ -90,6 +96,18 @@ def test_every_command_of_the_page_runs_to_its_end_and_what_others_could_not_loa
             python(tmp_path / rest[0], *small(rest[1:]))
         else:
             main(small(rest))
+    assert result_of("runs/topk/knn")["feature"]["dim"] == 3 * 5
+    backbone = load_encoder(Path("runs/flat/checkpoint.pth")).backbone
+    assert (backbone.embed_dim, len(backbone.model.blocks)) == (192, 5)
+    assert load_checkpoint(Path("runs/video/checkpoint.pth"))["num_images"] == 40
+    images = result_of("runs/video/knn")["images"]
+    assert (images["num_train"], images["num_val"]) == (40, 10)
+    (benchmark,) = result_of("runs/clip/compositional")["benchmarks"].values()
+    assert benchmark["splits"]["colours"]["num_questions"] == 1
+    Path("data/colours.json").write_text('[{"image": "1.png", "right": 3, "wrong": "a blue cup"}]')
+    (evaluation,) = (command for command in COMMANDS if "my_benchmark.py" in command)
+    with pytest.raises(SystemExit, match="1"):
+        python(tmp_path / "my_benchmark.py", *small(shlex.split(evaluation)[2:]))
     for script, run, part in (
         ("my_readout", "topk", "--readout topk"),
         ("my_backbone", "flat", "--arch timm/vit_flat"),
@@ -122,16 +140,12 @@ def test_the_new_evaluation_has_a_result_with_its_whole_protocol(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
-    tmp_path: Path, python: Callable[..., dict]
-) -> None:
+def test_the_new_read_out_is_drawn_exported_and_loaded(tmp_path: Path, python: Callable[..., dict]) -> None:
     script, folder = tmp_path / "my_readout.py", tmp_path / "topk"
     script.write_text(block_with("TopKReadout"))
     python(script, "train", *words_of({**TINY, "readout": "topk", "epochs": 2}), "--output_dir", folder)
     given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
     computed = ["--device", "cpu"]
-    python(script, "knn", *given, *computed, "--data_path", "scenes:26:32", "--num_workers", 0)
-    assert json.loads(next(folder.glob("knn_*.json")).read_text())["feature"]["dim"] == 3 * 5
     python(script, "attention", *given, *computed)
     python(script, "attention", *given, *computed, "--overwrite", "--atlas", "scenes:26:32", "--num_workers", 0)
     assert np.load(folder / "attention.npy").shape[1] == 3
@@ -154,53 +168,6 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
     del READOUTS["topk"]
     with pytest.raises(ValueError, match=r"unknown readout 'topk'.*python YOUR_FILE.py COMMAND"):
         load_encoder(folder / "checkpoint.pth")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file twice
-def test_the_new_backbone_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
-    script, folder = tmp_path / "my_backbone.py", tmp_path / "flat"
-    script.write_text(block_with("vit_flat"))
-    options = {**TINY, "arch": "timm/vit_flat", "patch_size": 16, "epochs": 1, "warmup_epochs": 0}
-    python(script, "train", *words_of(options), "--output_dir", folder)
-    given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
-    python(script, "knn", *given, "--device", "cpu", "--data_path", "scenes:26:32", "--num_workers", 0)
-    assert json.loads(next(folder.glob("knn_*.json")).read_text())["feature"]["dim"] == 3 * 5
-    assert len(load_encoder(folder / "checkpoint.pth").backbone.model.blocks) == 5
-
-
-@pytest.mark.slow
-def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
-    script, video = tmp_path / "my_source.py", tmp_path / "video.npz"
-    script.write_text(block_with("class Frames"))
-    frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
-    np.savez(video, frames=frames, labels=np.arange(50) // 25)
-    python(script, "train", *words_of({**TINY, "data_path": f"frames:{video}", "epochs": 1}), "--output_dir", tmp_path)
-    assert load_checkpoint(tmp_path / "checkpoint.pth")["num_images"] == 40
-    given = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--output_dir", tmp_path, "--device", "cpu"]
-    python(script, "knn", *given, "--data_path", f"frames:{video}", "--num_workers", 0)
-    result = json.loads(next(tmp_path.glob("knn_*.json")).read_text())
-    assert (result["images"]["num_train"], result["images"]["num_val"]) == (40, 10)
-
-
-@pytest.mark.slow
-def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
-    pytest.importorskip("open_clip")
-    from clip_fakes import paint, small_checkpoint
-
-    script, data = tmp_path / "my_benchmark.py", tmp_path / "data"
-    script.write_text(block_with("colours.json"))
-    paint(data / "images" / "1.png", "red")
-    weights = small_checkpoint(tmp_path / "checkpoint.pth")
-    words = ("--benchmarks", "colours", "--data_root", data, "--pretrained_weights", weights, "--device", "cpu")
-    file = data / "colours.json"
-    file.write_text(json.dumps([{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]))
-    python(script, "compositional", *words, "--num_workers", 0)
-    (result,) = json.loads((tmp_path / "compositional_checkpoint_data.json").read_text())["benchmarks"].values()
-    assert result["splits"]["colours"]["num_questions"] == 1
-    file.write_text(json.dumps([{"image": "1.png", "right": 3, "wrong": "a blue cup"}]))
-    with pytest.raises(SystemExit, match="1"):
-        python(script, "compositional", *words)
 
 
 def test_the_new_model_is_scored_beside_a_checkpoint(tmp_path: Path, python: Callable[..., dict]) -> None:

@@ -66,13 +66,17 @@ class FakeProcess:
 
 
 def run_parts(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[tuple[int, dict[str, Any] | None]], *words: str
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    answers: list[tuple[int, dict[str, Any] | None]],
+    *words: str,
+    parts: str = "--device cpu --short --part losses search",
 ) -> list[str]:
-    """Run two parts with these answers; the names of the parts that were started."""
+    """Run parts with these answers; the names of the parts that were started."""
     FakeProcess.answers, FakeProcess.commands = list(answers), []
     monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
     monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
-    gpu.main(["--device", "cpu", "--short", "--output_dir", str(folder), "--part", "losses", "search", *words])
+    gpu.main(["--output_dir", str(folder), *parts.split(), *words])
     return [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
 
 
@@ -128,15 +132,9 @@ def test_parts_that_do_not_fit_into_the_minutes_are_left_for_the_next_start(
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "put_between_marks", lambda texts, path: None)
-    monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
-    monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
-    FakeProcess.commands = []
-    words = ["--output_dir", str(tmp_path), "--minutes", "5", "--part", "losses", "one_process", "search"]
-    for expected in (["losses", "search"], ["losses", "search", "one_process"]):  # of 3, 4 and 1 minutes
-        FakeProcess.answers = [(0, report())] * 2
-        gpu.main(words)
-        started = [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
-        assert started == expected
+    parts = "--minutes 5 --part losses one_process search"  # of 3, 4 and 1 minutes
+    for expected in (["losses", "search"], ["one_process"]):
+        assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2, parts=parts) == expected
     assert limits == [300, 180, 300]
     assert "no time for one_process; the same command continues with them" in caplog.text
 

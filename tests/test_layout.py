@@ -47,7 +47,13 @@ MAX_README_LINES, MAX_README_WORDS = 150, 1220
 
 def modules() -> list[Path]:
     """The files of the package."""
-    return sorted(PACKAGE.rglob("*.py"))
+    return files_below(PACKAGE)
+
+
+@functools.cache
+def files_below(folder: Path) -> list[Path]:
+    """The Python files of a folder and its subfolders."""
+    return sorted(folder.rglob("*.py"))
 
 
 def room_of(name: str) -> str:
@@ -60,10 +66,16 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of a file's syntax tree."""
+    return list(ast.walk(parsed(path)))
+
+
 def imported(path: Path) -> Iterator[str]:
     """Names below `dino_sparo` of what a file imports, anywhere in it."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +109,7 @@ def test_modules_import_only_what_their_room_allows() -> None:
 def test_the_package_imports_nothing_from_scripts_tests_or_benchmarks() -> None:
     outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks", "reference"}
     for path in modules():
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert not outside & {name.split(".")[0] for name in names}, path
@@ -144,11 +156,11 @@ def module_name(path: Path) -> str:
 def imported_files(name: str) -> set[str]:
     """Modules that a module imports, by names below `dino_sparo`."""
     path = PACKAGE.joinpath(*name.split(".")).with_suffix(".py")
-    tree = parsed(path)
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    nodes = nodes_of(path)
+    guards = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {part for guard in guards for part in ast.walk(guard)}
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node not in skipped and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import) and node not in skipped:
@@ -176,7 +188,7 @@ READS = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
 def functions_that_read_the_device(path: Path) -> set[str]:
     """Functions and methods of a file in which a tensor's values are asked for."""
     text = path.read_text(encoding="utf-8")
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
     return {node.name for node in functions if READS.search(ast.get_source_segment(text, node) or "")}
 
 
@@ -222,7 +234,7 @@ def test_no_file_but_the_table_tests_the_name_of_a_read_out() -> None:
     tests = []
     for path in modules():
         if str(path.relative_to(PACKAGE)) not in KNOW_READOUTS:
-            compared = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Compare))
+            compared = (node for node in nodes_of(path) if isinstance(node, ast.Compare))
             constants = (part for node in compared for part in ast.walk(node) if isinstance(part, ast.Constant))
             tests += [f"{path.relative_to(ROOT)}:{part.lineno}" for part in constants if part.value in names]
     assert not tests, f"let the read-out declare it, in {', '.join(tests)}"
@@ -239,11 +251,11 @@ def code_lines(function: ast.FunctionDef) -> int:
 
 
 def test_functions_fit_a_screen() -> None:
-    outside = [*ROOT.glob("*.py"), *(ROOT / "studies").rglob("*.py")]
+    outside = [*ROOT.glob("*.py"), *files_below(ROOT / "studies")]
     long = [
         f"{path.relative_to(ROOT)}:{node.name} has {code_lines(node)} lines"
         for path in [*modules(), *outside]
-        for node in ast.walk(parsed(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef) and code_lines(node) > MAX_FUNCTION_LINES
     ]
     assert not long
@@ -298,8 +310,8 @@ def test_a_docstring_begins_with_what_the_thing_is() -> None:
     unclear = re.compile(r"(What|Of) |[Ll]ikewise\.?$")
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-        for path in [*modules(), *(ROOT / "studies").rglob("*.py")]
-        for node in ast.walk(parsed(path))
+        for path in [*modules(), *files_below(ROOT / "studies")]
+        for node in nodes_of(path)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
         and unclear.match(ast.get_docstring(node) or "")
     ]
@@ -314,14 +326,14 @@ def test_the_packages_root_stays_small() -> None:
 
 
 def test_no_file_is_named_after_nothing() -> None:
-    names = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    names = {path.stem for path in python_files()}
     assert not names & {"util", "utils", "misc", "helpers", "common"}
 
 
 def python_files() -> list[Path]:
     """All the project's Python files."""
-    folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks")
-    return sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
+    folders = [ROOT / name for name in ("dino_sparo", "tests", "benchmarks", "studies", "docs")]
+    return sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in files_below(folder))])
 
 
 def undefined_names(path: Path) -> Iterator[str]:
@@ -356,7 +368,7 @@ def test_scripts_do_nothing_when_imported() -> None:
 
 def test_the_package_does_not_print() -> None:
     for path in modules():
-        for node in ast.walk(parsed(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 line = f"{path.relative_to(ROOT)}:{node.lineno}"
                 assert node.func.id != "print", f"{line} prints; use the module's logger, or say() for a result"

@@ -2,14 +2,12 @@
 
 import argparse
 import math
-import re
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip.options import PRESETS as CLIP_PRESETS
 from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.commands import COMMANDS
@@ -21,7 +19,6 @@ from dino_sparo.oc_clip.options import PRESETS as OC_CLIP_PRESETS
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.simdino.train import SimDINOObjective
-from dino_sparo.weights.checkpoint import load_checkpoint
 
 FOLDERS = Path(__file__).parents[1] / "configs", CLIP_PRESETS, OC_CLIP_PRESETS
 FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.yaml"))
@@ -109,18 +106,8 @@ def test_dino_with_sparo_on_imagenet_is_the_default_and_differs_from_dino_in_the
     assert {name for name, value in vars(sparo).items() if value != vars(vanilla)[name]} == {"readout"}
 
 
-TINY = (
-    "--arch vit_micro --local_crops_number 1 --out_dim 33 --head_hidden_dim 16 --sparo_slots 3 --device cpu --epochs 1"
-)
-TINY += (
-    " --data_path scenes:6:224 --batch_size_per_gpu 2 --num_workers 0 --saveckp_freq 0 --precision fp32 --max_steps 2"
-)
-
-
-def test_the_second_phase_starts_from_the_first_and_the_schedules_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_the_second_phase_has_crops_of_twice_the_size_and_the_schedules_go_on() -> None:
+    """tests/distillation/test_initialize.py starts from a run with smaller crops."""
     phases = [recipe(f"dino_sparo_vits16_imagenet_phase{phase}") for phase in (1, 2)]
     whole = recipe("dino_sparo_vits16_imagenet")
     assert sum(phase.epochs for phase in phases) == whole.epochs
@@ -131,19 +118,7 @@ def test_the_second_phase_starts_from_the_first_and_the_schedules_go_on(
         assert getattr(phases[1], begin) == pytest.approx(value, abs=1e-3)
     after_warmup = (phases[0].epochs - whole.warmup_epochs) / (whole.epochs - whole.warmup_epochs)
     assert phases[1].lr == pytest.approx(whole.lr * (1 + math.cos(math.pi * after_warmup)) / 2, rel=0.02)
-    sizes = []
-    for phase in (1, 2):
-        words = ["--config", str(FOLDERS[0] / f"dino_sparo_vits16_imagenet_phase{phase}.yaml"), *TINY.split()]
-        words += ["--output_dir", str(tmp_path / str(phase)), "--warmup_epochs", "0", "--freeze_last_layer", "0"]
-        words += ["--init_from", str(tmp_path / "1" / "checkpoint.pth")] if phase == 2 else []
-        run_command("train", words)
-        weights = load_checkpoint(tmp_path / str(phase) / "checkpoint.pth")["student"]
-        sizes.append(weights["backbone.pos_embed"].shape[1])
-    assert sizes == [7 * 7 + 1, 14 * 14 + 1]
-    (start,) = [line for line in caplog.messages if line.startswith("start from")]
-    taken, trained = map(int, re.findall(r"optimizer: state of (\d+) of (\d+) weights", start)[0])
-    assert taken == trained - 1  # not the positions'
-    assert "heads and center: taken mlp, last_layer, center" in start
+    assert [phase.global_crops_size for phase in phases] == [112, 224]
 
 
 def test_the_second_phase_alone_is_refused() -> None:

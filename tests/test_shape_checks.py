@@ -50,12 +50,6 @@ def test_generators_are_left_to_jaxtyping() -> None:
         list(rows_of(torch.ones(3)))
 
 
-def test_checks_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    assert gram(torch.ones(3, 5)).shape == (5, 3)
-    assert name_of(-3) == -3
-
-
 def test_functions_of_the_package_are_checked() -> None:
     with pytest.raises(BeartypeCallHintViolation):
         resize_fast(torch.ones(3, 5), [7, 11])

@@ -238,7 +238,7 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
     for _ in range(2):
         train, evaluated = plans._scenes_with_captions(None, tmp_path, run)
     assert train == str(plans.CLIP_DEMO["training"]["data_path"])
-    scores = plans.clip_scores(plans.Trained(tmp_path, "sparo", 0, evaluated), run)
+    scores = plans.clip_scores(tmp_path, "sparo", 0, evaluated, run)
     assert scores == {"trained": {"zero-shot shape": 37.0, "swapped objects": 51.0, "swapped attributes": 60.0}}
     assert asked == ["scene-pairs", "zero-shot", "compositional"]
 
@@ -254,7 +254,7 @@ def test_every_column_is_measured_by_its_own_command(tmp_path: Path, monkeypatch
         row = {"top1": len(asked) - 1}
         return {"results": [row]} if name == "knn" else {"best": row}
 
-    found = plans.dino_scores(plans.Trained(tmp_path, "cls", 0, "scenes"), run)
+    found = plans.dino_scores(tmp_path, "cls", 0, "scenes", run)
     commands = {state: {column: asked[int(number)] for column, number in own.items()} for state, own in found.items()}
     of_both = {
         state: {

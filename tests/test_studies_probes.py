@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from studies import probes, runs
+from studies.__main__ import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +28,7 @@ def test_the_demo_encoder_is_probed_and_read_by_random_slots(tmp_path: Path) -> 
         }
 
     words = ["--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    args = probes.get_args_parser().parse_args(words)
+    args = parser_of("probes").parse_args(words)
     probes.measure_missing(args, command)
     table = probes.report(args.results)
     random = tmp_path / "runs" / "demo" / "random_slots" / "checkpoint.pth"

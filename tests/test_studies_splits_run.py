@@ -13,7 +13,7 @@ from studies import __main__ as studies
 from studies.oc_splits import data
 from studies.oc_splits import run as splits
 from studies.oc_splits.design import TESTS
-from studies.oc_splits.run import MODELS, get_args_parser, run_splits
+from studies.oc_splits.run import MODELS, run_splits
 
 ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
 
@@ -53,10 +53,10 @@ class FakeRun:
 
 def options(folder: Path, *more: str) -> Namespace:
     words = ["--num_images", "8", "--num_questions", "4", "--output_dir", str(folder), *more]
-    return get_args_parser().parse_args(words)
+    return studies.parser_of("oc-splits").parse_args(words)
 
 
-def test_all_models_get_the_same_towers_pictures_steps_and_optimiser(tmp_path):
+def test_all_models_get_the_same_towers_pictures_steps_and_optimiser_and_controls_their_options_alone(tmp_path):
     run = FakeRun()
     run_splits(options(tmp_path, "--models", *MODELS), run)
     own = {"output_dir", "graphs", *(key for model in MODELS.values() for key in model.options)}
@@ -66,11 +66,6 @@ def test_all_models_get_the_same_towers_pictures_steps_and_optimiser(tmp_path):
     assert {"arch", "text_layers", "lr", "batch_size", "epochs", "seed", "warmup_steps", "data_path"} <= shared[
         0
     ].keys()
-
-
-def test_controls_differ_from_oc_clip_in_their_options_alone(tmp_path):
-    run = FakeRun()
-    run_splits(options(tmp_path, "--models", *MODELS), run)
     trained = {Path(words["output_dir"]).name: {**words, "output_dir": ""} for _, words in run.trained()}
     differing = {name: dict(set(trained[name].items()) - set(trained["oc-clip"].items())) for name in MODELS}
     assert differing["oc-clip-no-rel"] == {"rel_loss_weight": "0"}

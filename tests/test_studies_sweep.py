@@ -15,12 +15,12 @@ from figures import assert_readable, drawn_words
 from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.model import clip_from_config
 from studies import __main__ as studies
-from studies.sweep import SweepPoint, check_comparable, collect, draw_sweep, get_args_parser, point_of, read_result
+from studies.sweep import SweepPoint, check_comparable, collect, draw_sweep, point_of, read_result
 
 
 def run(*options: object) -> dict:
     """The command without its catching of errors."""
-    return collect(get_args_parser().parse_args([*map(str, options)]))
+    return collect(studies.parser_of("sweep").parse_args([*map(str, options)]))
 
 
 @pytest.fixture(scope="module")

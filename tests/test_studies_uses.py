@@ -14,6 +14,7 @@ from dino_sparo.commands import parser_of
 from dino_sparo.data.sources import DEFAULT_LIMITS
 from dino_sparo.evaluation.retrieval.datasets import open_copydays
 from dino_sparo.evaluation.video.davis import open_davis, read_annotations
+from studies import __main__ as studies
 from studies import drawn_uses, runs, uses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +66,7 @@ def test_every_part_of_an_encoder_is_measured_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(uses, "with_random_slots", lambda weights, folder, seed: folder / "random.pth")
     monkeypatch.setattr(uses, "reported_rows", lambda *_: {row: (row[:3], 0.008) for row in uses.READ})
     words = ["--output_dir", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    args = uses.get_args_parser().parse_args(words)
+    args = studies.parser_of("uses").parse_args(words)
     uses.measure_missing(args, command)
     table = uses.report(args.results)
     assert len(list((tmp_path / "results" / "uses").iterdir())) == 3

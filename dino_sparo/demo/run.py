@@ -185,7 +185,7 @@ def draw(
         options = filled(step.get("options", {}), {**values, "run": folder})
         run(step["command"], option_words({**shared, **options}))
     if "curve" in recipe:
-        draw_training_curve(folder / "log.txt", folder / "curve.png")
+        draw_training_curve(folder, folder / "curve.png")
     return sorted([*folder.glob("*.png"), *folder.glob("*.html")])
 
 

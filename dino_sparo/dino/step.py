@@ -63,10 +63,10 @@ def compute(dino: "DINOObjective", epoch: int, crops: Sequence[Tensor], parts: i
     loss = total = criterion(student_logits, teacher_logits, epoch, update_center=False)
     outputs = {"loss": loss.detach(), "teacher_logits": teacher_logits}
     outputs["logits_sum"] = teacher_logits.float().sum(dim=0, keepdim=True)
-    if dino.koleo_weight:  # the two crops of an image shall be close, so each is spread on its own
+    if dino.args.koleo_weight:  # the two crops of an image shall be close, so each is spread on its own
         terms = [koleo_loss(crop) for crop in encodings[: len(teacher_logits)].chunk(NUM_TEACHER_CROPS)]
         koleo = torch.stack(terms).sum()
-        total = loss + dino.koleo_weight * koleo
+        total = loss + dino.args.koleo_weight * koleo
         outputs["koleo"] = koleo.detach()
     updater.backward(total, total, parts=parts)
     return outputs
@@ -89,7 +89,7 @@ def apply(dino: "DINOObjective", outputs: Sequence[Outputs], epoch: int, is_diag
         probabilities = criterion.teacher_probabilities(last["teacher_logits"], epoch)
         scalars |= criterion.diagnose(probabilities, last["loss"])._asdict()
     step_loss = torch.stack([output["loss"] for output in outputs]).mean()
-    last_layer = [dino.network.head.get_submodule("last_layer")] if epoch < dino.freeze_last_layer else []
+    last_layer = [dino.network.head.get_submodule("last_layer")] if epoch < dino.args.freeze_last_layer else []
     scalars["grad_norm"] = clip_student(dino, step_loss, frozen=last_layer)
     updater.update()
     schedules = move_teacher(dino)

@@ -6,7 +6,6 @@ The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step i
 import argparse
 import math
 from collections.abc import Mapping
-from functools import cached_property
 
 from dino_sparo.dino import options
 from dino_sparo.dino.step import train_step
@@ -32,20 +31,10 @@ class DINOObjective(DistillationObjective):
 
     step = train_step  # of algorithm 1
 
-    @cached_property
-    def koleo_weight(self) -> float:
-        """Weight of the regulariser; 0 for none."""
-        return float(self.args.koleo_weight)
-
-    @cached_property
-    def freeze_last_layer(self) -> int:
-        """Epochs during which the head's last layer is not trained."""
-        return int(self.args.freeze_last_layer)
-
     @property
     def loss_exchanges(self) -> bool:
         """Whether the loss exchanges tensors between ranks: KoLeo does."""
-        return self.koleo_weight > 0
+        return bool(self.args.koleo_weight)
 
     @staticmethod
     def build_network(args: argparse.Namespace, drop_path_rate: float) -> EncoderWithHead:

@@ -1,6 +1,5 @@
 """Plots of numbers in one style; equal numbers give equal files."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from dino_sparo.draw.pixels import RAMP_COLOURS
 from dino_sparo.draw.sheet import INK, PAPER, SOFT, require_matplotlib, save_figure
+from dino_sparo.runtime.files import read_log
 
 DPI = 200
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
@@ -59,9 +59,9 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
         axis.locator_params(axis="x", integer=True)
 
 
-def draw_training_curve(log: Path, path: Path) -> None:
-    """Plot loss, teacher's entropy and 20-NN accuracy, if there is one, against steps; `log` is a run's log.txt."""
-    epochs = [json.loads(line) for line in log.read_text().splitlines()]
+def draw_training_curve(folder: Path, path: Path) -> None:
+    """Plot loss, teacher's entropy and 20-NN accuracy, if there is one, against the steps of the run in a folder."""
+    epochs = read_log(folder)
     probed = [epoch for epoch in epochs if "knn_20" in epoch]
     curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}
     with panels(path, 1, 2 if probed else 1) as ((losses, *others),):

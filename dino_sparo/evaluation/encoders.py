@@ -16,6 +16,7 @@ from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import load_checkpoint, weights_sha256
 from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import activation_of, max_value_of, network_name, normalization_of
+from dino_sparo.weights.options import foreign_options
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,6 @@ def untrained_encoder(
         encoder = encoder_from_config(config).eval()
     unknown = dict.fromkeys(("pretrained_weights", "sha256", "checkpoint_key", "epoch"))
     return EvaluatedEncoder(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
-
-
-def foreign_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that describe foreign weights: architecture, patch size and activation."""
-    return {name: getattr(args, name) for name in ("arch", "patch_size", "quick_gelu")}
 
 
 def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:

@@ -7,7 +7,6 @@ WEIGHTS are those that the run started from: the result says what they are good 
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dino_sparo.data.views import EvalTransform
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.result import ResultFile, options_of, result_stem
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.runtime.files import versions
+from dino_sparo.runtime.files import read_log, versions
 from dino_sparo.runtime.launch import is_main
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.options import RUN
@@ -32,9 +31,8 @@ UNRECORDED = {*RUN, "max_steps", "val_freq"} - {"seed"}
 def finetune(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
     """Train what the options say; then rank 0 writes the result and prints a table, unless no epoch was validated."""
     train(args, objective_class)
-    folder, log = Path(args.output_dir), Path(args.output_dir, "log.txt")
-    lines = log.read_text().splitlines() if is_main() and log.is_file() else []
-    rows = [row for row in map(json.loads, lines) if "val_top1" in row]
+    folder = Path(args.output_dir)
+    rows = [row for row in read_log(folder) if "val_top1" in row] if is_main() else []
     if not rows:
         return
     checkpoint = load_checkpoint(folder / "checkpoint.pth", mmap=True)

@@ -72,6 +72,7 @@ class FinetuneObjective(Objective[Batch]):
     command = "finetune"
     make_parser = options.finetune_parser
     fill_in_defaults = options.fill_in_defaults
+    check_options = staticmethod(options.check_options)
     score_name = "best_top1"
     metric = "val_top1"
     fixed_options = ("optimizer", "layer_decay")
@@ -113,11 +114,6 @@ class FinetuneObjective(Objective[Batch]):
         self.model = wrap_ddp(network, process.device)
         words = "%s, %d classes, %s on %s"
         logger.info(words, network.encoder.summary, len(self.classes), dtype, process)
-
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse options that do not fit each other."""
-        options.check_options(args)
 
     @property
     def networks(self) -> dict[str, nn.Module]:

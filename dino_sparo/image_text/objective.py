@@ -330,7 +330,7 @@ def _open_pairs(args: argparse.Namespace, path: str, **split: Any) -> PairSource
     names = "image_key", "caption_key", "image_folder", "caption_templates", "download", "split_column", "negative_key"
     given = {name: value for name, value in vars(args).items() if name in names}
     pairs = PairPath(path, **given, **split, max_left_out=args.max_corrupt, limits=_image_limits(args))
-    with opened_together(pairs.index, path):
+    with opened_together(pairs.kind, path, pairs.split, pairs.default_split):
         source = pairs.open()
     return source
 

@@ -228,8 +228,6 @@ def encode_crops(
     """
     if isinstance(crops, Tensor):
         crops = [crops]
-    if not crops:
-        raise UserError("no crops to encode: the list is empty")
     groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
     if class_token_only:
         return torch.cat([backbone.class_tokens(images) for images in groups])

@@ -92,6 +92,12 @@ def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
     return value
 
 
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log.txt, one per epoch; there is none before the first epoch has ended."""
+    path = folder / "log.txt"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     import hashlib  # not above, as further modules below: --help would load them

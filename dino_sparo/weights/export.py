@@ -38,6 +38,7 @@ from dino_sparo.weights.entries import clip_weights, encoder_description, networ
 from dino_sparo.weights.file import DOCUMENTS_KEY, Replacing, load_strictly, write_safetensors, write_together
 from dino_sparo.weights.foreign import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.weights.huggingface import timm_images, write_folder
+from dino_sparo.weights.options import foreign_options
 from dino_sparo.weights.origin import origin_of
 
 logger = logging.getLogger(__name__)
@@ -281,17 +282,8 @@ def export_checkpoint(args: argparse.Namespace) -> None:
     setup_logging()
     for name in ("onnx_ir", "onnxscript"):  # they log every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
-    export(
-        args.checkpoint,
-        args.out,
-        args.checkpoint_key,
-        args.format,
-        args.img_size,
-        args.arch,
-        args.patch_size,
-        args.quick_gelu,
-        overwrite=args.overwrite,
-    )
+    sizes = {"img_size": args.img_size, **foreign_options(args)}
+    export(args.checkpoint, args.out, args.checkpoint_key, args.format, **sizes, overwrite=args.overwrite)
 
 
 def push_checkpoint(args: argparse.Namespace) -> str:

@@ -32,17 +32,12 @@ class DINOVisionTransformer(Backbone):
         """Normalised images (B, C, H, W) -> class tokens (B, D) after the last LayerNorm."""
         return self.class_tokens(images)
 
-    def prepare_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Patches and class token with their positions, the input of the first block."""
-        return self.embed(images)
+    prepare_tokens = Backbone.embed  # patches and class token with their positions, the input of the first block
+    get_last_selfattention = Backbone.last_self_attention
 
     def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int = 1) -> list[Float[Tensor, "B N D"]]:
         """Normalised tokens, class token first, of the last n blocks, in their order."""
         return self.intermediate_tokens(images, n)
-
-    def get_last_selfattention(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B heads N N"]:
-        """Self-attention of the last block."""
-        return self.last_self_attention(images)
 
 
 def released_model(name: str, pretrained: bool = True, **settings: Any) -> nn.Module:

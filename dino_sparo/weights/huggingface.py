@@ -23,6 +23,7 @@ from dino_sparo.models.readouts import BUILT_IN_READOUTS
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import Replacing, write_safetensors
+from dino_sparo.weights.origin import training_facts
 
 CODE = "modeling_sparo.py"
 
@@ -123,20 +124,10 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     blank = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
     with torch.no_grad():
         _, *sizes = network.readout_output(blank).slots.shape
-    recipe = record.get("recipe") or {}
-    facts = {
-        "objective": record.get("objective"),
-        "data": record.get("data"),
-        "images": record.get("num_images"),
-        "epochs": record.get("epoch"),
-        "steps": record.get("step"),
-        "images per step": record.get("global_batch"),
-        "warning": record.get("warning"),
-        "recipe": " ".join(f"{name}={value}" for name, value in recipe.items()) or None,
-        "checkpoint": f"{record['checkpoint']}, SHA-256 {record['sha256']}",
-    }
+    facts = {**training_facts(record), "checkpoint": f"{record['checkpoint']}, SHA-256 {record['sha256']}"}
+    scores = [f"| {_as_text(key)} | {_as_text(score)} |" for key, score in facts.pop("scores").items()]
+    facts["options"] = " ".join(f"{name}={value}" for name, value in (facts["options"] or {}).items()) or None
     rows = [f"| {key} | {_as_text(value)} |" for key, value in facts.items() if value is not None]
-    scores = [f"| {_as_text(key)} | {_as_text(score)} |" for key, score in record["scores"].items()]
     table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     levels = f"255 * torch.rand({config.in_chans}, 300, 400)"
     return CARD.format(

@@ -19,7 +19,7 @@ from dino_sparo.weights.checkpoint import load_checkpoint, weights_file
 from dino_sparo.weights.encoder import encoder_of
 from dino_sparo.weights.entries import NETWORKS, image_text_entry, network_name
 from dino_sparo.weights.file import DOCUMENTS_KEY
-from dino_sparo.weights.origin import OBJECTIVES, origin_of
+from dino_sparo.weights.origin import OBJECTIVES, origin_of, training_facts
 from dino_sparo.weights.results import evaluated_data, scores_of, subject_of
 
 BEST_SCORES = ("best_knn", "best_top1", "best_zero_shot")  # entries of checkpoints
@@ -93,7 +93,7 @@ def _describe_weights(path: str, file: Path, defaults_of: DefaultsOf) -> dict[st
         "encoder": encoder.summary,
         "text": pair and {name: value for name, value in pair["text"].items() if not isinstance(value, dict)},
         "networks": networks or network_name(content, "teacher"),
-        **_training(origin),
+        **training_facts(origin),
         "versions": content.get("versions"),
     }
 
@@ -104,13 +104,6 @@ def _require_finite(content: Mapping[str, Any], file: Path) -> None:
     for name, value in ((name, value) for part in parts for name, value in part.items()):
         if isinstance(value, Tensor) and not value.isfinite().all():
             raise UserError(f"{file} is damaged: the weights {name} are not finite; take an earlier checkpoint")
-
-
-def _training(origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the training of weights, from their `origin_of`."""
-    names = {"objective": "objective", "epochs": "epoch", "steps": "step", "images per step": "global_batch"}
-    names |= {"data": "data", "images": "num_images", "options": "recipe", "scores": "scores", "warning": "warning"}
-    return {fact: origin.get(name) for fact, name in names.items()}
 
 
 def _describe_onnx(file: Path) -> dict[str, Any]:
@@ -133,7 +126,7 @@ def _describe_onnx(file: Path) -> dict[str, Any]:
         "damaged": "not seen: the graph is valid, but ONNX has no checksums of weights",
         **facts_of({name: record[name] for name in ("encoder", "versions")}),
         "networks": record["checkpoint_key"],
-        **_training(record),
+        **training_facts(record),
         **record["onnx"],  # inputs, outputs
     }
 

@@ -1,5 +1,8 @@
 """The options of checkpoints, and of the commands that export and publish checkpoints; no torch here."""
 
+import argparse
+from typing import Any
+
 from dino_sparo.models.architectures import ARCHITECTURES, arch_name
 from dino_sparo.runtime.cli import Group, Option, Parser, positive_int
 
@@ -35,6 +38,13 @@ FOREIGN_WEIGHTS: Group = {
         False, "Give true for a CLIP's image tower with OpenAI's activation, unless an open_clip_config.json says so."
     ),
 }
+
+
+def foreign_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that describe foreign weights: architecture, patch size and activation."""
+    return {name: getattr(args, name) for name in ("arch", "patch_size", "quick_gelu")}
+
+
 EXPORTED: Group = {
     "checkpoint": Option(
         None, "A checkpoint of this package or of facebookresearch/dino, or raw ViT weights.", is_positional=True

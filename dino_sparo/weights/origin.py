@@ -33,6 +33,13 @@ RECIPE = (
 )
 
 
+def training_facts(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts about the training of weights, from their `origin_of`."""
+    names = {"objective": "objective", "epochs": "epoch", "steps": "step", "images per step": "global_batch"}
+    names |= {"data": "data", "images": "num_images", "options": "recipe", "scores": "scores", "warning": "warning"}
+    return {fact: origin.get(name) for fact, name in names.items()}
+
+
 def origin_of(
     content: Mapping[str, Any], checkpoint: Path, network: str | None = None, is_encoder: bool = False
 ) -> dict[str, Any]:

@@ -97,21 +97,8 @@ def evaluated_data(result: Mapping[str, Any]) -> str | None:
 
 
 def scores_of(result: Mapping[str, Any]) -> list[Score]:
-    """The main scores in the content of a result file; empty if this version knows none of them."""
-    if "headline" in result:
-        return [Score(**score) for score in result["headline"]]
-    return [Score(name, value) for name, value in _scores_of_old_result(result).items() if isinstance(value, float)]
-
-
-def _scores_of_old_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The main scores of a result of version 0.1, which has no entry `headline`, in percent."""
-    if "text_recall" in result:
-        return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}
-    rows = result.get("results")
-    if isinstance(rows, list) and any("k" in row for row in rows):
-        return {f"{row['k']}-NN": row["top1"] for row in rows}
-    values = result.get("best", result)
-    return {name: values.get(name) for name in ("top1", "top5", "mean_per_class_recall")}
+    """The main scores in the content of a result file; empty for a result of version 0.1, which declares none."""
+    return [Score(**score) for score in result.get("headline", [])]
 
 
 def scores_in_percent(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Score]:

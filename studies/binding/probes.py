@@ -15,7 +15,6 @@ information, where the authors' would first have to learn which labels exclude e
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,12 +27,6 @@ SMALLEST_PROBABILITY = 1e-4  # of the offset, so that its logits are finite
 # Capacity -> width of the hidden layer of each head; 0: linear.
 CAPACITIES = {"linear": 0, "MLP 8": 8, "MLP 32": 32}
 MAIN = "MLP 32"  # capacity of the main table and of the controls
-
-
-def earlier_labels(labels: Float[Tensor, "B n"]) -> Float[Tensor, "B heads n"]:
-    """For head k the labels before k as -1/2 or 1/2, and 0 for all others."""
-    number = labels.shape[1]
-    return (labels - 0.5)[:, None] * torch.ones(number, number).tril(-1)
 
 
 def prior_logits(labels: Float[Tensor, "B n"], support: Float[Tensor, "rows n"]) -> Float[Tensor, "B n"]:
@@ -74,7 +67,8 @@ class MLPProbe(nn.Module):
     def forward(self, z: Float[Tensor, "B F"], labels: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
         """Logits."""
         hidden = (z @ self.from_features).unflatten(1, (self.num_labels, -1))
-        known = torch.bmm(earlier_labels(labels).transpose(0, 1), self.from_labels).transpose(0, 1)
+        earlier = self.from_labels.permute(2, 0, 1).tril(-1)  # (hidden, heads, n)
+        known = torch.einsum("bn,hkn->bkh", labels - 0.5, earlier)  # b image, n label, h hidden, k head
         return (F.gelu(hidden + known + self.bias) * self.out).sum(dim=2) + self.out_bias
 
 
@@ -116,23 +110,9 @@ def fit_probe(train: Split, validation: Split, test: Split, hidden: int, seed: i
         return test.bits(probe)
 
 
-@dataclass(frozen=True)
-class Information:
-    """Bits per image, mean over the test images."""
-
-    loss_y: float
-    loss_f: float
-    entropy: float  # H(Y | F)
-
-    @property
-    def binding(self) -> float:
-        """Binding information."""
-        return self.entropy - (self.loss_y - self.loss_f)
-
-    @property
-    def ratio(self) -> float:
-        """Binding information over H(Y | F); 0 if H(Y | F) is 0."""
-        return self.binding / self.entropy if self.entropy > 0 else 0.0
+def binding_ratio(loss_y: float, loss_f: float, entropy: float) -> float:
+    """Binding information over `entropy`, H(Y | F); losses are bits per image, means over the test images."""
+    return 1 - (loss_y - loss_f) / entropy
 
 
 def standardized(parts: Sequence[Tensor]) -> Sequence[Tensor]:

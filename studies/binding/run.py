@@ -20,7 +20,7 @@ from torch import Tensor
 from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, start_demo
 from dino_sparo.draw.plots import FAINT, colour_of
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.runtime.cli import Option, Parser, say
+from dino_sparo.runtime.cli import Option, say
 from dino_sparo.runtime.files import versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from studies import report
@@ -65,8 +65,8 @@ def values_of(results: Results, entropy: float) -> Values:
             column, seed = COLUMNS[width, capacity, labels], result["seed"]
             row = reading if reading == result["model"] else f"{result['model']}, {reading}"
             measures = values.setdefault((row, state), {})
-            information = probes.Information(losses["loss_y"], losses["loss_shapes"] + losses["loss_colours"], entropy)
-            measures.setdefault(column, {})[seed] = 100 * information.ratio
+            loss_f = losses["loss_shapes"] + losses["loss_colours"]
+            measures.setdefault(column, {})[seed] = 100 * probes.binding_ratio(losses["loss_y"], loss_f, entropy)
             if column == "binding":
                 measures.setdefault("shapes", {})[seed] = 100 * (1 - losses["loss_shapes"] / ENTROPY_SHAPES)
                 measures.setdefault("colours", {})[seed] = 100 * (1 - losses["loss_colours"] / ENTROPY_COLOURS)
@@ -166,11 +166,6 @@ OPTIONS = {
         "output_dir": Option(None, "Folder of all files; by default in output/."),
     }
 }
-
-
-def get_args_parser() -> Parser:
-    """The options of the study."""
-    return Parser(OPTIONS, "studies binding", __doc__)
 
 
 class Probe(NamedTuple):

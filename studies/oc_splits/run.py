@@ -24,8 +24,8 @@ from dino_sparo.demo.run import IMAGE_SIZE, RunCommand, read_recipe, spread, sta
 from dino_sparo.draw.plots import colour_of, panels
 from dino_sparo.draw.sheet import SOFT, require_matplotlib
 from dino_sparo.draw.tables import text_table
-from dino_sparo.runtime.cli import Option, Parser, option_words, positive_int, positive_number, say
-from dino_sparo.runtime.files import versions, write_json
+from dino_sparo.runtime.cli import Option, option_words, positive_int, positive_number, say
+from dino_sparo.runtime.files import read_log, versions, write_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.oc_splits.data import write_split
@@ -139,11 +139,6 @@ OPTIONS = {
 }
 
 
-def get_args_parser() -> Parser:
-    """The options of the experiment."""
-    return Parser(OPTIONS, "studies oc-splits")
-
-
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
     chosen = {name: value for name in Amount._fields if (value := getattr(args, name))}
@@ -248,9 +243,8 @@ def learning_curve(
     (data / "curve").mkdir(exist_ok=True)
     for test in split.tests[:2]:
         shutil.copy(data / "tests" / f"{test}.json", data / "curve")
-    epochs = [json.loads(line) for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines()]
     curve = []
-    for epoch in epochs:
+    for epoch in read_log(folder):
         weights = folder / f"checkpoint{epoch['epoch']:04d}.pth"
         found = answers(name, weights, data, "curve", devices, run) if weights.is_file() else {}
         accuracy = {test: each["accuracy"] for test, each in found.items()}

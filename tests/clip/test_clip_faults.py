@@ -12,12 +12,10 @@ pytest.importorskip("open_clip")
 from runs import (
     FAULT,
     PATIENCE,
-    Moments,
     Ranks,
     assert_same_run,
     assert_whole_checkpoints,
     options,
-    record,
     undisturbed,
 )
 from test_faults import assert_ended, kill_under_torchrun, server
@@ -63,6 +61,4 @@ def test_kills_under_torchrun_end_in_the_same_bits(tmp_path: Path, tmp_path_fact
     long = undisturbed(tmp_path_factory.mktemp("long_clip"), CLIP, epochs=LONG)
     kills = kill_under_torchrun(tmp_path / "run", 3, KILLS, CLIP, num_workers=1, epochs=LONG)
     assert_same_run(long, tmp_path / "run", CLIP)
-    phases = {phase: sum(kill["phase"] == phase for kill in kills) for phase in Moments.PHASES}
-    assert sum(phases.values()) == KILLS
-    record("CLIP: kills under torchrun", kills=KILLS, **phases, checkpoints_lost=0)
+    assert len(kills) == KILLS

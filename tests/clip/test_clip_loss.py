@@ -61,26 +61,27 @@ def test_loss_and_gradients_at_the_features_are_those_of_the_definition(step: in
 DIGITS = {"fp32": (6.5, 6.0, 5.5), "tf32": (4.5, 4.0, 3.5), "bf16": (3.7, 3.0, 2.5)}
 
 
-@pytest.mark.parametrize("products", sorted(DIGITS))
-def test_rounded_products_have_as_many_digits_as_the_help_states(products: str) -> None:
+def test_rounded_products_have_as_many_digits_as_the_help_states() -> None:
     """A batch of 1024 with features of width 512, half trained: pairs are nearer than others; against double."""
     generator = torch.Generator().manual_seed(0)
     images, noise = (torch.randn(1024, 512, generator=generator, dtype=torch.float64) for _ in range(2))
     exact = [F.normalize(images, dim=1), F.normalize(images + 3 * noise, dim=1), torch.tensor(20.0).double()]
-    found = {}
-    for dtype, name in ((torch.float64, "fp32"), (torch.float32, products)):
+
+    def loss_and_gradients(dtype: torch.dtype, products: str) -> list[Tensor]:
         leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in exact]
-        loss = partial(clip_loss, products=name)(*leaves)
-        gradients = torch.autograd.grad(loss, leaves)
-        found[dtype] = [loss.detach().double(), *(gradient.double() for gradient in gradients)]
-    (loss, *gradients), (expected_loss, *expected) = found[torch.float32], found[torch.float64]
-    left, right = (tensor.float() for tensor in exact[:2])
-    product = left @ right.t() if products == "fp32" else rounded_product(left, right, products)
-    logit_error = (product.double() - exact[0] @ exact[1].t()).abs().max()
-    gradient_error = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
-    errors = (float((loss - expected_loss).abs() / expected_loss), float(logit_error), gradient_error)
-    digits = [-math.log10(max(error, 1e-12)) for error in errors]
-    assert all(have >= wanted for have, wanted in zip(digits, DIGITS[products], strict=True)), digits
+        loss = clip_loss(*leaves, products=products)
+        return [each.detach().double() for each in (loss, *torch.autograd.grad(loss, leaves))]
+
+    expected_loss, *expected = loss_and_gradients(torch.float64, "fp32")
+    cosines, (left, right) = exact[0] @ exact[1].t(), (tensor.float() for tensor in exact[:2])
+    for products, wanted in DIGITS.items():
+        loss, *gradients = loss_and_gradients(torch.float32, products)
+        product = left @ right.t() if products == "fp32" else rounded_product(left, right, products)
+        gradient_error = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
+        logit_error = (product.double() - cosines).abs().max()
+        errors = ((loss - expected_loss).abs() / expected_loss, logit_error, gradient_error)
+        digits = [-math.log10(max(float(error), 1e-12)) for error in errors]
+        assert all(have >= least for have, least in zip(digits, wanted, strict=True)), (products, digits)
 
 
 def test_bf16_and_tf32_round_as_tensor_cores_do() -> None:

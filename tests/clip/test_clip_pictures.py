@@ -2,13 +2,11 @@
 
 import csv
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from clip_fakes import call, parser_of
+from clip_fakes import call
 from PIL import Image
 
 from dino_sparo.__main__ import run as run_command
@@ -18,6 +16,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 from pages import Page, needs_browser, title_after
+from refusals import refused
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots.concepts import PairAttention, caption_words
@@ -26,15 +25,7 @@ from dino_sparo.draw.figure import Figure
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.slots.choice import SlotMask, SlotSelection
-from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.picture_pairs import PicturesTask
-
-
-def picture_pairs(data_path: str) -> PairSource:
-    """The pairs to look at."""
-    args = parser_of("pictures").parse_args(["--data_path", data_path])
-    return PicturesTask(args, torch.device("cpu"), load_clip).pairs
 
 
 def run(*options: object) -> dict:
@@ -49,54 +40,28 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- pairs to look at
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, colour, caption in (("b", "red", "A red <b>wall</b>"), ("a", "blue", "blue sky\n"), ("c", "green", "  ")):
-        paint(tmp_path / "pairs" / f"{name}.png", colour)
-        (tmp_path / "pairs" / f"{name}.txt").write_text(caption)
-    paint(tmp_path / "pairs" / "d.png", "cyan")
-    paint(tmp_path / "pairs" / "e.png", "broken")
-    (tmp_path / "pairs" / "e.txt").write_text("a broken file")
-    return tmp_path / "pairs"
-
-
 def test_a_folder_of_pairs_may_hold_names_of_splits_and_folders_of_splits(tmp_path):
     """The bug: the caption beside test.png was read as the list of the split."""
     for name in ("test", "val/c", "train/d", "train/e"):
         paint(tmp_path / f"{name}.png", "red")
         (tmp_path / f"{name}.txt").write_text(f"caption of {name}")
-    looked_at = picture_pairs(str(tmp_path))
+    looked_at = open_pairs(str(tmp_path), default_split="val")
     assert [looked_at.captions_of(i) for i in range(len(looked_at))] == [["caption of test"]]
     assert open_pairs(str(tmp_path), split="val").captions_of(0) == ["caption of val/c"]
     assert len(open_pairs(str(tmp_path), split="train")) == 2
 
 
-def test_a_folder_without_captions_is_refused(tmp_path):
-    paint(tmp_path / "a.png", "red")
-    (tmp_path / "b.txt").write_text("another name")
-    with pytest.raises(ValueError, match=r"a folder of images with a \.txt of the same name beside each"):
-        open_pairs(str(tmp_path))
-
-
-def test_scenes_are_held_out_ones_with_their_captions():
-    source = picture_pairs("scenes:3:48")
-    assert "val" in source.name
-    assert " on " in source.captions_of(2)[0]
-
-
-def test_pairs_that_cannot_be_read_are_left_out_and_named(weights, folder, tmp_path, caplog):
-    found = run("--pretrained_weights", weights, "--data_path", folder, "--output_dir", tmp_path / "out")
+@pytest.mark.usefixtures("no_sheets")
+def test_pairs_that_cannot_be_read_are_left_out_and_named_and_captions_cut_off_are_counted(weights, tmp_path, caplog):
+    captions = {"a": "blue " * 99, "b": "A red <b>wall</b>\n", "c": "  ", "e": "a broken file"}
+    for name, colour in zip("abcde", ("blue", "red", "green", "cyan", "broken"), strict=True):
+        paint(tmp_path / "pairs" / f"{name}.png", colour)
+        if name in captions:
+            (tmp_path / "pairs" / f"{name}.txt").write_text(captions[name])
+    found = run("--pretrained_weights", weights, "--data_path", tmp_path / "pairs", "--output_dir", tmp_path / "out")
     assert [Path(pair["image"]).name for pair in found["slots"][0]["pairs"]] == ["a.png", "b.png"]
-    assert "c.png" in caplog.text
-    assert "e.png" in caplog.text
-    assert "left out 2 pairs" in caplog.text
-
-
-def test_captions_that_are_cut_off_are_counted(weights, tmp_path, caplog):
-    paint(tmp_path / "pairs" / "a.png", "red")
-    (tmp_path / "pairs" / "a.txt").write_text("word " * 99)
-    run("--pretrained_weights", weights, "--data_path", tmp_path / "pairs", "--output_dir", tmp_path)
-    assert "1 captions are longer than the context and cut off" in caplog.text
+    for words in ("c.png", "e.png", "left out 2 pairs", "1 captions are longer than the context and cut off"):
+        assert words in caplog.text
 
 
 def test_no_readable_pair_is_an_error(weights, tmp_path):
@@ -136,12 +101,9 @@ def test_the_sheet_shows_maps_and_marks(pairs, tmp_path):
     strongest = max(pairs[0].word_shares[2])
     mixed = 255 + level_of(strongest) * (np.array([252, 176, 78]) - 255)
     assert (abs(pixels - mixed.round()) <= 1).all(axis=-1).sum() > 100
-    written = (tmp_path / "sheet.png").read_bytes()
-    save_sheet(figure_of(pairs), tmp_path / "sheet.png")
-    assert written == (tmp_path / "sheet.png").read_bytes()
 
 
-@pytest.mark.parametrize("columns", [1, 2, 5])
+@pytest.mark.parametrize("columns", [1, 5])
 def test_all_words_of_the_sheet_can_be_read(columns, pairs, tmp_path):
     about = "pairs of " + "a_long_name_" * 20 + ".csv in words " * 20
     with drawn_words() as figures:
@@ -207,6 +169,7 @@ def test_the_command_draws_chosen_slots(weights, tmp_path, capsys, caplog):
         assert pair["meets_criteria"] == (pair["cosine"] > 0.75 and max(shares) >= 0.5)
 
 
+@pytest.mark.usefixtures("no_sheets")
 def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
         paint(tmp_path / "a.png", "red")
@@ -227,7 +190,6 @@ def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
     ("options", "message"),
     [
         (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5"),
-        (["--slots", 1, 1], "slot 1 twice"),
         (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo slots, or numbers"),
         (["--img_size", 5], "smaller than one patch"),
     ],
@@ -243,19 +205,16 @@ def test_a_mask_names_no_slots_to_show(weights, tmp_path):
         run("--pretrained_weights", weights, "--slots", tmp_path / "mask.json")
 
 
-def test_mistakes_end_in_one_line(tmp_path, caplog):
+def test_mistakes_end_in_one_line(tmp_path):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
-    for options, message in (
-        (["--pretrained_weights", str(weights)], "readout 'gap' has no slots to show"),
-        ([], "no checkpoint at"),
-    ):
-        with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-            run_command("pictures", [*options, "--device", "cpu"])
-        assert stopped.value.code == 1
-        assert message in caplog.text
+    with refused("readout 'gap' has no slots to show"):
+        run_command("pictures", ["--pretrained_weights", str(weights), "--device", "cpu"])
+    with refused("no checkpoint at"):
+        run_command("pictures", ["--device", "cpu"])
 
 
-def test_only_one_process_draws(monkeypatch):
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    run_command("pictures", [])
+@pytest.mark.parametrize("name", ["pictures", "oc-pictures"])
+def test_only_one_process_draws(name, monkeypatch):
+    for variable, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(variable, value)
+    assert run_command(name, []) == {}

@@ -1,7 +1,6 @@
 """The read-outs that SPARO is compared with: against loops in float64, and the paper's numbers of parameters."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from dino_sparo.clip.model import create_clip
 from dino_sparo.clip.options import CROSS_ATTENTION, NORM_FIRST, TOWERS
-from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout, sparsemax
+from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.models.readouts import READOUTS, ReadoutSizes, readout_kind
 
@@ -151,12 +150,6 @@ def test_sparsemax_in_half_precision_sees_differences_that_it_would_round_away()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = readout(tokens).slots
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.02)
-
-
-def test_without_entmax_the_codes_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "entmax", None)
-    with pytest.raises(ImportError, match=r"dino_sparo\[clip\]"):
-        sparsemax(torch.zeros(B, K))
 
 
 # Every read-out.

@@ -35,7 +35,7 @@ from dino_sparo.weights.initialize import initialize_encoder
 # ---- sparo-clip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sparo_clip() -> tuple[dict[str, np.ndarray], dict[str, dict[str, torch.Tensor]]]:
     """The recorded features, and the weights they come from."""
     arrays = recorded.load("sparo_clip")
@@ -75,7 +75,7 @@ def test_weights_that_went_through_ours_are_sparo_clips_again(sparo_clip: Any, c
 
 
 def test_sparo_clips_values_of_their_own_are_refused(sparo_clip: Any) -> None:
-    theirs = sparo_clip[1]["sparo"]
+    theirs = dict(sparo_clip[1]["sparo"])
     theirs["visual.sparo.v.weight"] = theirs["visual.sparo.v.weight"] + 1
     with pytest.raises(CheckpointError, match=r"1 are unknown \(visual\.sparo\.v\.weight\)"):
         from_open_clip(theirs, text_heads=2)
@@ -191,7 +191,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "freeze", [pytest.param("image", marks=pytest.mark.slow), "text_backbone", "image_backbone,text"]
+    "freeze",
+    [*(pytest.param(part, marks=pytest.mark.slow) for part in ("image", "text_backbone")), "image_backbone,text"],
 )
 def test_a_frozen_part_is_the_files_to_the_last_bit_and_the_rest_moves(
     tmp_path: Path, source: Path, freeze: str
@@ -292,7 +293,7 @@ def test_open_clips_models_are_ours_by_name_shape_heads_and_activation(name: str
 # ---- out
 
 
-@pytest.mark.parametrize("readout", ["sparo", "cls", "attpool", "fdt", "linear", "gap_image"])
+@pytest.mark.parametrize("readout", ["sparo", "cls", "fdt", "linear"])
 @torch.no_grad()
 def test_a_clip_exported_as_safetensors_is_read_back(tmp_path: Path, readout: str) -> None:
     model = small_clip(readout, quick_gelu=True)
@@ -350,6 +351,7 @@ def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path
     assert {name: settings[name] for name in names} == {name: expected[name] for name in names}
 
 
+@torch.no_grad()
 def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,11 +360,13 @@ def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(
         run_command("export", [str(path), str(tmp_path / name), "--format", name])
     written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
     assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
-    run_command(
-        "export", [str(foreign(tmp_path, "theirs", small_clip("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"]
-    )
+    model, images = small_clip("cls", quick_gelu=True), torch.randn(2, 3, 32, 32)
+    theirs = foreign(tmp_path, "theirs", model)
+    run_command("export", [str(theirs), str(tmp_path / "image"), "--quick_gelu", "true"])
+    encoder = load_encoder(tmp_path / "image.safetensors")
+    assert encoder.config.quick_gelu
+    torch.testing.assert_close(encoder(images), model.image(images))
     with caplog.at_level(logging.INFO):
-        assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
         run_command("export", [str(path), str(tmp_path / "timm"), "--format", "timm"])
     assert f"encoder of {path} as timm" in caplog.text
     assert "teacher of" not in caplog.text  # which a CLIP does not have
@@ -377,14 +381,6 @@ def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path
         export(tmp_path / "vit.pth", tmp_path / "out", format="open_clip")
     with pytest.raises(ValueError, match="both towers of a CLIP are written as they are"):
         export(path, tmp_path / "out", img_size=64)
-
-
-@torch.no_grad()
-def test_the_image_tower_of_openais_weights_is_exported_with_their_activation(tmp_path: Path) -> None:
-    model = small_clip("cls", quick_gelu=True)
-    written = export(foreign(tmp_path, "theirs", model), tmp_path / "out", quick_gelu=True)
-    images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(load_encoder(written)(images), model.image(images))
 
 
 def test_openais_archive_is_named_as_such_with_what_to_do(tmp_path: Path) -> None:

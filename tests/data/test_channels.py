@@ -89,7 +89,7 @@ def test_a_tiff_of_twenty_thousand_pages_is_read_or_refused_at_once(channels: in
 
 def test_a_folder_of_arrays_alone_asks_for_in_chans(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match=r"holds no images: .* it holds a$"):
+    with pytest.raises(ValueError, match=r"holds no images: looked for files ending in \.jpg, .* it holds a$"):
         open_source(str(tmp_path))
     np.save(tmp_path / "a" / "stack.npy", stack())
     with pytest.raises(ValueError, match=r"to read its \.npy files, give --in_chans N, their number of channels$"):

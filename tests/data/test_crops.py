@@ -25,7 +25,6 @@ from dino_sparo.data.crops import (
     apply_crop,
     cut_crop,
     cut_crop_fast,
-    normalized_tensor,
     pixels_in_rows,
     sample_box,
     sample_crop,
@@ -226,12 +225,6 @@ def test_crops_equal_torchvisions_pipeline_pixel_for_pixel() -> None:
     assert min(seen.values()) > 10
 
 
-def test_normalisation_is_torchvisions_to_the_last_bit() -> None:
-    image, mean, std = photograph(37, 53), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
-    expected = TF.normalize(TF.to_tensor(image), list(mean), list(std))
-    assert torch.equal(normalized_tensor(image, mean, std), expected)
-
-
 # Drawn once, whatever comes after.
 
 
@@ -318,13 +311,6 @@ def test_deferred_crops_travel_through_the_loader_with_their_parameters(num_work
             assert all(torch.equal(a[row], b) for a, b in zip(batch.views, alone.views, strict=True))
 
 
-def test_finished_crops_travel_without_parameters() -> None:
-    dataset = ImageDataset(Scenes(3, image_size=40), small_augmentation())
-    (batch,) = create_loader(dataset, EpochSampler(3, 3), num_workers=0)
-    assert batch.parameters is None
-    assert batch.to("cpu").parameters is None
-
-
 # All crops of an image.
 
 
@@ -388,17 +374,6 @@ def test_settings_at_the_end_of_their_range_are_taken() -> None:
     smallest = small_augmentation(**scales, global_crops_size=1, local_crops_size=1, local_crops_number=1)
     crops = smallest(photograph(53, 71), np.random.default_rng(0))
     assert [tuple(crop.shape) for crop in crops] == [(3, 1, 1)] * 3
-
-
-def test_the_papers_crops_are_the_defaults() -> None:
-    augmentation = MultiCropAugmentation()
-    assert [(recipe.size, recipe.scale) for recipe in augmentation.recipes] == (
-        [(224, (0.4, 1.0))] * 2 + [(96, (0.05, 0.4))] * 8
-    )
-    assert not augmentation.defer_color
-    assert augmentation.mean.flatten().tolist() == pytest.approx(MEAN)
-    assert augmentation.std.flatten().tolist() == pytest.approx(STD)
-    assert (CropRecipe(1, (0.1, 0.2), 0.3).solarize_probability, EvalTransform().exact) == (0.0, True)
 
 
 class Draws(np.random.Generator):

@@ -86,10 +86,7 @@ def test_crops_differ_between_seeds_epochs_and_images() -> None:
     assert len({image_rng(*key).random() for key in keys}) == len(keys)
     assert image_rng(-1, 2, 3).random() == image_rng((1 << 64) - 1, 2, 3).random()
     assert image_rng(5 + (1 << 64), 2, 3).random() == image_rng(5, 2, 3).random()
-
-
-def test_order_of_an_epoch_is_drawn_apart_from_the_crops_of_its_first_image() -> None:
-    assert _epoch_rng(7, 2).random() != image_rng(7, 2, 0).random()
+    assert _epoch_rng(7, 2).random() != image_rng(7, 2, 0).random(), "the order is drawn apart from the crops"
 
 
 @pytest.mark.parametrize("seed", [0, -5, 1 << 70])
@@ -190,11 +187,12 @@ def test_batches_hold_crops_labels_indices_and_corrupt_images(num_workers: int) 
     assert first.labels.tolist() == [0, 1, 1]
     assert first.indices.tolist() == [0, 2, 2]  # image 2 stands in for image 1
     assert first.corrupt == [("image-1", "made so")]
+    assert first.parameters is None  # finished crops have none
     assert last.indices.tolist() == [3, 4]
     assert last.corrupt == []
     moved = first.to("cpu")
     assert torch.equal(moved.views[1], first.views[1])
-    assert moved.corrupt == first.corrupt
+    assert (moved.corrupt, moved.parameters) == (first.corrupt, None)
 
 
 def test_a_substitute_shows_other_crops_than_its_original() -> None:
@@ -358,9 +356,7 @@ def test_classes_are_renumbered_as_in_training() -> None:
         align_classes(val, ["cat", "dog"])
     with pytest.raises(ValueError, match="1 classes that the training images lack, the first is 'elk'"):
         align_classes(NumberedImages(2, classes=["elk"], labels=np.array([0, 0])), ["cat", "dog"])
-
-
-def test_an_unknown_class_without_images_does_no_harm() -> None:
+    # An unknown class without images does no harm.
     val = NumberedImages(2, classes=["ape", "cat", "elk"], labels=np.array([1, 1]))
     aligned = align_classes(val, ["cat", "dog"])
     assert aligned.labels.tolist() == [0, 0]

@@ -16,15 +16,11 @@ from torch import Tensor
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import (
-    BLUR,
     BLUR_UNIT,
     FACTORS,
     NEUTRAL,
-    NUM_PARAMETERS,
-    OF_GRAY,
     STAGES,
     Distortions,
-    blend,
     box_weights,
     channel_constant,
     distort_crop,
@@ -139,19 +135,6 @@ def test_a_boxs_weights_add_up_to_one_and_to_the_blurs_variance() -> None:
 # What was drawn, packed.
 
 
-@pytest.mark.parametrize("names", list(itertools.permutations(JITTER)), ids="-".join)
-def test_every_order_of_the_jitter_finds_its_stages(names: tuple[str, ...]) -> None:
-    factors = {"brightness": 0.5, "contrast": 1.25, "saturation": 0.75, "hue": -0.05}
-    for number in range(len(names) + 1):
-        packed = pack_parameters(**{**NOTHING, "jitter": tuple((name, factors[name]) for name in names[:number])})
-        assert len(packed) == NUM_PARAMETERS
-        stages = zip(STAGES, packed[FACTORS], packed[OF_GRAY], strict=True)
-        used = [(kind, factor, of_gray) for kind, factor, of_gray in stages if factor != NEUTRAL[kind]]
-        expected = {"brightness": ("blend", 0.5, 0.0), "contrast": ("contrast", 1.25, 0.0)}
-        expected |= {"saturation": ("blend", 0.75, 1.0), "hue": ("hue", 256 - 12, 0.0)}
-        assert used == [expected[name] for name in names[:number]]
-
-
 def test_a_hue_of_no_steps_still_goes_through_8_bits_and_no_hue_does_not() -> None:
     pixels = noise(11, 13)
     turned = {**NOTHING, "jitter": (("hue", 0.001),)}
@@ -163,14 +146,6 @@ def test_a_hue_of_no_steps_still_goes_through_8_bits_and_no_hue_does_not() -> No
 
 
 # All of them.
-
-
-def test_one_crop_is_pillows_bit_for_bit() -> None:
-    for index, drawn in enumerate(draws(72)):
-        pixels = noise(23 + index % 7, 31, seed=index)
-        found = distort_crop(pixels, pack_parameters(**drawn))
-        assert found.shape == pixels.shape
-        assert np.array_equal(found, with_pillow(pixels, drawn)), drawn
 
 
 def batch(number: int, height: int, width: int, seed: int = 2) -> tuple[Tensor, Tensor]:
@@ -257,18 +232,3 @@ def assert_same_pixels(found: Tensor, expected: Tensor) -> None:
     """But for a pixel in a thousand: a compiler may join a product and a sum, which then are rounded once."""
     difference = (found - expected).abs() * 255 * torch.from_numpy(channel_constant(STD))
     assert difference.mean() < 1e-3
-
-
-def test_a_blends_base_and_factor_may_be_numbers_or_tensors() -> None:
-    found = torch.tensor([10.0, 100.0, 250.0]).view(3, 1, 1)
-    assert blend(found, 0.0, 1.5).flatten().tolist() == [15, 150, 255]
-    assert blend(found, torch.tensor(101.0), torch.tensor(0.5)).flatten().tolist() == [55, 100, 175]
-
-
-def test_the_blurs_weights_are_the_parameters_last_but_one() -> None:
-    assert pack_parameters(**{**NOTHING, "blur_radius": 1.7})[BLUR] == list(box_weights(1.7))
-    assert pack_parameters(**NOTHING)[BLUR] == [BLUR_UNIT, 0, 0]
-
-
-def test_the_table_of_hues_is_made_once() -> None:
-    assert hue_table() is hue_table()

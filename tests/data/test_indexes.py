@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from image_files import OLD, write_tar
 
 from dino_sparo.data.ranks import opened_together
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import index_images, indexes, open_source, tars
+from dino_sparo.data.sources import indexes, open_source, tars
 from dino_sparo.data.sources.indexes import (
     DamagedShardError,
     Member,
@@ -389,7 +388,7 @@ def slow_peer(number: int, folder: str, slow_s: float, fate: str, results: "mult
     indexes.tar_members = slow  # type: ignore[assignment]
     begin = time.monotonic()
     try:
-        with opened_together(partial(index_images, f"{folder}/shards"), f"{folder}/shards"):
+        with opened_together(tars.IMAGES, f"{folder}/shards"):
             source = open_source(f"{folder}/shards")
         results.put((place.rank, done, len(source), time.monotonic() - begin))
     except FaultError as error:
@@ -422,40 +421,6 @@ def test_indexing_may_take_longer_than_a_collective_waits_and_is_shared(tmp_path
     assert first[1] == [f"s-{number:03}.tar" for number in range(0, 10, 2)]
     assert second[1] == [f"s-{number:03}.tar" for number in range(1, 10, 2)]
     assert min(first[3], second[3]) > 1.9 * TIMEOUT_S
-
-
-def index_slowly(folder: str, name: str, slow_s: float) -> None:
-    """Open shards, each of which takes `slow_s`; their names go to a file."""
-
-    def slow(shard: str, position: int = 0) -> Iterator[Member]:
-        with open(f"{folder}/{name}", "a") as log:
-            log.write(os.path.basename(shard) + " ")
-        time.sleep(slow_s)
-        yield from tar_members(shard, position)
-
-    indexes.tar_members = slow  # type: ignore[assignment]
-    open_source(f"{folder}/shards")
-
-
-@pytest.mark.slow
-def test_a_process_killed_while_indexing_has_left_what_was_finished(tmp_path: Path) -> None:
-    (tmp_path / "shards").mkdir()
-    write_shards(tmp_path / "shards", [2] * 8)
-    context = multiprocessing.get_context("spawn")
-    first = context.Process(target=index_slowly, args=(str(tmp_path), "first", 1.0))
-    first.start()
-    while (
-        first.is_alive() and len((tmp_path / "first").read_text().split() if (tmp_path / "first").exists() else "") < 4
-    ):
-        time.sleep(0.05)
-    first.kill()
-    first.join(timeout=60)
-    second = context.Process(target=index_slowly, args=(str(tmp_path), "second", 0.0))
-    second.start()
-    second.join(timeout=120)
-    assert second.exitcode == 0
-    assert (tmp_path / "first").read_text().split() == [f"s-{number:03}.tar" for number in range(4)]
-    assert (tmp_path / "second").read_text().split() == [f"s-{number:03}.tar" for number in range(3, 8)]
 
 
 @pytest.mark.alone

@@ -182,12 +182,6 @@ def test_an_existing_folder_comes_before_a_set_of_its_name(
     assert not names_scenes(name)
 
 
-def test_a_folder_without_images_is_an_error(root: Path) -> None:
-    (root / "notes.md").write_text("nothing here")
-    with pytest.raises(ValueError, match=r"holds no images: looked for files ending in \.jpg, .*it holds notes\.md"):
-        open_source(str(root))
-
-
 # ---- splits
 
 
@@ -519,7 +513,8 @@ def test_other_bad_shards_are_errors(root: Path) -> None:
 def test_images_of_absurd_size_are_refused_unread(root: Path) -> None:
     write_tar(root / "shard.tar", labelled(range(1)))
     write(root / "flat/1.png")
-    for path in ("shard.tar", "flat"):
+    (root / "flat/list.csv").write_text("path\n1.png\n")
+    for path in ("shard.tar", "flat", "flat/list.csv"):
         source = open_source(str(root / path), limits=ImageLimits(max_mb=50e-6))
         with pytest.raises(CorruptImageError, match=r"bytes; at most 5e-05 MB are read \(--max_image_mb\)"):
             source.read(0)

@@ -26,7 +26,7 @@ EQUAL = (
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of demos that write no scenes and draw no curve."""
     monkeypatch.setattr(demo, "write_training_pairs", lambda folder, number: folder.mkdir(exist_ok=True))
-    monkeypatch.setattr(demo, "draw_training_curve", lambda log, path: None)
+    monkeypatch.setattr(demo, "draw_training_curve", lambda folder, path: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     return []
 

@@ -69,31 +69,6 @@ def test_distributions_that_reach_zero_have_finite_entropies() -> None:
     assert found.marginal_entropy.item() == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("out_dim", [13, 64])
-def test_what_is_measured_in_a_collapse_is_diagnosed_as_one(out_dim: int) -> None:
-    batch = 6
-
-    def diagnosis(teacher: torch.Tensor, student: torch.Tensor) -> str | None:
-        loss = build(2, out_dim)
-        value = loss(student, teacher, 0, update_center=False)
-        found = loss.diagnose(loss.teacher_probabilities(teacher, 0), value)
-        return diagnose_collapse(
-            value.item(), found.teacher_entropy.item(), found.marginal_entropy.item(), 9.0, out_dim, batch
-        )
-
-    flat = torch.zeros(2 * batch, out_dim, dtype=torch.float64)
-    uniform = diagnosis(flat, flat)
-    assert uniform is not None
-    assert "uniform collapse" in uniform
-    one = flat.clone()
-    one[:, 3] = 10.0
-    single = diagnosis(one, one)
-    assert single is not None
-    assert "collapse on one prototype" in single
-    assignments = torch.eye(out_dim, dtype=torch.float64)[:batch].repeat(2, 1)  # image i to prototype i, in both views
-    assert diagnosis(assignments, assignments) is None
-
-
 # What it is called.
 
 

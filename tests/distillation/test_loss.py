@@ -141,11 +141,6 @@ def test_settings_at_the_end_of_their_range_are_taken(changed: dict[str, float])
     DINOLoss(**{**settings, **changed})
 
 
-def test_defaults_are_the_references() -> None:
-    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 3)
-    assert (loss.student_temp, loss.center_momentum, loss.chunk_size) == (0.1, 0.9, 0)
-
-
 @pytest.mark.parametrize("chunk_size", [1, 3, 11, 13])
 def test_the_loss_in_chunks_of_prototypes_equals_the_whole(chunk_size: int) -> None:
     torch.manual_seed(0)
@@ -175,15 +170,6 @@ def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: py
     loss.update_center(total, 5)
     assert not exchanged[0].requires_grad
     assert not loss.center.requires_grad
-
-
-def test_the_mean_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.distillation.loss.world_size", lambda: 3)
-    monkeypatch.setattr("dino_sparo.distillation.loss.all_reduce_sum", lambda own: own + 20)
-    loss = build(2, 3, center_momentum=0.75)
-    loss.update_center(torch.tensor([[10.0, 40.0, 70.0]], dtype=torch.float64), 2)
-    expected = [[0.25 * (own + 20) / (2 * 3) for own in (10, 40, 70)]]
-    torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_the_center_stays_when_it_shall_be_moved_later() -> None:

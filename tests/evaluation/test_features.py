@@ -1,9 +1,5 @@
 import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -13,11 +9,11 @@ import torch
 from clip_fakes import small_checkpoint
 from kills import killed_at
 from PIL import Image
+from runs import Ranks
+from small_models import words_of
 from torch import nn
 from two_ranks import TwoRanks
 
-import eval_knn
-import eval_linear
 from dino_sparo.__main__ import run
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import EvalTransform
@@ -34,7 +30,6 @@ from dino_sparo.evaluation.features import (
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TRANSFORM = EvalTransform(16)
 
@@ -83,13 +78,6 @@ def test_what_was_compiled_for_training_is_not_compiled_anew() -> None:
     assert len(graphs) == 1
     network(torch.ones(4, 3))
     assert len(graphs) == 1
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +241,7 @@ def test_a_flipped_bit_in_cached_features_is_refused_with_file_and_remedy(tmp_pa
 
 
 ENCODER = {
+    "embed": ["--output_dir", "."],
     "knn": ["--nb_knn", "3"],
     "linear": ["--image_encoder", "true", "--epochs", "1", "--lr", "0.1", "--fast", "true"],
     "slots study": ["--nb_knn", "3", "--draws", "1"],
@@ -278,14 +267,14 @@ def weights_that_say_nothing(folder: Path, scale: float) -> Path:
 def test_equal_features_are_named_in_the_log_and_in_the_result(name, tmp_path, monkeypatch, caplog):
     """The bug: an encoder whose features are all equal had 50 % of two classes without a word."""
     monkeypatch.chdir(tmp_path)
+    for package in ("attention", "objects", "slots"):  # whose figures take most of the time
+        monkeypatch.setattr(f"dino_sparo.evaluation.{package}.command.draw", lambda *_: [])
     weights = weights_that_say_nothing(tmp_path, 0)
     run(name, ["--pretrained_weights", str(weights), *SAY_NOTHING[name], *QUICKLY])
     shutdown()
     assert "nearly equal" in caplog.text
-    [result] = [
-        path for path in tmp_path.glob("*.json") if "encoder" in path.read_text() or "model" in path.read_text()
-    ]
-    warnings = json.loads(result.read_text())["warnings"]
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    [warnings] = [result["warnings"] for result in results if {"encoder", "model"} & result.keys()]
     assert warnings
     assert set(warnings) <= set(caplog.messages)
 
@@ -318,34 +307,6 @@ def test_the_spread_of_features_is_that_of_the_formula():
 # --- two processes
 
 
-def evaluate_scenes(folder: str, batch_size: int) -> None:
-    """20-NN and both kinds of probe, as a user would start them, into `folder`."""
-    torch.set_num_threads(1)
-    common = ["--untrained", "--arch", "vit_micro", "--patch_size", "8", "--img_size", "32"]
-    common += ["--data_path", "scenes:45:32", "--device", "cpu", "--num_workers", "0", "--dist_url"]
-    knn = ["--nb_knn", "3", "10", "--batch_size_per_gpu", "6", "--output_dir", folder]
-    cache = f"{folder}/cache"
-    eval_knn.main([*common, f"file://{folder}/knn", *knn, "--dump_features", cache])
-    cached = ["--load_features", cache, *knn[:-1], f"{folder}/cached"]
-    eval_knn.main(["--device", "cpu", "--dist_url", f"file://{folder}/cached_knn", *cached])
-    slots = ["--numbers", "4", "--draws", "2", "--nb_knn", "3", "--batch_size_per_gpu", "6", "--output_dir", folder]
-    run("slots study", [*common, f"file://{folder}/slots", *slots])
-    for mode in ("--live", "--fast"):
-        probe = ["--epochs", "2", "--lr", "0.5", "2", "--n_last_blocks", "2", "--batch_size_per_gpu", str(batch_size)]
-        probe += ["--data_path", "scenes:46:32"]  # of 45 images two processes would take one twice
-        probe += ["--output_dir", folder + "/" + mode.removeprefix("--"), *(["--fast"] if mode == "--fast" else [])]
-        eval_linear.main([*common, f"file://{folder}/{mode}", *probe])
-
-
-def start(folder: Path, rank: int) -> subprocess.Popen:
-    """One of two processes, found in the environment as torchrun leaves it."""
-    folders = (ROOT, Path(__file__).parent, ROOT / "tests" / "support")
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    environment = {**os.environ, **place, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", f"import test_features; test_features.evaluate_scenes({str(folder)!r}, 5)"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def split_of_noise() -> Features:
     encoder = create_encoder("vit_micro", patch_size=8, img_size=16, num_slots=3, slot_dim=5, key_dim=7)
     weights = torch.Generator().manual_seed(0)
@@ -365,17 +326,35 @@ def test_two_ranks_extract_the_features_of_one_in_order(two_ranks: TwoRanks) -> 
         assert torch.equal(each.features, one.features)
 
 
+def words_of_scenes(folder: Path, batch_size: int) -> list[list[str]]:
+    """Commands for k-NN, of features from images and from files, a study of slots, and both kinds of probe."""
+    device = ["--device", "cpu"]
+    common = [*words_of({"untrained": "true", "arch": "vit_micro", "patch_size": 8, "img_size": 32}), *QUICKLY]
+    scenes = [*common, "--data_path", "scenes:45:32", "--batch_size_per_gpu", "6"]
+    neighbours, cache = ["--nb_knn", "3", "10"], str(folder / "cache")
+    # Of 45 images two processes would take one twice.
+    probe = [*common, "--data_path", "scenes:46:32", "--batch_size_per_gpu", str(batch_size)]
+    probe += ["--epochs", "2", "--lr", "0.5", "2", "--n_last_blocks", "2", "--output_dir"]
+    return [
+        ["knn", *scenes, *neighbours, "--output_dir", str(folder), "--dump_features", cache],
+        ["knn", *device, *neighbours, "--load_features", cache, "--output_dir", str(folder / "cached")],
+        ["slots study", *scenes, "--numbers", "4", "--draws", "2", "--nb_knn", "3", "--output_dir", str(folder)],
+        ["linear", *probe, str(folder / "live")],
+        ["linear", *probe, str(folder / "fast"), "--fast"],
+    ]
+
+
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(tmp_path, one_thread):
+def test_two_processes_find_what_one_finds(tmp_path):
     """k-NN to the last digit; probes, whose gradients are summed in another order, to rounding."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    processes = [start(tmp_path / "two", rank) for rank in (0, 1)]
-    evaluate_scenes(str(tmp_path / "one"), 10)
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert "top-1" in outputs[0]
-    assert "top-1" not in outputs[1]  # rank 1 prints no table
+    for command, *words in words_of_scenes(tmp_path / "one", 10):
+        run(command, words)
+        shutdown()
+    for command, *words in words_of_scenes(tmp_path / "two", 5):
+        with Ranks(tmp_path, words, command=command) as ranks:
+            assert ranks.wait() == [0, 0], ranks.log()
+    assert "top-1" in ranks.log(0)
+    assert "top-1" not in ranks.log(1)  # rank 1 prints no table
 
     names = ("knn", "cached/knn", "slot_study")
     results = (*(f"{name}_scenes-45-32_untrained.json" for name in names), "cache/trainfeat.pth")

@@ -1,6 +1,6 @@
 """A model of timm with timm's weights in place of a checkpoint; its weights come from a seed, not from the hub."""
 
-import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,7 +13,6 @@ import pytest
 import timm
 import torch
 from hub import Hub
-from refusals import refused
 from safetensors.torch import save
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from dino_sparo.evaluation.embed.store import load_embeddings
 from dino_sparo.models import foreign_backbone
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import weights_sha256
+from dino_sparo.weights.initialize import initialize_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
 CREATE = timm.create_model
@@ -90,17 +90,6 @@ def test_knn_probes_and_embeddings_take_the_name_and_write_no_folder_of_that_nam
     )
 
 
-@pytest.mark.slow
-def test_maps_are_the_class_tokens_attention_and_a_map_of_features_has_none(tmp_path: Path) -> None:
-    evaluate("attention", "test_vit", img_size=80)
-    assert np.load("attention.npy").shape == (1, 2, 5, 5)
-    record = json.loads((tmp_path / "attention.json").read_text())
-    assert record["encoder"]["arch"] == "timm/test_vit"
-    assert evaluate("slots score", "test_vit", img_size=80, num_images=3, num_workers="0")["num_maps"] == 2
-    with refused("readout='gap' averages all tokens and has none"):
-        evaluate("slots score", "test_resnet", img_size=80, num_images=3, num_workers="0")
-
-
 def test_the_hash_tells_weights_apart_and_is_the_same_in_every_run() -> None:
     hashes = [weights_sha256(f"timm/{name}") for name in (*MODELS, *MODELS)]
     assert hashes[:2] == hashes[2:]
@@ -113,17 +102,15 @@ def test_the_hash_tells_weights_apart_and_is_the_same_in_every_run() -> None:
 def test_an_untrained_timm_model_is_a_control(by: str) -> None:
     name = "timm/test_resnet"
     own = {"readout": "gap"} if by == "arch" else {}  # a checkpoint has a read-out of its own
-    result = evaluate("knn", **{"pretrained_weights": "", by: name}, untrained="true", nb_knn=3, **own, **SCENES)
-    assert result["encoder"]["untrained"]
-    assert (result["encoder"]["arch"], result["encoder"]["patch_size"], result["encoder"]["readout"]) == (
-        name,
-        32,
-        "gap",
-    )
+    options = {"pretrained_weights": "", by: name, "untrained": "true", "nb_knn": 3, **own, **SCENES}
+    encoder = evaluate("knn", **options)["encoder"]
+    assert encoder["untrained"]
+    assert (encoder["arch"], encoder["patch_size"], encoder["readout"]) == (name, 32, "gap")
 
 
-def test_an_untrained_encoder_is_drawn_at_any_size() -> None:
+def test_an_untrained_encoder_takes_pictures_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: --img_size of a picture, a list, became the size of the encoder."""
+    monkeypatch.setattr("dino_sparo.evaluation.attention.command.draw", lambda *_: [])
     run("attention", ["--untrained", "--arch", "vit_micro", "--patch_size", "8", "--img_size", "64", "--device", "cpu"])
     assert np.load("attention.npy").shape[2:] == (8, 8)
 
@@ -133,7 +120,6 @@ def test_an_untrained_encoder_is_drawn_at_any_size() -> None:
     [
         ("test_vitt", r"unknown arch 'timm/test_vitt'; the nearest are .*timm/test_vit"),
         ("test_vit.nobody", r"timm has no weights 'timm/test_vit.nobody'; choose one of timm/test_vit.r160_in1k"),
-        ("crossvit_9_240", "neither tokens nor a map"),
         ("missing.pth", r"no checkpoint at timm/missing.pth; give the path of a \.pth file"),
     ],
 )
@@ -149,9 +135,12 @@ def test_weights_that_cannot_be_had_name_the_other_way(monkeypatch: pytest.Monke
         return CREATE(name, **settings)
 
     monkeypatch.setattr(foreign_backbone.timm, "create_model", offline)
-    remedy = r"no weights of timm/test_vit \(no network\).* give --pretrained_weights FILE --arch timm/test_vit$"
-    with pytest.raises(ValueError, match=remedy):
+    reason, started = r"no weights of timm/test_vit \(no network\)", dino_sparo.create_encoder("timm/test_vit")
+    with pytest.raises(ValueError, match=rf"{reason}.* give --pretrained_weights FILE --arch timm/test_vit$"):
         dino_sparo.load_encoder("timm/test_vit")
+    with pytest.raises(ValueError, match=rf"{reason}; with HF_HUB_OFFLINE=1 .*--init_from FILE"):
+        initialize_pretrained(started)
+    assert not logging.getLogger("huggingface_hub").handlers  # the log has its lines, once
 
 
 @pytest.mark.slow

@@ -162,10 +162,8 @@ def test_validation_is_as_rare_as_asked_but_never_misses_the_end():
 
 def test_the_highest_accuracy_on_the_way_is_told_with_its_epoch():
     run = run_probes((0.1,))
-    run.history = [
-        {"epoch": epoch, "test": [{"top1": top1, "top5": 90.0, "loss": 0.5}]}
-        for epoch, top1 in enumerate((10.0, 30.0, 20.0))
-    ]
+    tests = [{"top1": top1, "top5": 90.0, "loss": 0.5} for top1 in (10.0, 30.0, 20.0)]
+    run.history = [{"epoch": epoch, "test": [test]} for epoch, test in enumerate(tests)]
     (row,) = run.table()
     assert (row["top1"], row["max_top1"], row["max_top1_epoch"]) == (20, 30, 1)
     training = {"mode": "none: saved probes"}
@@ -260,18 +258,16 @@ def checkpoint(tmp_path) -> Path:
 
 def probe(checkpoint: Path, *options: object) -> dict:
     fixed = ["--pretrained_weights", checkpoint, "--data_path", "scenes:24:24", "--device", "cpu", "--num_workers", 0]
-    fixed += ["--batch_size_per_gpu", 8]
+    args = eval_linear.get_args_parser().parse_args([*map(str, (*fixed, "--batch_size_per_gpu", 8, *options))])
     try:
-        return linear_command.probe_checkpoint(
-            eval_linear.get_args_parser().parse_args([*map(str, (*fixed, *options))])
-        )
+        return linear_command.probe_checkpoint(args)
     finally:
         shutdown()
 
 
 def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
-    result = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1)
-    assert json.loads((checkpoint.parent / "linear_checkpoint_scenes-24-24.json").read_text()) == result
+    result, stem = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1), "linear_checkpoint_scenes-24-24"
+    assert json.loads((checkpoint.parent / f"{stem}.json").read_text()) == result
     assert [score.name for score in scores_of(result)] == ["top-1", "top-5"]
     assert [row["lr"] for row in result["results"]] == [0.1, 1.0]
     assert result["best"]["top1"] == max(row["top1"] for row in result["results"])
@@ -282,11 +278,8 @@ def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     assert result["feature"]["dim"] == 3 * 128 + 15
     assert (result["encoder"]["epoch"], result["images"]["num_classes"]) == (7, 10)
     assert "chosen on the validation images" in capsys.readouterr().out
-    log = [
-        json.loads(line)
-        for line in (checkpoint.parent / "linear_checkpoint_scenes-24-24_log.txt").read_text().splitlines()
-    ]
-    assert [line["epoch"] for line in log] == [0, 1]
+    log = (checkpoint.parent / f"{stem}_log.txt").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in log] == [0, 1]
 
 
 def test_training_sees_the_encoders_colours_and_the_precision_and_seed_asked_for(checkpoint, monkeypatch):
@@ -313,10 +306,7 @@ def test_probes_of_as_many_images_of_other_pixels_are_not_continued(checkpoint):
     """The bug: the accuracy of the images before was reported under the name of the new ones."""
     probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast")
     probe(checkpoint, "--evaluate", "--data_path", "scenes:24:32")  # saved probes may be tested on any images
-    shutil.copy(
-        checkpoint.with_name("linear_checkpoint_scenes-24-24.pth"),
-        checkpoint.with_name("linear_checkpoint_scenes-24-32.pth"),
-    )
+    shutil.copy(*(checkpoint.with_name(f"linear_checkpoint_scenes-24-{side}.pth") for side in (24, 32)))
     others = ("--epochs", 1, "--lr", 0.1, "--fast", "--data_path", "scenes:24:32")
     with pytest.raises(ValueError, match=r"holds probes of another run: train_images .*24 px.*32 px.*; val_images"):
         probe(checkpoint, *others)
@@ -353,18 +343,15 @@ def test_unreadable_images_do_not_leave_too_few_for_a_step(checkpoint, tmp_path)
 
 
 def test_saved_probes_are_tested_again_with_the_same_result(checkpoint):
-    trained = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1, "--fast")
+    pooled = ("--avgpool_patchtokens", "true")
+    trained = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1, "--fast", *pooled)
     assert trained["training"]["mode"].startswith("fast")
-    tested = probe(checkpoint, "--evaluate")
+    assert trained["feature"]["dim"] == 3 * 128 + 15 + 128  # the mean of the patch tokens
+    tested = probe(checkpoint, "--evaluate", *pooled)
     for before, after in zip(trained["results"], tested["results"], strict=True):
         assert {name: before[name] for name in after} == after
     with pytest.raises(ValueError, match="n_last_blocks 4 in the file, 1 now"):
-        probe(checkpoint, "--evaluate", "--n_last_blocks", 1)
-
-
-def test_patch_tokens_and_blocks_widen_the_features(checkpoint, tmp_path):
-    options = ("--epochs", 1, "--lr", 0.1, "--fast", "--n_last_blocks", 2, "--avgpool_patchtokens", "true")
-    assert probe(checkpoint, *options, "--output_dir", tmp_path)["feature"]["dim"] == 128 + 15 + 128
+        probe(checkpoint, "--evaluate", *pooled, "--n_last_blocks", 1)
 
 
 def test_a_wrong_number_of_labels_is_refused(checkpoint):
@@ -425,10 +412,8 @@ def test_the_references_head_is_tested_on_our_features(checkpoint, capsys):
     torch.save({"state_dict": state}, checkpoint.parent / "linear.pth")
     result = probe(checkpoint, "--evaluate", "--n_last_blocks", 2)
     assert (result["results"][0]["lr"] is None) or math.isnan(result["results"][0]["lr"])
-    assert (
-        json.loads((checkpoint.parent / "linear_evaluate_checkpoint_scenes-24-24.json").read_text())["best"]["lr"]
-        is None
-    )
+    written = (checkpoint.parent / "linear_evaluate_checkpoint_scenes-24-24.json").read_text()
+    assert json.loads(written)["best"]["lr"] is None
     assert "best: top-1" in capsys.readouterr().out.replace("lr nan, ", "")
     with pytest.raises(ValueError, match=r"linear\.pth"):
         probe(checkpoint, "--evaluate", "--n_last_blocks", 1, "--overwrite")

@@ -4,12 +4,12 @@ import json
 import pickle
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import words_of
 from torch.nn import functional as F
 
 from dino_sparo.__main__ import run
@@ -17,32 +17,27 @@ from dino_sparo.data.scenes.images import Scenes
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.evaluation.retrieval.command import SCALES, copy_features, encode_scales, whitening
 from dino_sparo.evaluation.retrieval.datasets import open_copydays, open_revisited
-from dino_sparo.evaluation.retrieval.measures import Query, average_precision, mean_precision, rank_database
+from dino_sparo.evaluation.retrieval.measures import KAPPAS, Query, average_precision, mean_precision, rank_database
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.weights.results import scores_of
 
 RECORDED = json.loads((Path(__file__).parents[1] / "reference" / "retrieval.json").read_text())
 # `cls` has 256 features of copies; whitening the 4,224 of `sparo` takes 11 s.
-TINY = {"arch": "vit_micro", "patch_size": 8, "readout": "cls", "untrained": True, "imsize": 48}
+TINY = {"arch": "vit_micro", "patch_size": 8, "readout": "cls", "untrained": "true", "imsize": 48}
 TINY |= {"device": "cpu", "num_workers": 0}
-
-
-def words(options: dict[str, Any]) -> list[str]:
-    """Options as a command line."""
-    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in options.items()]
-    return [word for pair in pairs for word in pair]
 
 
 def test_precision_with_junk_is_revisitops() -> None:
     queries = [Query(np.array(answer["ok"]), np.array(answer["junk"])) for answer in RECORDED["answers"]]
     found = mean_precision(torch.tensor(RECORDED["rankings"]), queries)
-    assert found.map == pytest.approx(100 * RECORDED["map"])
-    assert found.at == pytest.approx([100 * value for value in RECORDED["precision"]])
-    assert found.num_queries == 4
+    assert found["map"] == pytest.approx(100 * RECORDED["map"])
+    shares = [found[f"precision_at_{kappa}"] for kappa in KAPPAS]
+    assert shares == pytest.approx([100 * value for value in RECORDED["precision"]])
+    assert found["num_queries"] == 4
     for query, ranking, wanted in zip(queries, RECORDED["rankings"], RECORDED["aps"], strict=True):
         if wanted is not None:
-            assert mean_precision(torch.tensor([ranking]), [query]).map == pytest.approx(100 * wanted)
+            assert mean_precision(torch.tensor([ranking]), [query])["map"] == pytest.approx(100 * wanted)
 
 
 def test_precision_of_shortened_rankings_is_that_of_copydays() -> None:
@@ -104,7 +99,7 @@ def revisited(tmp_path: Path) -> Path:
 
 def test_revisited_oxford_is_searched_with_its_protocols(revisited: Path, tmp_path: Path) -> None:
     options = {**TINY, "data_path": str(revisited), "output_dir": str(tmp_path / "out"), "multiscale": "true"}
-    found = run("image-retrieval", words(options))
+    found = run("image-retrieval", words_of(options))
     assert [found["results"][name]["num_queries"] for name in ("easy", "medium", "hard")] == [1, 2, 2]
     assert found["results"]["medium"]["precision_at_1"] == 100  # a query is in the database, too
     (file,) = (tmp_path / "out").iterdir()
@@ -113,7 +108,7 @@ def test_revisited_oxford_is_searched_with_its_protocols(revisited: Path, tmp_pa
 
 def test_images_of_a_class_are_searched_in_any_labelled_data(tmp_path: Path) -> None:
     options = {**TINY, "data_path": "scenes:40:48", "dataset": "labelled", "output_dir": tmp_path}
-    found = run("image-retrieval", words(options))
+    found = run("image-retrieval", words_of(options))
     assert 0 < found["results"]["same class"]["map"] < 100
     (file,) = tmp_path.iterdir()
     assert [score.name for score in scores_of(json.loads(file.read_text()))] == ["mAP same class"]
@@ -160,12 +155,12 @@ def test_copies_are_searched_among_originals_and_distractors(copydays: Path, tmp
     assert [query.positives.tolist() for query in found.protocols["strong"]] == [[0], [1], [2], [3], [3]]
     others = str(copydays / "others")
     options = {**TINY, "data_path": copydays, "distractors_path": others, "output_dir": tmp_path / "out"}
-    plain = run("copy-detection", words(options))
+    plain = run("copy-detection", words_of(options))
     assert plain["images"]["num_database"] == 8
     assert plain["results"]["strong"]["num_queries"] == 5
     assert plain["results"]["strong"]["map"] > 60  # smaller copies are found, the black image is not
-    options |= {"whitening_path": others, "overwrite": True}
-    run("copy-detection", words(options))
+    options |= {"whitening_path": others, "overwrite": "true"}
+    run("copy-detection", words_of(options))
 
 
 def test_a_copy_without_an_original_and_missing_folders_are_named(copydays: Path) -> None:

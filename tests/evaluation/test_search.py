@@ -1,6 +1,5 @@
 """Nearest images and near copies, against numpy on all pairs; queries of every kind; what is refused."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 from refusals import refused
 from scipy.sparse.csgraph import connected_components
 from small_models import save_small_encoder
-from test_cluster_and_predict import write_embeddings
+from test_cluster_and_predict import rows_of, write_embeddings
 
 from dino_sparo.__main__ import run
 from dino_sparo.evaluation.embed import near_copies, vectors
@@ -58,18 +57,14 @@ def embed(weights: Path, images: Path, out: Path, *more: str) -> Path:
     return out
 
 
-@pytest.fixture
-def store(weights: Path, photographs: Path, tmp_path: Path) -> Path:
-    return embed(weights, photographs, tmp_path / "store")
+@pytest.fixture(scope="module")
+def store(weights: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Embeddings of the photographs; tests write elsewhere."""
+    return embed(weights, photographs, tmp_path_factory.mktemp("store") / "store")
 
 
 def search(folder: Path, *words: object) -> dict[str, Any]:
     return run("search", [str(folder), *map(str, words), *DEVICE])
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def unit(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from reference.record_segmentation import drawn
 from refusals import refused
-from small_models import save_small_encoder
+from small_models import save_small_encoder, words_of
+from test_slot_score import BLOCK, coco_file, write_images
 from torch.nn import functional as F
 
 from dino_sparo.__main__ import run
@@ -64,9 +65,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def segment(weights: Path, **values: object) -> dict[str, Any]:
-    tiny = {"pretrained_weights": weights, "device": "cpu", "steps": 3, "batch_size": 4, "img_size": 32, **values}
-    words = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
-    return run("segment", words)
+    tiny = {"pretrained_weights": weights, "device": "cpu", "steps": 3, "batch_size": 4, "img_size": 32, "pictures": 1}
+    return run("segment", words_of({**tiny, **values}))
 
 
 # Masks of every layout.
@@ -136,20 +136,10 @@ def test_val_path_is_measured_and_names_come_from_a_file(tmp_path: Path) -> None
 
 
 def test_cocos_categories_are_counted_from_1(tmp_path: Path) -> None:
-    pytest.importorskip("pycocotools")
-    write_pairs(tmp_path, 1)
-    square = {"image_id": 5, "category_id": 40, "segmentation": [[4, 2, 20, 2, 20, 10, 4, 10]]}
-    content = {
-        "images": [{"id": 5, "file_name": "photo 0.png", "height": 24, "width": 32}],
-        "annotations": [square],
-        "categories": [{"id": 7, "name": "bear"}, {"id": 40, "name": "kite"}],
-    }
-    (tmp_path / "instances.json").write_text(json.dumps(content))
-    source = open_masks(str(tmp_path / "images"), str(tmp_path / "instances.json"), "train", 255, DEFAULT_LIMITS)
+    write_images(tmp_path / "images", 2)
+    source = open_masks(str(tmp_path / "images"), str(coco_file(tmp_path)), "train", 255, DEFAULT_LIMITS)
     assert source.classes == {0: "background", 1: "bear", 2: "kite"}
-    expected = np.zeros((24, 32), dtype=np.uint8)
-    expected[2:10, 4:20] = 2
-    np.testing.assert_array_equal(source.read(0)[1], expected)
+    np.testing.assert_array_equal(source.read(0)[1], BLOCK == 1)
 
 
 def test_scenes_have_the_split_of_their_masks() -> None:

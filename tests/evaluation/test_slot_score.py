@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from refusals import refused
+from small_models import save_small_encoder
 
 from dino_sparo.__main__ import run
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
@@ -23,6 +24,7 @@ from dino_sparo.data.scenes.graphs import INDEPENDENT, SceneDescription, SceneOb
 from dino_sparo.data.scenes.images import Scenes, draw_scene, object_masks
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import CorruptImageError, ImageLimits
+from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.encoders import EvaluatedEncoder
@@ -38,8 +40,6 @@ from dino_sparo.evaluation.objects.layouts import (
 from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.models.encoder import Encoder, create_encoder
-from dino_sparo.weights.entries import encoder_description
-from dino_sparo.weights.folder import save_checkpoint
 from dino_sparo.weights.results import scores_of
 
 # Scenes.
@@ -105,7 +105,7 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
     void = np.zeros((8, 12), dtype=bool)
     void[0:2, 2:4] = True
     view = view_of(12, 8)
-    seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", (12, 8))
+    seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", Image.new("RGB", (12, 8)))
     assert seen.classes.tolist() == [5, 7]
     expected = np.zeros((2, 4, 4), dtype=bool)
     expected[0, 0:2, 0:2] = True
@@ -117,10 +117,12 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
 
 def test_masks_of_another_size_or_of_the_picture_before_it_was_turned_are_refused() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
+    turned = Image.new("RGB", (8, 12))
+    turned.info[STORED_SIZE] = (12, 8)
     with pytest.raises(CorruptImageError, match=r"by its EXIF orientation, .* masks have 12 x 8 .*give --exif ignore"):
-        view_objects(masks, view_of(8, 12), "x.png", (8, 12), (12, 8))
+        view_objects(masks, view_of(8, 12), "x.png", turned)
     with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
-        view_objects(masks, view_of(13, 8), "x.png", (13, 8))
+        view_objects(masks, view_of(13, 8), "x.png", Image.new("RGB", (13, 8)))
 
 
 def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_stored_pixels(tmp_path: Path) -> None:
@@ -132,12 +134,11 @@ def test_masks_belong_to_the_picture_as_viewers_show_it_or_with_exif_ignored_to_
     for size, exif in (((8, 12), "apply"), ((12, 8), "ignore")):
         Image.new("L", size, 1).save(tmp_path / "masks" / "a.png")
         source = open_objects(str(tmp_path), limits=ImageLimits(exif=exif))
-        assert source.images.read(0).size == size
-        assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", size).masks) == 1
+        assert (image := source.images.read(0)).size == size
+        assert len(view_objects(source.objects(0), view_of(*size), "a.jpg", image).masks) == 1
 
 
-@pytest.mark.parametrize(("orientation", "side"), [(2, 12), (3, 12), (6, 8)])
-@pytest.mark.parametrize("in_chans", [3, 1])
+@pytest.mark.parametrize(("orientation", "side", "in_chans"), [(2, 12, 3), (3, 12, 1), (6, 8, 3), (6, 8, 1)])
 def test_masks_of_a_turned_image_of_the_same_size_are_refused(
     orientation: int, side: int, in_chans: int, tmp_path: Path
 ) -> None:
@@ -148,10 +149,8 @@ def test_masks_of_a_turned_image_of_the_same_size_are_refused(
     for number in range(3):
         Image.new("L", (side, 8)).save(tmp_path / "images" / f"{number}.png", exif=phone)
         Image.new("L", (side, 8), 1).save(tmp_path / "masks" / f"{number}.png")
-    encoder, view = (
-        create_encoder("vit_micro", 4, img_size=8, in_chans=in_chans),
-        PatchView([8], 4, *[(0.5,) * in_chans] * 2),
-    )
+    encoder = create_encoder("vit_micro", 4, img_size=8, in_chans=in_chans)
+    view = PatchView([8], 4, *[(0.5,) * in_chans] * 2)
     source = open_objects(str(tmp_path), limits=ImageLimits(in_chans=in_chans))
     with pytest.raises(ValueError, match=r"turned by its EXIF orientation, .* give --exif ignore"):
         survey.survey_objects({"model": encoder}, source, range(3), view, 0.5, 0)
@@ -265,17 +264,8 @@ def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> 
     write_images(tmp_path / "images", 2)
     path = coco_file(tmp_path)
     content = json.loads(path.read_text())
-    for wrong in (
-        [],
-        [[]],
-        [[1, 2, 3, 4]],
-        [["a"] * 6],
-        None,
-        7,
-        "53W4",
-        {"size": [24, 32]},
-        {"size": 3, "counts": "a"},
-    ):
+    no_polygons = (None, 7, "53W4", {"size": [24, 32]}, {"size": 3, "counts": "a"})
+    for wrong in ([], [[]], [[1, 2, 3, 4]], [["a"] * 6], *no_polygons):
         content["annotations"][0]["segmentation"] = wrong
         path.write_text(json.dumps(content))
         with pytest.raises(CorruptImageError, match="annotations cannot be read"):
@@ -341,7 +331,7 @@ def bright_patches(_: object, images: torch.Tensor) -> tuple[np.ndarray, np.ndar
 
 
 def survey_boxes(
-    monkeypatch: pytest.MonkeyPatch, maps: int | None = None, look: Callable = bright_patches, untrained_slots: int = 2
+    monkeypatch: pytest.MonkeyPatch, look: Callable = bright_patches, untrained_slots: int = 2, **options: Any
 ) -> survey.Survey:
     own, untrained = (
         create_encoder("vit_micro", 8, num_slots=slots, slot_dim=3, key_dim=3, img_size=24)
@@ -352,7 +342,7 @@ def survey_boxes(
     monkeypatch.setattr(slots, "MIN_OBJECTS", 1)
     view = PatchView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
     encoders = {survey.MODEL: own, survey.UNTRAINED: untrained}
-    return survey.survey_objects(encoders, BOXES, range(5), view, share=0.6, seed=0, maps=maps)
+    return survey.survey_objects(encoders, BOXES, range(5), view, **{"share": 0.6, "seed": 0, **options})
 
 
 def describe(result: survey.Survey) -> dict[str, Any]:
@@ -364,9 +354,7 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     result = survey_boxes(monkeypatch)
     measures = result.measures(seed=0)
     own = [measures["model"][measure]["mean"] for measure in ("jaccard", "fg_ari", "pointing", "mbo")]
-    assert own == pytest.approx(
-        [1, 1, 1, (1 / 15 + 1) / 2]
-    )  # the first map also gets the 14 patches that none looks at
+    assert own == pytest.approx([1, 1, 1, (1 / 15 + 1) / 2])  # the first map gets the 14 patches that none looks at
     # Every image's objects lie in rows of their own, so that another image's maps find nothing.
     other = measures["other_image"]
     assert [other[m]["mean"] for m in ("jaccard", "pointing")] == [0, 0]
@@ -438,6 +426,15 @@ def test_one_map_at_a_time_finds_one_of_two_objects(monkeypatch: pytest.MonkeyPa
     assert measures["other_image"]["jaccard"]["mean"] == 0
 
 
+def test_the_share_of_the_mass_changes_the_jaccard_index_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def uneven(encoder: Encoder, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        maps = np.random.default_rng(0).random((len(images), 2, 4, 4)).astype(np.float32)
+        return maps, bright_patches(encoder, images)[1]
+
+    little, much = (survey_boxes(monkeypatch, uneven, share=share).measures(seed=0)["model"] for share in (0.2, 0.9))
+    assert {measure for measure in little if little[measure] != much[measure]} == {"jaccard"}
+
+
 # The command.
 
 
@@ -450,12 +447,7 @@ def test_the_image_before_is_a_random_other_one_although_folders_are_sorted_by_c
 
 
 def checkpoint(folder: Path, readout: str, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    encoder = create_encoder("vit_micro", 8, readout, num_slots=5, slot_dim=7, key_dim=3, img_size=24)
-    entry = encoder_description(encoder.config, IMAGENET_MEAN, IMAGENET_STD)
-    path = folder / f"{readout}{seed}.pth"
-    save_checkpoint({"teacher": encoder.state_dict(), "encoder": entry, "epoch": 1}, path)
-    return path
+    return save_small_encoder(folder / f"{readout}{seed}.pth", readout, seed, slot_dim=7, key_dim=3, img_size=24)
 
 
 @pytest.fixture
@@ -530,18 +522,14 @@ def test_an_untrained_encoder_has_another_one_as_its_control_and_a_result_of_its
     assert caplog.text.count("the encoder is untrained") == 1
 
 
-def test_the_share_of_the_mass_changes_the_jaccard_index_alone(tmp_path: Path, undrawn: None) -> None:
-    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
-    little, much = (score(*words, "--share", share)["measures"]["model"] for share in (0.2, 0.9))
-    assert {measure for measure in little if little[measure] != much[measure]} == {"jaccard"}
-
-
-def test_the_side_of_the_view_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_side_of_the_view_and_the_share_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = mock.Mock(side_effect=ValueError("nothing is surveyed"))
     monkeypatch.setattr(command, "survey_objects", asked)
+    words = ("--pretrained_weights", checkpoint(tmp_path, "cls"), "--data_path", "scenes:20:32")
     with pytest.raises(SystemExit):
-        score("--pretrained_weights", checkpoint(tmp_path, "cls"), "--data_path", "scenes:20:32", "--img_size", 32)
-    assert asked.call_args.args[3].size == [32]
+        score(*words, "--img_size", 32, "--share", 0.3)
+    view, share = asked.call_args.args[3:5]
+    assert (view.size, share) == ([32], 0.3)
 
 
 def test_the_table_shows_half_of_an_interval() -> None:
@@ -686,9 +674,10 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     (tmp_path / "data" / "masks").mkdir()
     for number, mask in enumerate((BLOCK, BLOCK, 0 * BLOCK, BLOCK[:9], np.stack([BLOCK] * 3, axis=-1))):
         Image.fromarray(mask).save(tmp_path / "data" / "masks" / f"{number}.png")
-    path = checkpoint(tmp_path, "sparo")
+    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"))
+    words += ("--data_path", tmp_path / "data" / "images", "--masks", tmp_path / "data" / "masks")
     with caplog.at_level(logging.WARNING):
-        result = score("--pretrained_weights", path, "--data_path", tmp_path / "data")
+        result = score(*words)
     data = result["data"]
     assert (data["num_images"], data["without_objects"], data["unreadable"], data["num_objects"]) == (2, 1, 3, 4)
     assert "classes" not in result
@@ -697,19 +686,4 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     for number in (0, 1):
         Image.fromarray(0 * BLOCK).save(tmp_path / "data" / "masks" / f"{number}.png")
     with refused("0 images have objects in view, 3 have none and 3 cannot be read"):
-        score("--pretrained_weights", path, "--data_path", tmp_path / "data")
-
-
-@pytest.mark.slow
-def test_voc_and_coco_run_through_the_command(
-    voc: Path, tmp_path: Path, undrawn: None, few_are_enough: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = checkpoint(tmp_path, "sparo")
-    result = score("--pretrained_weights", path, "--data_path", voc)
-    assert [entry["class"] for entry in result["classes"]] == ["dog", "person"]
-    images = voc / "JPEGImages"
-    result = score("--pretrained_weights", path, "--data_path", images, "--masks", coco_file(tmp_path))
-    assert result["data"]["num_objects"] == 2
-    with pytest.raises(SystemExit):
-        score("--pretrained_weights", path, "--data_path", voc, "--max_image_mpix", 0.0005)
-    assert "at most 0.0005 million are read (--max_image_mpix)" in caplog.text
+        score(*words)

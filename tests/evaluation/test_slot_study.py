@@ -124,10 +124,8 @@ def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_p
     folder = ("--output_dir", tmp_path)
     cache = ("--dump_features", tmp_path / "cache")
     result = knn_of(checkpoint, "1,4", *folder, *cache)
-    assert (
-        json.loads((tmp_path / f"knn_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots_1-4.json").read_text())
-        == result
-    )
+    (file,) = tmp_path.glob("knn_*_checkpoint_scenes-40-24_slots_1-4.json")
+    assert json.loads(file.read_text()) == result
     assert result["feature"]["dim"] == 2 * SLOT_DIM
     assert result["encoder"]["slots"] == {"kind": "selection", "slots": [1, 4]}
     for part in load_features(tmp_path / "cache")[:2]:
@@ -135,8 +133,6 @@ def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_p
     cached = command("knn", "--load_features", tmp_path / "cache", "--nb_knn", 3, *folder, *ON_CPU)
     assert {**cached, "options": None} == {**result, "options": None}
     assert (tmp_path / "knn_scenes-40-24_slots.json").is_file()
-    with refused("--slots 1 with --load_features: leave out one of the two"):
-        command("knn", "--load_features", tmp_path / "cache", "--slots", "1", *ON_CPU)
 
 
 def test_probes_of_some_slots_see_fewer_features_and_are_not_continued_with_others(
@@ -146,10 +142,8 @@ def test_probes_of_some_slots_see_fewer_features_and_are_not_continued_with_othe
     words += ("--fast", "--epochs", 1, "--lr", 0.1)
     result = command("linear", *words, "--n_last_blocks", 2, "--slots", "0,3")
     assert result["feature"]["dim"] == 128 + 2 * SLOT_DIM
-    assert (
-        json.loads((tmp_path / f"linear_{checkpoint.parent.name}_checkpoint_scenes-40-24_slots_0-3.json").read_text())
-        == result
-    )
+    (file,) = tmp_path.glob("linear_*_checkpoint_scenes-40-24_slots_0-3.json")
+    assert json.loads(file.read_text()) == result
     command("linear", *words, "--n_last_blocks", 2, "--slots", "0,4")
     assert len([*tmp_path.glob("linear_*_slots_0-?.json")]) == 2
 
@@ -307,15 +301,6 @@ def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
     run.train(batches, slot_columns(few.val, slots, few.num_slots))
     assert len(train.features) < 100
     assert probe_slots(few, slots, **settings)["top1_held_out"] == run.table()[0]["top1"]
-
-
-def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
-    accuracies = knn_accuracies(images_of_known_slots(), 5, 0.07)
-    one, two = accuracy_curve(accuracies, [[ALL, PARITY], [NOTHING, ALL], [ALL, NOTHING]], [1, 2])
-    assert one["num_kept"] == 1
-    assert one["top1_held_out"] == 100
-    assert one["random"]["draws"] == [pytest.approx(25, abs=10), 100]
-    assert two["random"]["draws"][0] == two["random"]["draws"][1]
 
 
 def test_probes_learn_what_the_slots_know_and_the_validation_images_choose_nothing() -> None:

@@ -33,7 +33,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.new("RGB", (32, 32), (red, green, blue)).save(folder / f"{number}.png")
         tags = [name for name, value in (("reddish", red), ("greenish", green)) if value > 100]
         row = {"path": f"{number}.png", "split": "train" if number < NUM_TRAIN else "val", "red": red}
-        row |= {"dark": int(red + green + blue < 380), "tags": "; ".join(tags) or "other"}
+        row |= {"dark": int(red + green + blue < 380), "tags": "; ".join(tags) or "other", "same": 1}
         rows.append(row | ({EMPTY[number]: ("-1" if EMPTY[number] == "dark" else "")} if number in EMPTY else {}))
     with open(folder / "photos.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
@@ -142,13 +142,7 @@ def test_embeddings_of_other_images_are_refused(
 
 
 def test_a_column_of_equal_values_is_left_out(table: Path, tmp_path: Path) -> None:
-    with open(table / "photos.csv", newline="") as file:
-        rows = [{**row, "same": "1"} for row in csv.DictReader(file)]
-    with open(table / "same.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    words = ("--data_path", table / "same.csv", "--embeddings", table / "embeddings", "--output_dir", tmp_path)
+    words = ("--data_path", table / "photos.csv", "--embeddings", table / "embeddings", "--output_dir", tmp_path)
     result = command("table-probe", *words, "--binary", "same", "--numbers", "red", "--resamples", 2, *ON_CPU)
     assert [score.name for score in scores_of(result)] == ["R2 red", "MAE red"]
     assert json.dumps(result["results"][0])

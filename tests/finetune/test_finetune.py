@@ -31,8 +31,8 @@ from dino_sparo.weights.file import CheckpointError
 COMMON: dict[str, Any] = {"data_path": "scenes:26:32", "device": "cpu", "num_workers": 0, "precision": "fp32"}
 TINY = {**COMMON, "untrained": True, "arch": "vit_micro", "patch_size": 8, "img_size": 16, "readout": "cls"}
 TRAINED = dict.fromkeys(("untrained", "arch", "patch_size", "readout", "img_size"))
-# 3 epochs of 3 steps of 2 x 4 images.
-RUN = {"epochs": 3, "batch_size_per_gpu": 4, "grad_accum_steps": 2, "lr": 0.01, "warmup_epochs": 1, "saveckp_freq": 0}
+# 2 epochs of 3 steps of 2 x 4 images.
+RUN = {"epochs": 2, "batch_size_per_gpu": 4, "grad_accum_steps": 2, "lr": 0.01, "warmup_epochs": 1, "saveckp_freq": 0}
 
 
 def finetune(folder: Path, **changes: object) -> Path:
@@ -132,7 +132,7 @@ def test_without_mixing_the_loss_is_that_of_smoothed_labels() -> None:
 
 def test_a_resumed_run_with_all_augmentations_ends_in_the_same_bits(whole: Path, tmp_path: Path) -> None:
     """In the middle of an epoch, twice; mixup, CutMix, erasing and stochastic depth are on."""
-    for steps in (2, 7):
+    for steps in (2, 4):
         finetune(tmp_path / "parts", max_steps=steps)
     finetune(tmp_path / "parts")
     assert_same_run(whole, tmp_path / "parts", "finetune")
@@ -205,7 +205,7 @@ def test_the_result_has_the_last_and_the_best_epoch_and_the_start(whole: Path) -
     assert path.name == "finetune_scenes-26-32_untrained.json"
     result, rows = json.loads(path.read_text()), epochs_of(whole)
     top1 = [row["val_top1"] for row in rows]
-    assert result["last"] == {"epoch": 2, "top1": top1[-1], "top5": rows[-1]["val_top5"]}
+    assert result["last"] == {"epoch": 1, "top1": top1[-1], "top5": rows[-1]["val_top5"]}
     assert (result["best"]["top1"], result["best"]["epoch"]) == (max(top1), top1.index(max(top1)))
     assert checkpoint_of(whole)["best_top1"] == max(top1)
     best = dino_sparo.load_checkpoint(whole / "checkpoint_best.pth")
@@ -262,8 +262,6 @@ def test_larger_images_give_an_encoder_of_a_larger_grid(tmp_path: Path) -> None:
     encoder = dino_sparo.load_encoder(run / "checkpoint.pth")
     assert encoder.config.img_size == 48
     assert encoder.transform(open_source("scenes:1:32", "val").read(0)).shape == (1, 3, 48, 48)
-    with pytest.raises(UserError, match=r"--img_size 44 px is not a multiple of --patch_size 8 px"):
-        objective(**{**weights, "img_size": 44})
 
 
 # The next commands.
@@ -299,7 +297,7 @@ def test_the_next_commands_read_the_fine_tuned_encoder(whole: Path, tmp_path: Pa
     [
         ({"untrained": False}, r"--pretrained_weights is empty; give the weights to start from, such as demo"),
         ({"batch_size_per_gpu": 5}, r"--batch_size_per_gpu 5 is odd, and --mixup 0.8 --cutmix 1 mix pairs.* --mixup 0"),
-        ({"warmup_epochs": 4}, r"--warmup_epochs 4 is longer than the run of 3 epochs; shorten it"),
+        ({"warmup_epochs": 4}, r"--warmup_epochs 4 is longer than the run of 2 epochs; shorten it"),
         ({"img_size": 20}, r"--img_size 20 px is not a multiple of --patch_size 8 px"),
     ],
 )

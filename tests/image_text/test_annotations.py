@@ -20,7 +20,7 @@ from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 
 WRONG = (None, True, 3, -1, 1.5, float("nan"), 10**30, "", "a", "abcde", "x" * 300, "\ud800", "a\0b", "\n", [], ["a"])
 WRONG = (*WRONG, ["a", 3], [[], []], {}, {"a": 1}, {"POS": 1}, "../a.png", "/", 10**400)
-TRIES = 150
+TRIES = 80
 
 CREPE = {"0": {"filename": "a.png", "caption": "a", "negative_caption": "b"}}
 WINOGROUND = {"id": 1, "image_0": "a.png", "image_1": "b.png", "caption_0": "a", "caption_1": "b", "collapsed_tag": "x"}
@@ -172,13 +172,6 @@ def test_the_message_names_file_entry_and_what_is_valid(name, content, message, 
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match=message):
         list(BENCHMARKS[name].read(tmp_path))
-
-
-def test_a_benchmark_without_questions_is_refused(tmp_path):
-    header = "filename,world_name,character_name,character2_name,character_texture,character2_texture,character1_pos\n"
-    (tmp_path / "labels.csv").write_text(header)
-    with pytest.raises(ValueError, match=r"PUG: SPAR: none of 0 questions is left"):
-        evaluate("compositional", "--data_root", tmp_path, "--write_captions", tmp_path / "captions.txt")
 
 
 # --- images outside of the folder

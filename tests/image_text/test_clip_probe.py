@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import evaluate, paint, small_checkpoint
+from clip_fakes import evaluate, small_checkpoint
 
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeSampler
@@ -177,13 +177,3 @@ def test_the_result_file_tells_the_whole_protocol_and_cached_features_give_the_s
         run("--load_features", tmp_path / "cache", "--pretrained_weights", other)
     with pytest.raises(ValueError, match="--slots chooses slots of a model, but --load_features has features"):
         run("--load_features", tmp_path / "cache", "--slots", tmp_path / "slots.json")
-
-
-def test_nothing_is_probed_without_weights_images_or_labels(tmp_path):
-    weights = small_checkpoint(tmp_path / "checkpoint.pth")
-    with pytest.raises(ValueError, match="--data_path is empty"):
-        run("--pretrained_weights", weights)
-    for split in ("train", "val"):
-        paint(tmp_path / "data" / split / "0.png", "red")
-    with pytest.raises(ValueError, match="has no labels"):
-        run("--pretrained_weights", weights, "--data_path", tmp_path / "data")

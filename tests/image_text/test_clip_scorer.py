@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import COLOURS, paint, parser_of, small_checkpoint
+from clip_fakes import COLOURS, dot_product_scorer, paint, parser_of, small_checkpoint
 
-from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip import load_clip
 from dino_sparo.data.scenes.patterns import COLOURS as SCENE_COLOURS
 from dino_sparo.data.scenes.patterns import SHAPES
 from dino_sparo.data.sources import ImageSource, open_source
@@ -28,7 +28,7 @@ from dino_sparo.image_text.evaluation.validation import open_zero_shot_probe, va
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scorer import DotProductScorer, EncodedImages, EncodedTexts, Scorer
+from dino_sparo.image_text.scorer import EncodedImages, EncodedTexts, Scorer
 from dino_sparo.runtime.launch import shutdown
 
 WORDS = [*COLOURS, *SHAPES, *SCENE_COLOURS, "left", "right", "above", "below"]
@@ -272,7 +272,7 @@ def test_similarity_of_pictures_and_captions_is_what_evaluations_compare(tmp_pat
     assert (found.shape, found.dtype, found.requires_grad) == ((5, 3), torch.float32, False)
 
     view = ClipView(32, loaded.mean, loaded.std)
-    scorer = DotProductScorer(loaded.model, view, torch.device("cpu"), 5, tokenize=tokenize)
+    scorer = dot_product_scorer(loaded, batch_size=5)
     encoded, texts = scorer.encode_images(source), scorer.encode_texts(captions)
     torch.testing.assert_close(found[:4], scorer.score_block(encoded.payload, texts.payload)[:4])
     views = torch.stack([view(image)[0] for image in images])

@@ -43,7 +43,7 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
         local(tmp_path)
     found = local(tmp_path, 0.4)
     assert (found.with_empty_caption.total(), found.with_missing_image.total()) == (1, 1)
-    answers, _ = answer_questions(colour_encoder(), found.questions)
+    answers = answer_questions(colour_encoder(), found.questions)
     assert answers[1] is None
     assert [outcome.right for outcome in outcomes([], answers[:1])] == [True] * 3  # text, image and group score
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", "cls")

@@ -37,7 +37,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     write_failures,
 )
 from dino_sparo.image_text.evaluation.compositional.questions import Answer, Question, answer_questions, judge
-from dino_sparo.image_text.evaluation.protocol import Crop
+from dino_sparo.image_text.evaluation.protocol import Crop, file_of
 from dino_sparo.image_text.scorer import ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.runtime.faults import UserError
@@ -77,9 +77,11 @@ def test_the_clearest_errors_have_the_largest_margins_one_per_image_and_are_no_t
     margins = [0.125, 0.25, 0.5, 0.0, -0.5, 0.75, 0.0625]
     found = clearest_failures(questions, answered(margins, unread=5), 3)
     assert found[:3] == (6, 5, 1)
-    assert [(failure.image, failure.box) for failure in found.clearest] == [("b", None), ("a", None), part]
-    assert found.clearest[0] == Failure("s", "b", None, "true b", "false", 0.25, 0.75)
-    assert found.clearest[2].name == part
+    assert [failure.image for failure in found.clearest] == ["b", "a", part]
+    assert found.clearest[0] == Failure("s", "b", "true b", "false", 0.25, 0.75)
+    rows = found.to_json()["clearest"]
+    places = [(row["image"], row["box"], row["cell"]) for row in rows]
+    assert places == [("b", None, None), ("a", None, None), (*part, None)]
     assert str(found) == "5 of 6 wrong, 1 of these ties"
     few = clearest_failures(questions, answered(margins), 1)
     assert [failure.image for failure in few.clearest] == ["e"]
@@ -94,7 +96,7 @@ def test_a_benchmark_whose_captions_outnumber_its_neighbours_keeps_its_confusion
     texts = [("red", "green"), ("a blue thing", "red", "green", "a thing", "cyan"), ("red", "blue")]
     images = ("red", "red", "green")
     questions = [Question("s", (str(tmp_path / f"{i}.png"),), t) for i, t in zip(images, texts, strict=True)]
-    found, _ = answer_questions(colour_encoder(), questions, 10)
+    found = answer_questions(colour_encoder(), questions, 10)
     answers = [answer for answer in found if answer]
     assert answers[1].false_caption == 1
     assert [answer.true_score for answer in answers] == pytest.approx([1, 0, 0], abs=1e-6)
@@ -167,15 +169,15 @@ def figure(has_maps: bool) -> Figure:
     rng = np.random.default_rng(0)
     picture = rng.integers(0, 255, (48, 90, 3), dtype=np.uint8)
     failures = [
-        Failure("a <split>", "photos/a&b.png", None, "a <red> star " * 20, "a blue star " * 20, -0.1234, 0.5),
-        Failure("other", "long_name_" * 16 + ".png", (1.0, 2.0, 3.0, 4.0), "x", "a_word_" * 20, 0.1, 0.2),
+        Failure("a <split>", "photos/a&b.png", "a <red> star " * 20, "a blue star " * 20, -0.1234, 0.5),
+        Failure("other", Crop("long_name_" * 16 + ".png", (1.0, 2.0, 3.0, 4.0)), "x", "a_word_" * 20, 0.1, 0.2),
     ]
     paint = map_painter(rng.random((3, 5)))
     tile = Tile(picture, "a&b.png", paint, "some phrase of a length", notes=("+0.001", "word" * 9 + " 4%"))
     maps = [Band()] * 2
     if has_maps:
         maps = [Band(lines=["a line of numbers " * 9], tiles=[tile] * 7), Band(tiles=[tile])]
-    sections = [failure_section(failure, Tile(picture, failure.image), maps) for failure in failures]
+    sections = [failure_section(failure, Tile(picture, file_of(failure.image)), maps) for failure in failures]
     ends = ("low", "high") if has_maps else None
     return Figure(TITLE, "a <model>", sections, LAYOUT, ["What it is."], "How. More.", ends)
 
@@ -220,7 +222,7 @@ def test_a_scorer_without_maps_is_drawn_with_its_images_alone(tmp_path):
     paint(tmp_path / "red.png", "red")
     scorer = colour_encoder()
     assert not isinstance(scorer, ExplainableScorer)
-    failure = Failure("s", str(tmp_path / "red.png"), (0.0, 0.0, 4.0, 5.0), "blue", "red", 0.0, 1.0)
+    failure = Failure("s", Crop(str(tmp_path / "red.png"), (0.0, 0.0, 4.0, 5.0)), "blue", "red", 0.0, 1.0)
     failures = {"A: b/c.d": Failures(1, 1, 0, [failure]), "None": Failures(1, 0, 0, [])}
     paths = write_failures(scorer, "colours", failures, tmp_path / "out_failures")
     assert [path.name for path in paths] == ["out_failures.html", "out_failures_A_b_c.png"]
@@ -278,10 +280,3 @@ def test_pages_of_every_kind_of_model_lie_beside_the_results(data, tmp_path, cap
             assert picture.width > 700
         assert all(f"{written}\n" in printed for written in (page, sheet))
         assert json.loads(path.read_text()) == result
-
-
-def test_without_the_option_nothing_is_drawn(data, tmp_path):
-    weights = small_checkpoint(tmp_path / "a" / "checkpoint.pth")
-    (result,) = run("--pretrained_weights", weights, "--data_root", data)
-    assert "failures" not in result["benchmarks"]["COCO-spatial"]
-    assert len(list(weights.parent.iterdir())) == 2

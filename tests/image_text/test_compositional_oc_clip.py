@@ -63,7 +63,7 @@ def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
     paint(tmp_path / "red.png", "red")
     texts = [("a", "b"), ("nothing", "a"), ("long", "a"), ("b", "long")]
     questions = [Question("s", (str(tmp_path / "red.png"),), text) for text in texts]
-    found, _ = answer_questions(scorer, questions, 10)
+    found = answer_questions(scorer, questions, 10)
     answers = [answer for answer in found if answer]
     assert [answer.marks["alike"] for answer in answers] == [True, False, False, False]
     assert [answer.text_tied for answer in answers] == [True, False, False, False]

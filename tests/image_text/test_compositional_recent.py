@@ -258,12 +258,19 @@ class Counting:
         return encode_questions(scorer, questions, *more)
 
 
-def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights, tmp_path, monkeypatch):
-    """Killed in the second model's third part, while it wrote a line; then with another seed, which asks all."""
-    options = ("--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--blind", "--output_dir")
-    expected = evaluate("compositional", *options, tmp_path / "whole")
+# Few of the sets, in parts of which each has some of the questions.
+FEW = ("--benchmarks", "bivlc", "spec", "--chunk_images", 9, "--output_dir")
+
+
+def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights, tmp_path, monkeypatch, caplog):
+    """Killed in the second model's third part, while it wrote a line."""
+    options = ("--model", *weights, "--data_root", drawn, "--blind", *FEW)
     monkeypatch.setattr(questions_module, "encode_questions", whole := Counting())
-    assert evaluate("compositional", *options, tmp_path / "again") == expected
+    with caplog.at_level("INFO"):
+        expected = evaluate("compositional", *options, tmp_path / "whole")
+    for words in ("model 1 of 2, sparo: ", "model 2 of 2, cls: "):
+        assert words in caplog.text
+    assert re.search(r"part 2 of \d+: \d+ questions, ETA \d+:\d\d:\d\d\n", caplog.text)
     parts = whole.calls // 2
     monkeypatch.setattr(questions_module, "encode_questions", first := Counting(stop_after=parts + 2))
     with pytest.raises(KeyboardInterrupt):
@@ -279,7 +286,7 @@ def test_a_killed_command_resumes_without_asking_a_question_twice(drawn, weights
 
 def test_a_damaged_line_is_asked_again_with_all_later_ones(drawn, weights, tmp_path, monkeypatch, caplog):
     """A full disk had left half a line between whole ones; the command ended with a JSONDecodeError."""
-    options = ("--model", weights[0], "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+    options = ("--model", weights[0], "--data_root", drawn, *FEW, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(command_module, "report", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
@@ -310,7 +317,7 @@ def test_a_full_disk_while_answers_are_written_ends_with_the_files_name_and_the_
     drawn, weights, tmp_path, monkeypatch
 ):
     """The bug: the error named no file, and its traceback said that it was a bug."""
-    options = ("--model", weights[0], "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+    options = ("--model", weights[0], "--data_root", drawn, *FEW, tmp_path)
     opened = Path.open
 
     def open_full(path: Path, *how: Any, **more: Any) -> Any:
@@ -329,7 +336,7 @@ def test_a_full_disk_while_answers_are_written_ends_with_the_files_name_and_the_
 
 def test_warnings_stay_with_their_model_and_outlive_a_kill(drawn, weights, tmp_path, monkeypatch):
     """The second model's result had the warnings of the first; after a kill a result lacked its own."""
-    options = ("--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path)
+    options = ("--model", *weights, "--data_root", drawn, *FEW, tmp_path)
 
     def warn(scorer: Any, questions: Any, *more: Any) -> Any:
         WARNINGS.append(scorer.model.config.readout)
@@ -344,18 +351,8 @@ def test_warnings_stay_with_their_model_and_outlive_a_kill(drawn, weights, tmp_p
     assert [result["warnings"] for result in results] == [["sparo"], ["cls"]]
 
 
-def test_the_log_says_which_model_and_how_long(drawn, weights, tmp_path, caplog):
-    with caplog.at_level("INFO"):
-        evaluate(
-            "compositional", "--model", *weights, "--data_root", drawn, "--chunk_images", 20, "--output_dir", tmp_path
-        )
-    assert "model 1 of 2, sparo: " in caplog.text
-    assert "model 2 of 2, cls: " in caplog.text
-    assert re.search(r"part 2 of \d+: \d+ questions, ETA \d+:\d\d:\d\d\n", caplog.text)
-
-
 def test_answers_of_other_options_are_dropped(drawn, weights, tmp_path, monkeypatch, caplog):
-    options = ("--model", weights[0], "--data_root", drawn, "--benchmarks", "spec", "--output_dir", tmp_path)
+    options = ("--model", weights[0], "--data_root", drawn, *FEW, tmp_path)
     monkeypatch.setattr(command_module, "report", lambda *_: sys.exit("killed"))
     with pytest.raises(SystemExit):
         evaluate("compositional", *options)

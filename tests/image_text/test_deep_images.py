@@ -44,13 +44,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_deep(tmp_path / "pairs" / f"{name}.png")
         (tmp_path / "pairs" / f"{name}.txt").write_text("a red star on sand")
         write_deep(tmp_path / "crepe" / "images" / f"{name}.png")
-        write_deep(tmp_path / "winoground" / "images" / f"{name}.png")
     (tmp_path / "captions.txt").write_text("a.png,red\nb.png,blue\n")
     pairs = {str(i): {"filename": f"{n}.png", "caption": "a", "negative_caption": "b"} for i, n in enumerate("ab")}
     (tmp_path / "crepe" / "swap_obj.json").write_text(json.dumps(pairs))
-    example = {"id": 0, "image_0": "a", "image_1": "b", "caption_0": "a b", "caption_1": "b a"}
-    tags = {"tag": "Object", "secondary_tag": "", "num_main_preds": 1, "collapsed_tag": "Object"}
-    (tmp_path / "winoground" / "examples.jsonl").write_text(json.dumps({**example, **tags}) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -58,6 +54,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DATA]
 )
+@pytest.mark.usefixtures("no_sheets")
 def test_the_largest_value_of_16_bit_images_becomes_white(
     name: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

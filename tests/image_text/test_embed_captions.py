@@ -8,7 +8,7 @@ import numpy as np
 import oc_clip_fakes
 import pytest
 import torch
-from clip_fakes import small_checkpoint
+from clip_fakes import call, small_checkpoint
 from kills import killed_at
 from PIL import Image
 from refusals import refused
@@ -16,7 +16,6 @@ from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run
 from dino_sparo.clip.model import load_clip, normalize_slots
-from dino_sparo.commands import COMMANDS
 from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
 from dino_sparo.image_text.towers import tokenize
@@ -41,10 +40,14 @@ def pairs(tmp_path: Path) -> Path:
     return tmp_path / "pairs.csv"
 
 
-def embed(weights: Path, pairs: Path, out: Path, *more: str) -> dict[str, Any]:
-    words = ["--pretrained_weights", weights, "--data_path", pairs, "--output_dir", out, "--batch_size_per_gpu", "2"]
+def words_of(weights: Path, pairs: Path, out: Path, *more: str) -> list[str]:
+    fixed = ("--batch_size_per_gpu", "2", "--num_workers", "0", "--device", "cpu", "--split", "all")
+    return ["--pretrained_weights", str(weights), "--data_path", str(pairs), "--output_dir", str(out), *fixed, *more]
+
+
+def embed(*words: Any) -> dict[str, Any]:
     try:
-        return run("embed", [*map(str, words), "--num_workers", "0", "--device", "cpu", "--split", "all", *more])
+        return run("embed", words_of(*words))
     finally:
         shutdown()
 
@@ -102,11 +105,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(pairs: Path, tmp_path: Path, mon
 
 def embed_on_a_rank(weights: Path, pairs: Path, out: Path) -> None:
     store.CHUNK_BATCHES = 1
-    parser = COMMANDS["embed"].parser
-    assert parser is not None
-    words = ["--pretrained_weights", weights, "--data_path", pairs, "--output_dir", out, "--batch_size_per_gpu", "2"]
-    options = ("--num_workers", "0", "--device", "cpu", "--split", "all", "--what", "captions")
-    COMMANDS["embed"].function(parser().parse_args([*map(str, words), *options]))
+    call("embed", words_of(weights, pairs, out, "--what", "captions"))
 
 
 def test_other_captions_of_the_same_number_are_other_embeddings(pairs: Path, tmp_path: Path) -> None:

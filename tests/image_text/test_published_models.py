@@ -104,6 +104,7 @@ def test_a_folder_of_hugging_face_stands_beside_our_checkpoint_and_a_name_withou
     assert " at 0x" not in results[0]["view"]  # an address of this process
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"compositional_siglip_model.safetensors_drawn.json", "compositional_clip_checkpoint_drawn.json"}
+    assert not any("failures" in found for result in results for found in result["benchmarks"].values())
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["siglip", "clip"]
     with pytest.raises(ValueError, match="other: is unknown; give one of open_clip:, hf:"):
         evaluate("compositional", *options, "--model", "other:x")

@@ -1,6 +1,7 @@
 """Crops in, encodings out: grouping, order, sizes, the probe's features, keys, and refused settings."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -10,14 +11,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
+from dino_sparo import EncoderWithHead
 from dino_sparo.models import architectures
+from dino_sparo.models.backbone import Backbone
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import READOUTS, ReadoutKind
-
-
-def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
-    """Encoder and head as trained together, with flat keys."""
-    return dino_sparo.EncoderWithHead(encoder, head)
 
 
 def small(readout: str = "sparo", **changed: object) -> nn.Module:
@@ -34,29 +32,26 @@ def encoder(request: pytest.FixtureRequest) -> nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "counts"),
     [
-        [(32, 32), (32, 32), (16, 16), (16, 16), (16, 16)],
-        [(16, 16), (32, 32), (16, 16), (24, 24), (32, 32)],
-        [(32, 24), (24, 32), (16, 24), (32, 24)],
-        [(24, 16)],
+        ([(32, 32), (32, 32), (16, 16), (16, 16), (16, 16)], [3] * 5),
+        ([(16, 16), (32, 32), (16, 16), (24, 24), (32, 32)], [3] * 5),
+        ([(32, 24), (24, 32), (16, 24), (32, 24)], [3] * 4),
+        ([(24, 16)], [3]),
+        ([(32, 32), (32, 32), (16, 16)], [2, 1, 3]),
     ],
-    ids=["globals then locals", "sizes interleaved", "equal widths, unequal heights", "one crop"],
+    ids=["globals then locals", "sizes interleaved", "equal widths, unequal heights", "one crop", "numbers of images"],
 )
-def test_crops_run_together_equal_crops_run_one_by_one_in_the_same_order(encoder, sizes: list[tuple[int, int]]) -> None:
-    crops = [torch.randn(3, 3, height, width) for height, width in sizes]
+def test_crops_run_together_equal_crops_run_one_by_one_in_the_same_order(
+    encoder, sizes: list[tuple[int, int]], counts: list[int]
+) -> None:
+    crops = [torch.randn(count, 3, *size) for count, size in zip(counts, sizes, strict=True)]
     together = encoder(crops)
     one_by_one = torch.cat([encoder(crop) for crop in crops])
-    assert together.shape == (3 * len(crops), encoder.encoding_dim)
+    assert together.shape == (sum(counts), encoder.encoding_dim)
     torch.testing.assert_close(together, one_by_one, rtol=1e-4, atol=1e-5)
     # Crops differ, so a wrong order could not pass.
     assert torch.cdist(one_by_one, one_by_one).add(torch.eye(len(one_by_one))).min() > 1e-3
-
-
-@torch.no_grad()
-def test_crops_of_a_batch_may_hold_different_numbers_of_images(encoder) -> None:
-    crops = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 16, 16)]
-    torch.testing.assert_close(encoder(crops), torch.cat([encoder(crop) for crop in crops]), rtol=1e-4, atol=1e-5)
 
 
 def test_equal_crops_take_one_pass_through_the_backbone(encoder) -> None:
@@ -81,8 +76,8 @@ def test_encoding_is_the_slots_one_after_another(encoder) -> None:
 @pytest.mark.parametrize(
     ("arch", "readout", "blocks", "encoding_dim"),
     [
-        ("vit_small", "sparo", 11, 4096),
-        ("vit_small", "cls", 12, 384),
+        ("vit_tiny", "sparo", 11, 4096),
+        ("vit_tiny", "cls", 12, 192),
         ("vit_micro", "sparo", 3, 4096),
     ],
 )
@@ -212,13 +207,13 @@ def test_a_vanilla_networks_keys_and_shapes_are_the_references(which: str) -> No
     shapes = {name.removeprefix("module."): tuple(shape) for name, shape in reference.items()}
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
-        network = build_network(encoder, dino_sparo.DINOHead(192, recorded.STEPS["out_dim"]))
+        network = EncoderWithHead(encoder, dino_sparo.DINOHead(192, recorded.STEPS["out_dim"]))
     assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == shapes
 
 
 def test_a_sparo_networks_keys_lie_below_backbone_readout_and_head() -> None:
     encoder = small()
-    network = build_network(encoder, dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3))
+    network = EncoderWithHead(encoder, dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3))
     assert {name.split(".")[0] for name in network.state_dict()} == {"backbone", "readout", "head"}
     assert "head.last_layer.weight_v" in network.state_dict()
 
@@ -228,7 +223,7 @@ def test_the_network_is_the_head_on_the_encodings_of_all_crops() -> None:
     encoder = small()
     head = dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3)
     crops = [torch.randn(2, 3, size, size) for size in (32, 32, 16)]
-    logits = build_network(encoder, head).eval()(crops)
+    logits = EncoderWithHead(encoder, head).eval()(crops)
     torch.testing.assert_close(logits, head(torch.cat([encoder(crop) for crop in crops])), rtol=1e-4, atol=1e-5)
 
 
@@ -247,43 +242,30 @@ def test_pixels_beyond_the_last_whole_patch_are_left_out(encoder) -> None:
 
 
 def test_an_empty_list_of_crops_is_refused(encoder) -> None:
-    with pytest.raises(ValueError, match="crop"):
+    with pytest.raises((RuntimeError, ValueError), match="non-empty list"):  # which one depends on torch
         encoder([])
 
 
-def test_a_config_of_a_newer_version_is_refused_by_the_names_of_what_it_adds() -> None:
-    with pytest.raises(ValueError, match="saved with depth, register_tokens, which this version does not know; update"):
-        EncoderConfig.from_dict({"arch": "vit_tiny", "register_tokens": 4, "depth": 3})
-
-
-def test_a_config_leaves_the_images_mean_and_std_to_others_and_cannot_be_changed() -> None:
+def test_a_config_leaves_mean_and_std_to_others_refuses_other_names_and_cannot_be_changed() -> None:
     config = EncoderConfig.from_dict({"arch": "vit_tiny", "group_size": 2, "mean": (0.5,), "std": (0.2,)})
     assert config == EncoderConfig(arch="vit_tiny", group_size=2)
     with pytest.raises(AttributeError):
         config.arch = "vit_base"
+    with pytest.raises(ValueError, match="saved with depth, register_tokens, which this version does not know; update"):
+        EncoderConfig.from_dict({"arch": "vit_tiny", "register_tokens": 4, "depth": 3})
 
 
-def test_the_defaults_of_config_and_builder_are_the_same() -> None:
+def test_the_defaults_of_config_builder_and_backbone_are_the_same() -> None:
     with recorded.SkipInitialisation():
         encoder = dino_sparo.create_encoder()
     assert encoder.config == EncoderConfig()
+    for name in ("patch_size", "img_size"):
+        assert inspect.signature(Backbone).parameters[name].default == getattr(EncoderConfig(), name)
     assert all(isinstance(block.drop_path1, nn.Identity) for block in encoder.backbone.blocks)
-    assert vars(EncoderConfig()) == {
-        "arch": "vit_small",
-        "patch_size": 16,
-        "readout": "sparo",
-        "num_slots": 64,
-        "slot_dim": 64,
-        "key_dim": 64,
-        "group_size": 1,
-        "img_size": 224,
-        "in_chans": 3,
-        "pre_norm": False,
-        "replace_block": None,
-        "quick_gelu": False,
-        "num_codes": 0,
-        "code_dim": 0,
-    }
+    images = {"patch_size": 16, "img_size": 224, "in_chans": 3}
+    slots = {"num_slots": 64, "slot_dim": 64, "key_dim": 64, "group_size": 1}
+    unused = {"pre_norm": False, "replace_block": None, "quick_gelu": False, "num_codes": 0, "code_dim": 0}
+    assert vars(EncoderConfig()) == {"arch": "vit_small", "readout": "sparo", **images, **slots, **unused}
 
 
 @pytest.mark.parametrize(
@@ -305,19 +287,6 @@ def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
         for rate in ((), (0.3,))
     ]
     assert rates == [[0, 0, 0], pytest.approx([0, 0.1, 0.2])]
-
-
-def tokens_normalised(encoder: nn.Module) -> list[int]:
-    """How many tokens of two images pass the last LayerNorm."""
-    normalised: list[int] = []
-    handle = encoder.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
-    encoder(torch.randn(2, 3, 32, 32))
-    handle.remove()
-    return normalised
-
-
-def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
-    assert tokens_normalised(encoder) == [2 if encoder.config.readout == "cls" else 2 * 17]
 
 
 # Any read-out of the table, and those of others.
@@ -348,44 +317,37 @@ def test_an_unknown_read_out_says_how_to_run_a_command_with_a_registered_one() -
         small("mine")
 
 
-class HalfMean(nn.Module):
-    """A read-out of another project: the mean of the first half of the tokens' numbers."""
+class FirstToken(nn.Module):
+    """The first numbers of the class token, read by a class that this package does not know."""
 
-    def __init__(self, embed_dim: int) -> None:
+    def __init__(self, encoding_dim: int) -> None:
         super().__init__()
-        self.encoding_dim = embed_dim // 2
+        self.encoding_dim = encoding_dim
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
-        attention = torch.full_like(tokens[:, None, :, 0], 1 / tokens.shape[1])
-        return dino_sparo.ReadoutOutput((attention @ tokens)[..., : self.encoding_dim], attention)
+        return dino_sparo.ReadoutOutput(tokens[:, :1, : self.encoding_dim], torch.ones_like(tokens[:, None, :, 0]))
 
 
 @torch.no_grad()
 def test_a_new_entry_of_the_table_declares_all_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = ReadoutKind(lambda sizes: HalfMean(sizes.embed_dim), replaces_block=True, takes_raw_tokens=True)
+    kind = ReadoutKind(lambda sizes: FirstToken(sizes.embed_dim // 2), replaces_block=True, takes_raw_tokens=True)
     monkeypatch.setitem(READOUTS, "half", kind)
     encoder = small("half")
     assert encoder.encoding_dim == 64
     assert (len(encoder.backbone.blocks), type(encoder.backbone.norm)) == (3, nn.Identity)
     images = torch.rand(2, 3, 32, 32)
-    torch.testing.assert_close(encoder(images), encoder.backbone(images).mean(dim=1)[:, :64])
-
-
-class FirstToken(nn.Module):
-    """The class token, read by a class that this package does not know."""
-
-    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
-        return dino_sparo.ReadoutOutput(tokens[:, :1], torch.ones_like(tokens[:, :1, :, 0]))
+    assert torch.equal(encoder(images), encoder.backbone(images)[:, 0, :64])
 
 
 @torch.no_grad()
 def test_a_read_out_of_the_class_token_is_known_by_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: the encoder asked for one class of read-out, so that any other computed all tokens of the last block."""
-    kind = ReadoutKind(lambda sizes: FirstToken(), reads_class_token_only=True, shows="head")
+    kind = ReadoutKind(lambda sizes: FirstToken(sizes.embed_dim), reads_class_token_only=True, shows="head")
     monkeypatch.setitem(READOUTS, "first", kind)
     ours, first = small("cls"), small("first")
     first.load_state_dict(ours.state_dict())
-    images = torch.rand(2, 3, 32, 32)
+    images, normalised = torch.rand(2, 3, 32, 32), list[int]()
+    first.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
     assert torch.equal(first(images), ours(images))
+    assert normalised == [2]
     assert torch.equal(first.probe_features(images), ours.probe_features(images))
-    assert tokens_normalised(first) == [2]

@@ -25,11 +25,6 @@ DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))
 TURNED = SceneGraph(("mat", "dog"), (Relation(1, "on", 0),))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
-
-
 def written(path: Path, *rows: tuple[str, SceneGraph]) -> Path:
     write_graphs(path, ((caption, graph, None) for caption, graph in rows))
     return path

@@ -98,12 +98,6 @@ def test_the_first_entities_and_relations_are_kept_and_the_others_counted() -> N
     assert counts == LookupCounts(captions=1, whole_caption=0, nodes=2, dangling=2, loops=1, relations=1)
 
 
-def test_the_caps_are_sixteen() -> None:
-    graph = SceneGraph(tuple("abcdefghijklmnopqrst"), tuple(Relation(0, "on", 1 + i % 9) for i in range(18)))
-    kept, _ = normalize(graph, "")
-    assert (len(kept.entities), len(kept.relations)) == (16, 16)
-
-
 # The canonical form.
 
 
@@ -135,14 +129,14 @@ def test_canonical_forms_are_equal_exactly_for_isomorphic_graphs() -> None:
     forms: dict[tuple, SceneGraph] = {}
     found: dict[tuple, tuple] = {}
     pairs = 0
-    for _ in range(600):
+    for _ in range(300):
         graph = random_graph(rng, rng.randint(1, 5), rng.randint(0, 5), rng.choice(["x", "xy"]), rng.choice("rr") + "s")
         form, oracle = canonical_form(graph), smallest_encoding(graph)
         pairs += oracle in forms
         assert forms.setdefault(oracle, form) == form
         assert found.setdefault((form.entities, form.relations), oracle) == oracle
-    assert pairs > 50
-    assert len(forms) > 100
+    assert pairs > 25
+    assert len(forms) > 50
 
 
 def ring(number: int, first: int = 0) -> list[tuple[int, str, int]]:
@@ -206,11 +200,6 @@ def test_large_random_graphs_have_one_form_and_keep_what_they_say() -> None:
             for g in (graph, form)
         ]
         assert edges[0] == edges[1]
-
-
-def test_a_swapped_relation_has_another_form_unless_nothing_tells_its_ends_apart() -> None:
-    assert canonical_form(graph_of("dog cat", (0, "on", 1))) != canonical_form(graph_of("dog cat", (1, "on", 0)))
-    assert canonical_form(graph_of("dog dog", (0, "on", 1))) == canonical_form(graph_of("dog dog", (1, "on", 0)))
 
 
 # The negatives.

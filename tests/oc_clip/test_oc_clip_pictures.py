@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from clip_fakes import call, paint
-from PIL import Image, ImageColor
-
-from dino_sparo.__main__ import run as run_command
+from PIL import ImageColor
 
 pytest.importorskip("open_clip")
 
 from figures import assert_readable, drawn_words
-from oc_clip_fakes import bind_all, oc_clip_description
+from oc_clip_fakes import IMG_SIZE, bind_all, small_checkpoint
 from pages import Page
 
 from dino_sparo.data.views import PatchView
@@ -29,40 +27,20 @@ from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.picture_pairs import ViewedPair, view_pairs
 from dino_sparo.oc_clip.batches import batch_graphs, mask_of, tokenize_phrases
-from dino_sparo.oc_clip.binding import BindingConfig
 from dino_sparo.oc_clip.explain import PairMaps, tiles_of
 from dino_sparo.oc_clip.graphs.files import open_graphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import load_oc_clip
-from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pictures import choose_pairs, pairs_figure
 
-NUM_DEFAULT, SIZE = 3, 32
+NUM_DEFAULT = 3
 CPU = torch.device("cpu")
 CAPTION = "a red striped star left of a blue plain ring on sand"
 
 
-def oc_checkpoint(path: Path, competition: str = "queries") -> Path:
-    """An untrained model whose slots differ from one another."""
-    torch.manual_seed(0)
-    sizes = BindingConfig(
-        dim=12, num_default=NUM_DEFAULT * (competition == "queries"), num_layers=1, num_heads=2, rel_dim=5,
-        competition=competition,
-    )  # fmt: skip
-    text = {"text_width": 24, "text_heads": 2, "text_layers": 2}
-    model = create_oc_clip("vit_micro", 8, SIZE, **text, binding=sizes)
-    with torch.no_grad():
-        for parameter in model.binding.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    description = oc_clip_description(model.config)
-    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return oc_checkpoint(tmp_path_factory.mktemp("oc_pictures") / "checkpoint.pth")
+    return small_checkpoint(tmp_path_factory.mktemp("oc_pictures") / "checkpoint.pth")
 
 
 def run(*options: object) -> dict:
@@ -77,7 +55,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
     loaded = load_oc_clip(weights)
     model = loaded.model
     source = open_pairs("scenes:9:48", default_split="val")
-    view = PatchView([SIZE], 8, loaded.mean, loaded.std)
+    view = PatchView([IMG_SIZE], 8, loaded.mean, loaded.std)
     for pair, viewed in zip(found["pairs"], view_pairs(source, [4, 8], view), strict=True):
         graph = open_graphs("templates")(viewed.caption)
         batch = batch_graphs([graph])
@@ -193,7 +171,9 @@ def test_letters_that_the_font_lacks_are_boxes_and_never_warned_of(tmp_path):
 
 @pytest.fixture(params=["queries", "keys"])
 def pairs(request: pytest.FixtureRequest) -> list[PairMaps]:
-    return [look(2, request.param), look(1, request.param, "sand"), look(11, request.param, "many words " * 30)]
+    if request.param == "keys":
+        return [look(2, "keys")]
+    return [look(), look(1, caption="sand"), look(11, caption="many words " * 30)]
 
 
 def figure_of(pairs: list[PairMaps]) -> Figure:
@@ -205,10 +185,6 @@ def test_all_words_of_the_sheet_can_be_read(pairs, tmp_path):
     with drawn_words() as figures:
         save_sheet(figure_of(pairs), tmp_path / "sheet.png")
     assert_readable(figures)
-    save_sheet(figure_of(pairs), tmp_path / "sheet.png")
-    pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
-    assert (pixels[:3] == 255).all()
-    assert (pixels[-3:] == 255).all()
 
 
 def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(pairs, tmp_path):
@@ -226,6 +202,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(pairs,
     assert (" add up to 100 % over all maps" in page.text) == (pairs[0].competition == "queries")
 
 
+@pytest.mark.usefixtures("no_sheets")
 def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, capsys, caplog):
     rows = []
     for name, caption in (("a", CAPTION), ("b", "a wall"), ("c", "a broken file")):
@@ -251,6 +228,7 @@ def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, caps
     assert found["graphs"]["counts"]["captions"] == 1
 
 
+@pytest.mark.usefixtures("no_sheets")
 def test_captions_without_a_graph_and_phrases_that_are_cut_off_are_named(weights, tmp_path, caplog):
     paint(tmp_path / "pairs" / "a.png", "red")
     (tmp_path / "pairs" / "a.txt").write_text("word " * 99)
@@ -271,30 +249,16 @@ def test_pairs_with_relations_are_chosen_whatever_they_score():
     assert choose_pairs(source, graphs, 40, 30) == [i * 40 // 30 for i in range(30)]  # each caption has one relation
 
 
+@pytest.mark.usefixtures("no_sheets")
 def test_without_competition_maps_of_entities_stand_alone(tmp_path):
-    found = run(
-        "--pretrained_weights", oc_checkpoint(tmp_path / "checkpoint.pth", "keys"), "--data_path", "scenes:3:48",
-        "--output_dir", tmp_path,
-    )  # fmt: skip
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", competition="keys", num_default=0)
+    found = run("--pretrained_weights", weights, "--data_path", "scenes:3:48", "--output_dir", tmp_path)
     assert found["competition"] == "keys"
     assert [pair["default_tokens"] for pair in found["pairs"]] == [[]] * 3
     shares = [entity["mean_share"] for pair in found["pairs"] for entity in pair["entities"]]
-    assert shares == pytest.approx([1 / 16] * len(shares))
+    assert shares == pytest.approx([1 / 9] * len(shares))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--pairs", 3], "--pairs 3: .* has 3 pairs, numbered from 0 to 2"),
-        (["--graphs", "nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message, weights, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run("--pretrained_weights", weights, "--data_path", "scenes:3:48", "--output_dir", tmp_path, *options)
-
-
-def test_only_one_process_draws(monkeypatch):
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    assert run_command("oc-pictures", []) == {}
+def test_a_pair_that_does_not_exist_is_refused(weights, tmp_path):
+    with pytest.raises(ValueError, match=r"--pairs 3: .* has 3 pairs, numbered from 0 to 2"):
+        run("--pretrained_weights", weights, "--data_path", "scenes:3:48", "--output_dir", tmp_path, "--pairs", 3)

@@ -74,6 +74,12 @@ table | on(a cat, the table)
 a/DET/det/1 cat/NOUN/ROOT/1 on/ADP/prep/1 a/DET/det/4 mat/NOUN/pobj/2 and/CCONJ/cc/2 under/ADP/conj/2 a/DET/det/8
 table/NOUN/pobj/6 -> a cat, a mat, a table | on(a cat, a mat) | under(a cat, a table)
 
+a/DET/det/1 dog/NOUN/ROOT/1 running/VERB/acl/1 -> a dog running
+
+a/DET/det/1 bench/NOUN/ROOT/1 on/ADP/prep/1 the/DET/det/4 left/NOUN/pobj/2 -> a bench on the left
+
+red/ADJ/amod/1 star/NOUN/ROOT/1 and/CCONJ/cc/1 blue/ADJ/amod/4 ring/NOUN/conj/1 -> red star, blue ring
+
 a/DET/det/1 ball/NOUN/ROOT/1 that/PRON/dobj/6 the/DET/det/4 man/NOUN/nsubj/6 is/AUX/aux/6 holding/VERB/relcl/1 -> a
 ball, the man | holding(the man, a ball)
 """
@@ -86,16 +92,7 @@ def test_noun_phrases_are_entities_and_paths_between_them_relations(words: str, 
     assert words_of(words) == graph
 
 
-def test_a_verb_or_a_place_without_a_second_entity_stays_in_the_phrase() -> None:
-    assert words_of("a/DET/det/1 dog/NOUN/ROOT/1 running/VERB/acl/1") == "a dog running"
-    bench = "a/DET/det/1 bench/NOUN/ROOT/1 on/ADP/prep/1 the/DET/det/4 left/NOUN/pobj/2"
-    assert words_of(bench) == "a bench on the left"
-
-
-def test_and_is_no_relation_and_pronouns_are_no_entities() -> None:
-    assert words_of("red/ADJ/amod/1 star/NOUN/ROOT/1 and/CCONJ/cc/1 blue/ADJ/amod/4 ring/NOUN/conj/1") == (
-        "red star, blue ring"
-    )
+def test_pronouns_are_no_entities() -> None:
     assert words_of("he/PRON/nsubj/1 runs/VERB/ROOT/1") == ""
     assert graph_of_words([]) == SceneGraph(())
 
@@ -121,12 +118,6 @@ def test_a_parser_says_its_model_and_goes_to_workers_without_it(monkeypatch: pyt
     assert list(parser.parse_all(iter(["a", "b"]))) == [Outcome(graph), Outcome(graph)]
     assert pickle.loads(pickle.dumps(parser))("a") == graph
     assert open_graphs("spacy").record["model"] == "en_core_web_sm 3.8.0"
-
-
-def test_without_spacy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'dino_sparo\[parse\]'"):
-        SpacyParser()
 
 
 def test_without_its_model_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

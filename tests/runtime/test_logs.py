@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -47,6 +47,7 @@ def test_each_number_is_divided_by_how_often_it_was_observed() -> None:
         if step % 3 == 0:
             meters.update(entropy=float(step))
     assert meters.means() == {"loss": 2.5, "entropy": 1.5}
+    assert Meters().means() == {}
 
 
 def test_many_small_numbers_are_summed_in_double_precision() -> None:
@@ -69,10 +70,6 @@ def test_meters_keep_no_graph_and_do_not_follow_tensors_that_change() -> None:
     assert meters.means() == {"loss": 2.5}
 
 
-def test_without_observations_there_are_no_means() -> None:
-    assert Meters().means() == {}
-
-
 # The files of a run.
 
 
@@ -89,6 +86,7 @@ def test_log_txt_gets_one_json_line_per_epoch_and_is_never_overwritten(tmp_path:
         log = RunLog(TrackedRun(tmp_path))
         for values in part:
             log.write_epoch(values)
+            assert json.loads((tmp_path / "log.txt").read_text().splitlines()[-1]) == values, "on the disk at once"
         log.close()
     assert [json.loads(line) for line in (tmp_path / "log.txt").read_text().splitlines()] == written
 
@@ -104,13 +102,6 @@ def test_a_resumed_log_drops_the_epochs_that_are_taken_again(tmp_path: Path, cap
     assert [json.loads(line)["step"] for line in (tmp_path / "log.txt").read_text().splitlines()] == [4, 8]
     assert (tmp_path / "log.txt.old").read_text() == whole
     assert "removed 2 lines about epoch 2 and later" in caplog.text
-
-
-def test_a_line_is_on_the_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = RunLog(TrackedRun(tmp_path))
-    log.write_epoch({"epoch": 0})
-    assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
-    log.close()
 
 
 def test_scalars_and_pictures_are_read_back_by_tensorboard(tmp_path: Path) -> None:
@@ -232,12 +223,15 @@ def test_a_full_disk_costs_lines_of_run_log_and_no_traceback(
     assert written.count("\n") == 1
 
 
-def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(tmp_path: Path) -> None:
+def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = RunLog(TrackedRun(tmp_path))
     for step in range(1, 7):
         first.scalars({"train/loss": float(step)}, step)
     first.close()
-    time.sleep(1.1)  # files are ordered by the second in which they began
+    later = time.time() + 2  # files are ordered by the second in which they began
+    monkeypatch.setattr(time, "time", lambda: later)
     # The checkpoint was written after step 4, so steps 5 and 6 never happened, and are done again.
     second = RunLog(TrackedRun(tmp_path, step=4))
     for step in (5, 6, 7):
@@ -361,12 +355,6 @@ def test_piped_progress_writes_sparse_lines(
     assert caplog.messages[0].startswith("drawing: 31 of ?")
 
 
-def test_progress_can_be_left_early() -> None:
-    for item in progress(iter(range(10))):
-        if item == 3:
-            break
-
-
 def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Callable[[float], None]) -> None:
     def slow() -> Iterator[int]:
         for item in range(10):
@@ -468,24 +456,3 @@ def test_on_a_gpu_the_peak_memory_is_the_gpus() -> None:
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.ones(2**20, device=device)
     assert peak_memory(device) >= held.numel() * 4
-
-
-def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The bug: a file server that was away for a moment ended a run for good, before it had saved."""
-
-    def stale(*_: object, **__: object) -> None:
-        raise OSError(116, "Stale file handle")
-
-    log = RunLog(TrackedRun(tmp_path))
-    writer: Any = log.trackers.open["tensorboard"].writer
-    monkeypatch.setattr(type(writer), "add_scalar", stale)
-    for step in (1, 2):
-        log.scalars({"train/loss": 1.0}, step)
-    log.image("maps", np.zeros((4, 4, 3), dtype=np.uint8), 2)
-    log.write_epoch({"epoch": 0})
-    log.close()
-    writer.close()  # its thread would write into a folder that is gone
-    assert caplog.text.count("--report_to tensorboard failed, so training continues without tensorboard") == 1
-    assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}

@@ -263,11 +263,3 @@ def test_a_job_that_submitit_requeues_no_more_ends_for_good_with_its_steps_saved
     assert ended.value.code == 128 + signal.SIGUSR2
     assert note.exists()
     assert "Job not requeued because: timed-out too many times." in caplog.text
-
-
-def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
-    with StopSignals() as signals:
-        signals.begin_training()
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)

@@ -13,8 +13,7 @@ import pytest
 from dino_sparo.commands import parse_keywords
 from dino_sparo.runtime import trackers
 from dino_sparo.runtime.faults import MissingPackageError
-from dino_sparo.runtime.trackers import TRACKERS, TrackedRun, Trackers
-from dino_sparo.training.options import TRACKERS as NAMES
+from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.training.options import check_run
 
 PICTURE = np.zeros((3, 5, 3), dtype=np.uint8)
@@ -42,10 +41,6 @@ class Recorder:
 
     def close(self) -> None:
         self.note("close")
-
-
-def test_the_choices_are_the_trackers() -> None:
-    assert tuple(TRACKERS) == NAMES
 
 
 @pytest.mark.parametrize("method", ["__init__", "scalars", "image", "close"])

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from runs import PATIENCE, Moments, assert_same_run, assert_whole_checkpoints, is_saving, record, undisturbed
+from runs import PATIENCE, Moments, assert_same_run, assert_whole_checkpoints, undisturbed
 from slurm.cluster import Cluster, is_alive, wait_until
 from slurm.jobs import Job, submit
 
@@ -23,9 +22,9 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed(tmp_path_factory.mktemp("long"), epochs=EPOCHS)
 
 
-def kill_again_and_again(job: Job, output_dir: Path, seed: int, kills: int) -> list[dict]:
+def kill_again_and_again(job: Job, output_dir: Path, seed: int, kills: int) -> None:
     """Kill a random task at a random moment, wait until the job is requeued, and so on; then let it end."""
-    moments, measured = Moments(seed), []
+    moments = Moments(seed)
     for number in range(kills):
         wait_until(lambda number=number: job.restarts == number and job.state == "RUNNING", PATIENCE, "a start")
         ranks = job.wait_for_ranks(2)
@@ -34,15 +33,11 @@ def kill_again_and_again(job: Job, output_dir: Path, seed: int, kills: int) -> l
         assert set(ranks) == {0, 1}, job.log()
         assert all(map(is_alive, ranks.values())), job.log()
         os.kill(ranks[moment.rank], signal.SIGKILL)
-        begin = time.monotonic()
         wait_until(lambda ranks=ranks: not any(map(is_alive, ranks.values())), LIMIT, "the tasks to end", pause=0.01)
-        found = {"phase": moment.phase, "seconds_to_end": time.monotonic() - begin, "cut": is_saving(output_dir)}
         assert assert_whole_checkpoints(output_dir) >= step
         wait_until(lambda number=number: job.restarts == number + 1, PATIENCE, f"job {job.number} to be requeued")
-        measured.append({**found, "seconds_to_requeue": time.monotonic() - begin})
     assert job.wait_for_end(4 * PATIENCE) == "COMPLETED", job.log()
     assert job.restarts == kills
-    return measured
 
 
 # The jobs run at the same time, since a requeued one waits most of the time.
@@ -57,15 +52,6 @@ def test_killed_jobs_are_requeued_and_end_in_the_same_bits(
         jobs.append(submit(slurm, folder, "--max_requeues", str(kills_per_job), epochs=EPOCHS, num_workers=number % 2))
     with ThreadPoolExecutor(num_jobs) as pool:
         seeds = range(100, 100 + num_jobs)
-        done = list(pool.map(kill_again_and_again, jobs, folders, seeds, [kills_per_job] * num_jobs))
+        list(pool.map(kill_again_and_again, jobs, folders, seeds, [kills_per_job] * num_jobs))
     for folder in folders:
         assert_same_run(long, folder)
-    kills = [kill for job in done for kill in job]
-    assert len(kills) == num_jobs * kills_per_job
-    ends, requeues = ([kill[name] for kill in kills] for name in ("seconds_to_end", "seconds_to_requeue"))
-    record(
-        "kills under Slurm",
-        **{"kills": len(kills), **{phase: sum(k["phase"] == phase for k in kills) for phase in Moments.PHASES}},
-        **{"inside_a_save": sum(k["cut"] for k in kills), "checkpoints_lost": 0},
-        **{"max_seconds_to_end": round(max(ends), 2), "max_seconds_to_requeue": round(max(requeues), 2)},
-    )

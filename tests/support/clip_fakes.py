@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip import CLIP, create_clip, tokenize
 from dino_sparo.clip.config import CLIPConfig, infer_clip_config
+from dino_sparo.clip.model import LoadedClip
 from dino_sparo.commands import COMMANDS
 from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.data.views import ClipView
@@ -24,9 +25,6 @@ from dino_sparo.weights.foreign import from_open_clip_names, open_clip_settings,
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
 TOKENIZER = SimpleTokenizer()
-# Those that every evaluation shares with all scripts.
-DEVICE_OPTIONS = {"device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"}
-DEVICE_OPTIONS |= {"max_image_mb", "max_image_mpix", "max_value", "exif"}  # of all commands that read images
 
 
 def clip_description(
@@ -57,6 +55,12 @@ def colour_encoder(batch_size: int = 3) -> DotProductScorer:
     """`ColourClip` with pixels from 0 to 1."""
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     return DotProductScorer(ColourClip(), view, torch.device("cpu"), batch_size, tokenize=tokenize)
+
+
+def dot_product_scorer(loaded: LoadedClip, batch_size: int = 6) -> DotProductScorer:
+    """The scorer of a checkpoint, as the evaluations build it."""
+    view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std)
+    return DotProductScorer(loaded.model, view, torch.device("cpu"), batch_size, tokenize=tokenize)
 
 
 def paint(path: Path, colour: str) -> None:

@@ -10,15 +10,24 @@ from objectives import bare
 from runs import train_small
 from small_models import written_once
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dino_sparo.data.defaults import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
-from dino_sparo.oc_clip.batches import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
+from dino_sparo.oc_clip.batches import (
+    GraphItem,
+    GraphPairBatch,
+    batch_graphs,
+    collate_graph_pairs,
+    draw_negatives,
+    mask_of,
+    tokenize_phrases,
+)
 from dino_sparo.oc_clip.binding import Binding, BindingConfig
 from dino_sparo.oc_clip.graphs.files import append_lines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.model import OCCLIP, OCCLIPConfig, create_oc_clip
+from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import OPTIMIZERS
@@ -54,7 +63,8 @@ def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP
 def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
     """An untrained model in a checkpoint of OC-CLIP's training."""
     model = small_model(seed, context=20, **binding)
-    description = oc_clip_description(model.config)
+    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
+    description = {**model.config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
     return path
@@ -76,10 +86,35 @@ def bind_all(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, val
     return torch.stack(slots)
 
 
-def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
-    """What a checkpoint carries under `oc_clip`."""
-    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
-    return {**config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
+def scores_by_equation(
+    model: OCCLIP, keys: Tensor, values: Tensor, graphs: Iterable[SceneGraph], context: int = CONTEXT
+) -> Tensor:
+    """Equation 2 of every image, whose keys and values are given, with every graph alone, (B, U).
+
+    From the slots and scores of relations that `test_oc_clip_core.py` compares.
+    """
+    scoring, columns = model.scoring, []
+    for graph in graphs:
+        batch = batch_graphs([graph])
+        nodes, predicates = model.encode_phrases(tokenize_phrases(batch.phrases, context).ids)
+        entities, relations = nodes[batch.entities], predicates[batch.predicates]
+        column = []
+        for slots in bind_all(model.binding, entities, mask_of(batch.entity_counts), keys, values):
+            total = scoring.ent_coef * F.cosine_similarity(entities[0], slots[0], dim=-1).sum()
+            if graph.relations:
+                total = total + scoring.rel_coef * scoring.relation_scores(relations, *batch.ends[0], slots[None]).sum()
+            column.append(total / (scoring.ent_coef * len(graph.entities) + scoring.rel_coef * len(graph.relations)))
+        columns.append(torch.stack(column))
+    return torch.stack(columns, dim=1)
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal up to the order of sums in float64."""
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-9, atol=1e-11 * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def graph_of_size(number: int, num_entities: int, num_relations: int) -> SceneGraph:

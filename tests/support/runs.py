@@ -55,15 +55,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def record(what: str, **measured: object) -> None:
-    """Say what was measured, and add it to the file that FAULT_REPORT names, one JSON object per line."""
-    line = json.dumps({"what": what, **measured})
-    print(f"\n{line}")
-    if "FAULT_REPORT" in os.environ:
-        with open(os.environ["FAULT_REPORT"], "a") as file:
-            file.write(line + "\n")
-
-
 # What a run leaves.
 
 

@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from image_files import write_images
 from runs import (
     FAULT,
     PATIENCE,
@@ -41,7 +40,6 @@ from runs import (
     last_saved_step,
     newest_save,
     options,
-    record,
     undisturbed,
 )
 from slurm.cluster import is_alive, wait_until
@@ -85,23 +83,14 @@ def have_ended(pids: Iterable[int]) -> bool:
     return not any(is_alive(pid) for pid in pids)
 
 
-def image_folder(folder: Path) -> Path:
-    folder.mkdir()
-    for index in range(12):
-        Image.new("RGB", (32, 32), (9 * index, 80, 200 - 5 * index)).save(folder / f"{index:02}.png")
-    return folder
-
-
-def assert_ended(ranks: Ranks, statuses: list[int], begin: float, message: str, limit: float = LIMIT) -> float:
-    """All ranks ended in time, and the only error of rank 0 is the message; returns the seconds since `begin`."""
+def assert_ended(ranks: Ranks, statuses: list[int], begin: float, message: str, limit: float = LIMIT) -> None:
+    """All ranks ended in time, and the only error of rank 0 is the message."""
     found = ranks.wait(limit - (time.monotonic() - begin))
-    seconds = time.monotonic() - begin
     assert found == statuses, ranks.log(0) + ranks.log(1)
     errors = errors_in(ranks.log(0))
     assert len(errors) == 1, ranks.log(0)
     assert re.search(message, errors[0]), errors[0]
     assert "Traceback" not in ranks.log(0)
-    return seconds
 
 
 # Processes that die or hang.
@@ -111,9 +100,8 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         ranks.wait_for_save(tmp_path)
         os.kill(ranks.pid(1), signal.SIGKILL)
-        seconds = assert_ended(ranks, [FAULT, -signal.SIGKILL], time.monotonic(), "another process died")
+        assert_ended(ranks, [FAULT, -signal.SIGKILL], time.monotonic(), "another process died")
     assert assert_whole_checkpoints(tmp_path) > 0
-    record("a rank is killed", seconds=round(seconds, 2))
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
@@ -148,22 +136,18 @@ def test_a_dead_data_worker_ends_all_ranks(tmp_path: Path) -> None:
             for worker in children_of(ranks.pid(0)):
                 os.kill(worker, signal.SIGKILL)
             time.sleep(0.05)
-        seconds = assert_ended(ranks, [FAULT, FAULT], begin, "a process that loads images died")
+        assert_ended(ranks, [FAULT, FAULT], begin, "a process that loads images died")
     assert assert_whole_checkpoints(tmp_path) > 0
-    record("a data worker is killed", seconds=round(seconds, 2))
 
 
 def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, dist_timeout_min=HANG_MIN)) as ranks:
         ranks.wait_for_save(tmp_path)
         os.kill(ranks.pid(1), signal.SIGSTOP)
-        begin = time.monotonic()
         ranks.members[0].join(CONTROL_FACTOR * 60 * HANG_MIN + LIMIT)  # it may hang while the others wait for its save
-        seconds = time.monotonic() - begin
         os.kill(ranks.pid(1), signal.SIGCONT)  # a launcher would kill it; here it finds itself alone
         assert_ended(ranks, [FAULT, FAULT], time.monotonic(), r"did not answer for 0\.(05|3) minutes")
     assert assert_whole_checkpoints(tmp_path) > 0
-    record("a rank hangs", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
 def _hang_when(stuck: Path, rank: int) -> None:
@@ -178,15 +162,14 @@ def _hang_when(stuck: Path, rank: int) -> None:
 
 
 def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
-    images, stuck = image_folder(tmp_path / "images"), tmp_path / "stuck"
+    images, stuck = write_images(tmp_path / "images"), tmp_path / "stuck"
     changes = {"data_path": images, "num_workers": 1, "dist_timeout_min": HANG_MIN, "epochs": 1000}
     with Ranks(tmp_path, options(tmp_path / "run", **changes), spoil=partial(_hang_when, stuck)) as ranks:
         ranks.wait_for_save(tmp_path / "run")
         stuck.touch()
         message = "loads images died or hangs|another process (died|did not answer)"
-        seconds = assert_ended(ranks, [FAULT, FAULT], time.monotonic(), message, 60 * HANG_MIN + LIMIT)
+        assert_ended(ranks, [FAULT, FAULT], time.monotonic(), message, 60 * HANG_MIN + LIMIT)
     assert assert_whole_checkpoints(tmp_path / "run") > 0
-    record("an image is never read", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
 # What the user must mend.
@@ -197,12 +180,11 @@ def _work_in(folder: Path, rank: int) -> None:
 
 
 def test_a_folder_missing_on_one_rank_is_named_on_rank_0(tmp_path: Path) -> None:
-    image_folder(tmp_path / "mounted-on-rank-0")
+    write_images(tmp_path / "mounted-on-rank-0")
     words = options(tmp_path / "run", data_path="mounted-on-rank-0")
     begin = time.monotonic()
     with Ranks(tmp_path, words, spoil=partial(_work_in, tmp_path)) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, "rank 1: .*mounted-on-rank-0")
-    record("the images are missing on one rank", seconds_from_start=round(seconds, 2))
+        assert_ended(ranks, [1, 1], begin, "rank 1: .*mounted-on-rank-0")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -213,16 +195,15 @@ def test_a_read_only_output_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     (images / "03.png").write_bytes(b"")
     (images / "07.png").write_bytes(b"no image")
     begin = time.monotonic()
     with Ranks(tmp_path, options(tmp_path / "run", data_path=images, max_corrupt=0)) as ranks:
         # The ranks meet one image each; how many of both they know of when they agree depends on who is faster.
-        seconds = assert_ended(ranks, [1, 1], begin, "[12] of 12 images are unreadable")
+        assert_ended(ranks, [1, 1], begin, "[12] of 12 images are unreadable")
         named = ranks.log(0) + ranks.log(1)
     assert re.search(r"skipped an unreadable image: .*0[37]\.png", named)
-    record("too many images are corrupt", seconds_from_start=round(seconds, 2))
 
 
 def _spoil_losses_of_rank_1(rank: int) -> None:
@@ -241,12 +222,9 @@ def _spoil_losses_of_rank_1(rank: int) -> None:
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:
     with Ranks(tmp_path, options(tmp_path), spoil=_spoil_losses_of_rank_1) as ranks:
         ranks.wait_for_save(tmp_path)
-        begin = time.monotonic()
-        seconds = assert_ended(
-            ranks, [1, 1], begin, r"the loss is not finite at step 22 .*rank 1: loss nan, images scen"
-        )
+        message = r"the loss is not finite at step 22 .*rank 1: loss nan, images scen"
+        assert_ended(ranks, [1, 1], time.monotonic(), message)
     assert 0 < assert_whole_checkpoints(tmp_path) <= 22
-    record("a loss is not finite on one rank", seconds_at_most=round(seconds, 2))
 
 
 # Saving.
@@ -256,10 +234,9 @@ def _allow_files_of_1_mib(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
 
-def _assert_save_fails(output_dir: Path, log: Path, message: str, spoil: Callable[[int], None] | None = None) -> float:
-    begin = time.monotonic()
+def _assert_save_fails(output_dir: Path, log: Path, message: str, spoil: Callable[[int], None] | None = None) -> None:
     with Ranks(log, options(output_dir), spoil=spoil) as ranks:
-        return assert_ended(ranks, [1, 1], begin, message, PATIENCE)
+        assert_ended(ranks, [1, 1], time.monotonic(), message, PATIENCE)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, whole: Path) -> None:
@@ -268,11 +245,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
     before = {path.name: path.read_bytes() for path in tmp_path.glob("checkpoint*.pth")}
     (tmp_path / "rank0.log").unlink()
     message = "could not write .*checkpoint.pth.* the previous checkpoint is kept"
-    seconds = _assert_save_fails(tmp_path, tmp_path, message, _allow_files_of_1_mib)
+    _assert_save_fails(tmp_path, tmp_path, message, _allow_files_of_1_mib)
     assert (tmp_path / "checkpoint.pth").read_bytes() == before["checkpoint.pth"]
     assert assert_whole_checkpoints(tmp_path) == 18
     assert not is_saving(tmp_path)
-    record("a checkpoint cannot be written", seconds_from_start=round(seconds, 2))
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
@@ -292,9 +268,8 @@ def small_disk(tmp_path: Path, whole: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Path) -> None:
-    seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* previous checkpoint is kept; free some")
+    _assert_save_fails(small_disk, tmp_path, "could not write .* previous checkpoint is kept; free some")
     assert assert_whole_checkpoints(small_disk) > 0
-    record("the disk is full", seconds_from_start=round(seconds, 2))
 
 
 SAVES_SIZE = 16_000_000  # numbers in the checkpoint that is killed while it is written: 64 MB
@@ -321,7 +296,7 @@ def _last(marks: Connection, last: tuple[str, int]) -> tuple[str, int]:
 @pytest.mark.parametrize("number", [5, pytest.param(25, marks=pytest.mark.kills)])
 def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: Path, number: int) -> None:
     """Kills at random moments of one save's length, of a process that does nothing but save."""
-    moments, inside, unfinished, seconds, newest = random.Random(7), 0, 0, 0.5, 0
+    moments, inside, seconds, newest = random.Random(7), 0, 0.5, 0
     for _ in range(number):
         marks, writer = multiprocessing.Pipe(duplex=False)
         process = context.Process(target=_save_again_and_again, args=(tmp_path, writer, newest))
@@ -340,19 +315,11 @@ def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: 
         process.join()
         event, step = _last(marks, heard)
         inside += event == "begin"
-        unfinished += bool(list(tmp_path.glob(".checkpoint*.tmp")))
         found = [int(load_checkpoint(path)["step"]) for path in checkpoints_of(tmp_path) if "best" not in path.name]
         assert len(set(found)) == 3, "three different ones, each of them whole"
         assert found == sorted(found, reverse=True)
         assert found[0] in ((step - 1, step) if event == "begin" else (step,))
         newest = found[0]
-    record(
-        "kills inside a save",
-        kills=number,
-        inside=inside,
-        left_unfinished=unfinished,
-        seconds_of_a_save=round(seconds, 2),
-    )
     assert inside >= number // 2
 
 
@@ -363,11 +330,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tm
     with Ranks(tmp_path, options(tmp_path, saveckp_minutes=0)) as ranks:
         wait_until(lambda: (tmp_path / "log.txt").is_file(), PATIENCE, "the first epoch")
         os.kill(ranks.pid(1), signal.SIGINT)
-        begin = time.monotonic()
         assert ranks.wait(LIMIT) == [130, 130], ranks.log(0) + ranks.log(1)
-        seconds = time.monotonic() - begin
     assert assert_whole_checkpoints(tmp_path) == last_saved_step(ranks.log()) >= 18
-    record("signal SIGINT", seconds=round(seconds, 2))
     with Ranks(tmp_path, options(tmp_path, num_workers=1)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
@@ -378,9 +342,9 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tm
 
 def kill_under_torchrun(
     output_dir: Path, seed: int, number: int, command: str = "train", **changes: object
-) -> list[dict[str, Any]]:
-    """Kill random ranks of a run under torchrun at random moments, then let it end; returns what was seen each time."""
-    moments, seen, kills = Moments(seed), set[int](), []
+) -> list[str]:
+    """Kill random ranks of a run under torchrun at random moments, then let it end; returns the phases of the kills."""
+    moments, seen, kills = Moments(seed), set[int](), list[str]()
     output_dir.mkdir()
     launcher = ("--max-restarts", str(number), "--monitor-interval", "0.1")
     with Torchrun(
@@ -392,9 +356,8 @@ def kill_under_torchrun(
             moment.wait(output_dir, lambda: torchrun.agent.poll() is not None)
             assert torchrun.agent.poll() is None, f"ended after {len(kills)} kills"
             os.kill(ranks[moment.rank], signal.SIGKILL)
-            begin = time.monotonic()
             wait_until(partial(have_ended, ranks.values()), 2 * LIMIT, "the ranks to end", pause=0.01)
-            kills.append({"phase": moment.phase, "cut": is_saving(output_dir), "seconds": time.monotonic() - begin})
+            kills.append(moment.phase)
             assert assert_whole_checkpoints(output_dir) >= step
             seen |= set(ranks.values())
         assert torchrun.wait() == 0
@@ -405,16 +368,8 @@ def kill_under_torchrun(
 def test_kills_under_torchrun_end_in_the_same_bits(tmp_path: Path, long: Path, number: int, seed: int) -> None:
     kills = kill_under_torchrun(tmp_path / "run", seed, number, num_workers=1, epochs=LONG)
     assert_same_run(long, tmp_path / "run")
-    phases = {phase: sum(kill["phase"] == phase for kill in kills) for phase in Moments.PHASES}
-    assert sum(phases.values()) == number
-    assert min(phases.values()) >= max(1, number // 8)
-    inside = sum(kill["cut"] for kill in kills)
-    seconds = [kill["seconds"] for kill in kills]
-    record(
-        "kills under torchrun",
-        **{"kills": number, **phases, "inside_a_save": inside, "checkpoints_lost": 0},
-        **{"mean_seconds": round(sum(seconds) / number, 2), "max_seconds": round(max(seconds), 2)},
-    )
+    assert len(kills) == number
+    assert min(kills.count(phase) for phase in Moments.PHASES) >= max(1, number // 8)
 
 
 def test_ranks_end_when_torchrun_itself_is_killed_and_a_new_one_goes_on(tmp_path: Path, long: Path) -> None:
@@ -423,15 +378,12 @@ def test_ranks_end_when_torchrun_itself_is_killed_and_a_new_one_goes_on(tmp_path
         ranks = torchrun.wait_for_ranks(set())
         wait_until(lambda: newest_save(tmp_path / "run"), PATIENCE, "a checkpoint")
         os.kill(torchrun.agent.pid, signal.SIGKILL)
-        begin = time.monotonic()
         wait_until(partial(have_ended, [pid for pid, _ in ranks]), LIMIT, "orphaned ranks to end")
-        seconds = time.monotonic() - begin
     step = assert_whole_checkpoints(tmp_path / "run")
     assert 0 < step < 18 * LONG, "the orphans trained to the end"
     with Torchrun(options(tmp_path / "run", epochs=LONG), tmp_path / "log") as torchrun:
         assert torchrun.wait() == 0, (tmp_path / "log").read_text()
     assert_same_run(long, tmp_path / "run")
-    record("torchrun is killed", seconds=round(seconds, 2))
 
 
 def test_a_terminated_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, long: Path) -> None:
@@ -441,9 +393,7 @@ def test_a_terminated_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path: Path,
         torchrun.wait_for_ranks(set())
         wait_until(lambda: (run / "log.txt").is_file(), PATIENCE, "the first epoch")
         torchrun.agent.send_signal(signal.SIGTERM)
-        begin = time.monotonic()
         assert torchrun.wait(2 * LIMIT) != 0
-        seconds = time.monotonic() - begin
     log = (tmp_path / "log").read_text()
     said = re.search(r"after step (\d+), which is saved", log)
     assert said is not None, log
@@ -452,4 +402,3 @@ def test_a_terminated_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path: Path,
         assert torchrun.wait() == 0, (tmp_path / "log").read_text()
     assert_same_run(long, run)
     assert len(json.loads((run / "log.txt").read_text().splitlines()[0])) > 5
-    record("torchrun is terminated", seconds=round(seconds, 2))

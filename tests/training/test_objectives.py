@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from image_files import write_images
 from recipes import RECIPES, Recipe
 from runs import (
     ROOT,
@@ -24,6 +24,7 @@ from runs import (
     train_small,
     train_small_on_two_ranks,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime.preemption import RunStopped
@@ -33,7 +34,10 @@ from dino_sparo.weights.file import CheckpointError
 
 pytest.importorskip("open_clip")
 
-STEPS_PER_EPOCH, NUM_STEPS = 26 // 6, 3 * (26 // 6)
+# Of the runs that are interrupted: 3 epochs of 3 steps.
+FEW: dict[str, object] = {"data_path": "scenes:19:32"}
+STEPS_PER_EPOCH = 19 // 6
+STOPPED_AT = STEPS_PER_EPOCH + 1
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -42,13 +46,14 @@ def command(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# What the trainer does in the same way for all objectives is quickly tested with two of them.
-of_the_trainer = pytest.mark.parametrize(
-    "command",
-    [pytest.param(name, marks=() if name in ("train", "train-clip") else pytest.mark.slow) for name in RECIPES],
-    indirect=True,
-    scope="module",
-)
+def quickly_with(*names: str) -> pytest.MarkDecorator:
+    """The trainings of all objectives; those of other names are slow tests."""
+    commands = [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in RECIPES]
+    return pytest.mark.parametrize("command", commands, indirect=True, scope="module")
+
+
+# What the trainer does in the same way for all objectives.
+of_the_trainer = quickly_with("train", "train-clip")
 
 
 @pytest.fixture
@@ -59,13 +64,13 @@ def recipe(command: str) -> Recipe:
 @pytest.fixture(scope="module")
 def whole(command: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run to its end."""
-    return train_small(command, tmp_path_factory.mktemp("whole"), saveckp_freq=2)
+    return train_small(command, tmp_path_factory.mktemp("whole"), **FEW, saveckp_freq=2)
 
 
 @pytest.fixture(scope="module")
 def first_steps(command: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, stopped after an epoch and two steps, which take 12 images."""
-    return train_small(command, tmp_path_factory.mktemp("first_steps"), max_steps=STEPS_PER_EPOCH + 2)
+    """The same run, stopped in its second epoch."""
+    return train_small(command, tmp_path_factory.mktemp("first_steps"), **FEW, max_steps=STOPPED_AT)
 
 
 def losses_of(output_dir: Path) -> list[float]:
@@ -77,7 +82,7 @@ def losses_of(output_dir: Path) -> list[float]:
 
 def test_a_run_leaves_a_log_checkpoints_and_scalars(command: str, recipe: Recipe, whole: Path) -> None:
     epochs = epochs_of(whole)
-    assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(0, 4), (1, 8), (2, 12)]
+    assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(0, 3), (1, 6), (2, 9)]
     of_all = {"train_loss", "train_lr", "train_grad_norm", f"train_corrupt_{recipe.noun}s"}
     assert of_all | set(recipe.logged) <= epochs[0].keys()
     names = {path.name for path in whole.glob("checkpoint*")}
@@ -86,37 +91,40 @@ def test_a_run_leaves_a_log_checkpoints_and_scalars(command: str, recipe: Recipe
         "checkpoint0002.pth",
     }
     assert {"log.txt", "run.log", "config.yaml"} <= {path.name for path in whole.iterdir()}
-    assert list((whole / "tensorboard").glob("events*"))
+    events = EventAccumulator(str(whole / "tensorboard")).Reload()
+    assert len(events.Scalars("train/grad_norm")) == len(events.Scalars("train/loss"))
+    assert min(event.value for event in events.Scalars("train/grad_norm")) > 0
+    assert "_hparams_/session_start_info" in events.summary_metadata
     assert checkpoint_of(whole)["epoch"] == 3
-    assert run_command("info", [str(whole)])["steps"] == NUM_STEPS
+    assert run_command("info", [str(whole)])["steps"] == 3 * STEPS_PER_EPOCH
 
 
 def test_a_checkpoint_says_what_is_needed_to_resume(recipe: Recipe, first_steps: Path) -> None:
     checkpoint = checkpoint_of(first_steps)
     assert {*recipe.state, "args"} <= checkpoint.keys()
     assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
-    assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
+    assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, STOPPED_AT, 6)
     (rank,) = checkpoint["ranks"]
     assert {"torch", "numpy", "python"} == rank["rng"].keys()
-    assert rank["meters"]["loss"][1] == 2  # steps of the epoch under way
+    assert rank["meters"]["loss"][1] == 1  # steps of the epoch under way
 
 
 # Interrupted runs.
 
 
-@pytest.mark.parametrize("step", [STEPS_PER_EPOCH + 2, pytest.param(STEPS_PER_EPOCH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [STOPPED_AT, pytest.param(STEPS_PER_EPOCH, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_in_the_same_bits(
     command: str, whole: Path, stopped: Path, tmp_path: Path, step: int
 ) -> None:
     """In the middle of an epoch, and at its end."""
-    folder = stopped if step > STEPS_PER_EPOCH else train_small(command, tmp_path / "epoch", max_steps=step)
+    folder = stopped if step > STEPS_PER_EPOCH else train_small(command, tmp_path / "epoch", **FEW, max_steps=step)
     assert checkpoint_of(folder)["step"] == step
-    train_small(command, folder, num_workers=1)
+    train_small(command, folder, **FEW, num_workers=1)
     # Not the log: DINO measures its teacher in the last step of a run too.
     assert_same_checkpoint(whole, folder, command)
 
 
-@of_the_trainer
+@quickly_with("train")
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     command: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,25 +133,25 @@ def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
 
     def begin_and_be_stopped(updater: Updater) -> None:
         begin(updater)
-        if updater.step + 1 in (1, 4, 5):
+        if updater.step + 1 in (1, 3, 4):
             os.kill(os.getpid(), signal.SIGUSR2)
 
     monkeypatch.setattr(Updater, "begin_step", begin_and_be_stopped)
     steps = []
     for _ in range(3):
         with pytest.raises(RunStopped, match=r"stopped by SIGUSR2 after step \d+, which is saved") as stopped:
-            train_small(command, tmp_path)
+            train_small(command, tmp_path, **FEW)
         assert stopped.value.status == 128 + signal.SIGUSR2
         steps.append(checkpoint_of(tmp_path)["step"])
-    assert steps == [1, 4, 5]
-    train_small(command, tmp_path)
+    assert steps == [1, 3, 4]
+    train_small(command, tmp_path, **FEW)
     assert_same_run(whole, tmp_path, command)
 
 
 @of_the_trainer
 def test_resuming_a_finished_run_changes_nothing(command: str, whole: Path, tmp_path: Path) -> None:
     finished = Path(shutil.copytree(whole, tmp_path / "finished"))
-    train_small(command, finished, saveckp_freq=2)
+    train_small(command, finished, **FEW, saveckp_freq=2)
     assert (finished / "checkpoint.pth").read_bytes() == (whole / "checkpoint.pth").read_bytes()
     assert len(epochs_of(finished)) == 3
 
@@ -151,19 +159,20 @@ def test_resuming_a_finished_run_changes_nothing(command: str, whole: Path, tmp_
 # Other batches, processes and options.
 
 
-@of_the_trainer
-@pytest.mark.parametrize(("batch", "step"), [(12, 2 + 1), pytest.param(4, 6 + 3, marks=pytest.mark.slow)])
+@quickly_with("train")
+@pytest.mark.parametrize(("batch", "step"), [(3, 6 + 2), pytest.param(2, 9 + 3, marks=pytest.mark.slow)])
 def test_another_batch_goes_on_from_the_items_seen_if_that_is_allowed(
     command: str, recipe: Recipe, stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
 ) -> None:
+    other = {**FEW, **recipe.batch(batch)}
     with pytest.raises(CheckpointError, match=rf"global_batch was 6 and is now {batch}, .* or --allow_rescale"):
-        train_small(command, stopped, **recipe.batch(batch))
-    train_small(command, stopped, **recipe.batch(batch), allow_rescale="")
-    assert f"step 6 with batches of 6 {recipe.noun}s is step {step} with {batch}" in caplog.text
-    steps_per_epoch = 26 // batch
-    assert [line["step"] for line in epochs_of(stopped)] == [4, 2 * steps_per_epoch, 3 * steps_per_epoch]
+        train_small(command, stopped, **other)
+    train_small(command, stopped, **other, allow_rescale="")
+    assert f"step {STOPPED_AT} with batches of 6 {recipe.noun}s is step {step} with {batch}" in caplog.text
+    steps_per_epoch = 19 // batch
+    assert [line["step"] for line in epochs_of(stopped)] == [STEPS_PER_EPOCH, 2 * steps_per_epoch, 3 * steps_per_epoch]
     # The schedules are those of a run that had this batch from the start.
-    train_small(command, tmp_path / "from_start", **recipe.batch(batch))
+    train_small(command, tmp_path / "from_start", **other)
     assert epochs_of(stopped)[2]["train_lr"] == epochs_of(tmp_path / "from_start")[2]["train_lr"]
 
 
@@ -232,7 +241,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(command: str, tmp_path: 
 @of_the_trainer
 def test_changed_options_are_named_when_resuming(command: str, stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        train_small(command, stopped, max_steps=7, clip_grad=0.5)
+        train_small(command, stopped, **FEW, max_steps=STOPPED_AT + 1, clip_grad=0.5)
     assert re.search(r"--clip_grad was [03]\.0 and is now 0\.5", caplog.text)
     assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
@@ -240,12 +249,12 @@ def test_changed_options_are_named_when_resuming(command: str, stopped: Path, ca
 def test_another_model_and_other_steps_are_not_resumed(command: str, recipe: Recipe, stopped: Path) -> None:
     before = (stopped / "checkpoint.pth").read_bytes()
     other_steps = [
-        (recipe.batch(5), "global_batch was 6 and is now 5, steps_per_epoch was 4 and is now 5"),
-        ({"data_path": "scenes:25:32"}, f"num_{recipe.noun}s was 26 and is now 25"),
+        (recipe.batch(4), "global_batch was 6 and is now 4, steps_per_epoch was 3 and is now 4"),
+        ({"data_path": "scenes:18:32"}, f"num_{recipe.noun}s was 19 and is now 18"),
     ]
     for changes, message in [*recipe.other_models, *other_steps]:
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            train_small(command, stopped, **changes)
+            train_small(command, stopped, **{**FEW, **changes})
         assert (stopped / "checkpoint.pth").read_bytes() == before
 
 
@@ -254,7 +263,7 @@ def test_a_checkpoint_of_another_objective_is_not_resumed(command: str, stopped:
     with pytest.raises(
         CheckpointError, match=r"checkpoint.pth .*cannot be resumed(; choose|: .* or) another --output_dir"
     ):
-        train_small(other, stopped)
+        train_small(other, stopped, **FEW)
 
 
 # Bad input.
@@ -265,22 +274,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_items(command: st
         NonFiniteLossError,
         match=r"not finite at step \d+ \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
     ):
-        train_small(command, stopped, lr=1e30, clip_grad=0)
+        train_small(command, stopped, **FEW, lr=1e30, clip_grad=0)
     checkpoint = checkpoint_of(stopped)
-    assert checkpoint["step"] >= 6
+    assert checkpoint["step"] >= STOPPED_AT
     for network in {"student", "teacher", "model"} & checkpoint.keys():
         assert all(value.isfinite().all() for value in checkpoint[network].values())
-
-
-def image_folders(folder: Path, broken: int) -> Path:
-    """Twelve images in two classes, some of which cannot be read."""
-    for index in range(12):
-        path = folder / ("cat" if index % 2 else "dog") / f"{index:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20 + index, 24), (9 * index, 80, 200 - 5 * index)).save(path)
-        if index < broken:
-            path.write_bytes(b"")
-    return folder
 
 
 @of_the_trainer
@@ -288,7 +286,7 @@ def test_items_that_cannot_be_read_are_skipped_counted_and_named(
     command: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A handful never ends a run on few images, whatever share they are."""
-    images = image_folders(tmp_path / "images", broken=2)
+    images = write_images(tmp_path / "images", broken=2, classes=("dog", "cat"))
     with caplog.at_level(logging.WARNING):
         train_small(command, tmp_path / "run", data_path=images, max_corrupt=0.01, epochs=1)
     assert re.search(rf"skipped an unreadable {recipe.noun}: .*00\.png", caplog.text)
@@ -297,7 +295,7 @@ def test_items_that_cannot_be_read_are_skipped_counted_and_named(
 
 @of_the_trainer
 def test_too_many_unreadable_items_stop_the_run(command: str, recipe: Recipe, tmp_path: Path) -> None:
-    images = image_folders(tmp_path / "images", broken=6)
+    images = write_images(tmp_path / "images", broken=6, classes=("dog", "cat"))
     with pytest.raises(TooManyCorruptError, match=rf"6 of 12 {recipe.noun}s .* more than the 5 that --max_corrupt 0.1"):
         train_small(command, tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.1)
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import dino_sparo
 from dino_sparo.training import optim
-from dino_sparo.training.updater import Updater
 
 
 def schedule(base: float, final: float, total_steps: int, warmup_steps: int | float, start: float) -> np.ndarray:
@@ -125,29 +124,6 @@ def test_a_parameter_without_gradient_stays_where_it_is(kind: str) -> None:
     assert not torch.equal(model["moved"].detach(), torch.ones(2, 3))
 
 
-def after_steps(kind: str, steps: int, last_flag: float | None = None) -> list[torch.Tensor]:
-    """Parameters and the optimizer's tensors after some steps, the last of them with a flag."""
-    torch.manual_seed(0)
-    matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
-    optimizer = optim.OPTIMIZERS[kind]([{"params": [matrix, vector], "lr": 0.1, "weight_decay": 0.5}])
-    for step in range(steps):
-        matrix.grad, vector.grad = torch.randn(3, 5), torch.randn(7)
-        if step == steps - 1 and last_flag is not None:
-            updater = Updater(optimizer, [], [matrix, vector], torch.device("cpu"))
-            updater.nonfinite.fill_(last_flag)
-            updater.update()
-        else:
-            optimizer.step()
-    return [matrix.detach(), vector.detach(), *(v for state in optimizer.state.values() for v in state.values())]
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
-def test_a_flag_of_zero_lets_the_step_be_as_without_a_flag(kind: str) -> None:
-    with_flag, without = after_steps(kind, 3, last_flag=0.0), after_steps(kind, 3)
-    assert all(torch.equal(ours, wanted) for ours, wanted in zip(with_flag, without, strict=True))
-    assert not torch.equal(with_flag[0], after_steps(kind, 2)[0])
-
-
 @pytest.mark.parametrize("start", [0.0, 1.0])
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
 def test_lars_scales_by_the_norms_only_where_both_are_positive(start: float, gradient: float) -> None:
@@ -156,15 +132,6 @@ def test_lars_scales_by_the_norms_only_where_both_are_positive(start: float, gra
     optim.LARS([parameter], lr=0.5, eta=0.25).step()
     ratio = 0.25 if start and gradient else 1.0  # both norms are 2 where they are positive
     assert torch.equal(parameter.detach(), torch.full((2, 2), start - 0.5 * ratio * gradient))
-
-
-def test_lars_defaults_are_the_references() -> None:
-    assert optim.LARS([nn.Parameter(torch.ones(2))]).defaults == {
-        "lr": 0.0,
-        "weight_decay": 0.0,
-        "momentum": 0.9,
-        "eta": 0.001,
-    }
 
 
 def test_the_norms_are_those_of_the_gradients_there_are() -> None:
@@ -226,19 +193,3 @@ def test_a_zero_gradient_stays_zero_when_clipped_to_zero() -> None:
     parameter.grad = torch.zeros(2)
     clip([parameter], 0.0)  # the guard of 1e-6 keeps 0 / 0 away
     assert torch.equal(parameter.grad, torch.zeros(2))
-
-
-def test_lars_momentum_survives_a_checkpoint() -> None:
-    def run(interrupted: bool) -> torch.Tensor:
-        parameter = nn.Parameter(torch.arange(6.0).reshape(2, 3))
-        optimizer = optim.LARS([parameter], lr=0.5, weight_decay=0.1)
-        for step in range(4):
-            if interrupted and step == 2:
-                state = optimizer.state_dict()
-                optimizer = optim.LARS([parameter], lr=0.5, weight_decay=0.1)
-                optimizer.load_state_dict(state)
-            parameter.grad = torch.full((2, 3), 1.0 + step)
-            optimizer.step()
-        return parameter.detach()
-
-    assert torch.equal(run(True), run(False))

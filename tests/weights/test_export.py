@@ -396,13 +396,17 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
         {"encoder": {**own["encoder"], **changed}}
         for changed in ({"sha256": 64 * "0"}, {"checkpoint_key": "student"}, {"slots": {"slots": [1]}})
     ]
+    best = {"headline": [{"name": "20-NN", "value": 99.0}]}
     results: dict[str, Any] = {
-        "knn_checkpoint_cifar10": {**own, "results": [{"k": 20, "top1": 61.25}, {"k": 10, "top1": 60.5}]},
-        "linear": {**own, "best": {"lr": 0.1, "top1": 70.5}, "results": []},
-        "knn_of_other_weights": {**own, **others[0], "results": [{"k": 20, "top1": 99.0}]},
-        "knn_of_the_student": {**own, **others[1], "results": [{"k": 20, "top1": 99.0}]},
-        "knn_of_some_slots": {**own, **others[2], "results": [{"k": 20, "top1": 99.0}]},
-        "zero_shot_of_both_towers": {"model": own["encoder"], "top1": 99.0},
+        "knn_checkpoint_cifar10": {
+            **own,
+            "headline": [{"name": "20-NN", "value": 61.25}, {"name": "10-NN", "value": 60.5}],
+        },
+        "linear": {**own, "headline": [{"name": "top-1", "value": 70.5}], "results": []},
+        "knn_of_other_weights": {**own, **others[0], **best},
+        "knn_of_the_student": {**own, **others[1], **best},
+        "knn_of_some_slots": {**own, **others[2], **best},
+        "zero_shot_of_both_towers": {"model": own["encoder"], **best},
         "probe_list": [],
     }
     for name, result in results.items():
@@ -411,9 +415,9 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
     folder = export(checkpoint, tmp_path / "out", format="huggingface")
     card = (folder / "README.md").read_text()
     assert "| knn_checkpoint_cifar10 | 20-NN 61.25 %, 10-NN 60.50 % on cifar10 |" in card
-    assert "| linear | top1 70.50 % on cifar10 |" in card
+    assert "| linear | top-1 70.50 % on cifar10 |" in card
     assert "99.0" not in card
-    facts = {"objective": "DINO", "data": "imagenet/train", "images": 99, "epochs": 5, "recipe": "epochs=7 lr=0.004"}
+    facts = {"objective": "DINO", "data": "imagenet/train", "images": 99, "epochs": 5, "options": "epochs=7 lr=0.004"}
     for name, value in facts.items():
         assert f"| {name} | {value} |" in card
     assert "somebody" not in card

@@ -143,7 +143,7 @@ def truncate(path: Path) -> None:
         ("empty", Path.mkdir, "holds no checkpoint, export, embeddings or cached features"),
         ("text.txt", lambda path: path.write_text("hello"), "text.txt is truncated or not a checkpoint"),
         ("list.json", lambda path: path.write_text("[1]"), "list.json is not a JSON object"),
-        ("odd.json", lambda path: path.write_text('{"encoder": {}, "best": 1}'), "is not a result of this version"),
+        ("odd.json", lambda path: path.write_text('{"encoder": {}, "headline": 1}'), "is not a result of this version"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

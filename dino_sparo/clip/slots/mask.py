@@ -31,13 +31,13 @@ from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.slots.choice import SlotMask
 from dino_sparo.evaluation.slots.curve import TITLE
+from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.questions import (
     EncodedQuestions,
-    SplitResult,
+    ScorePairs,
+    answers_to,
     encode_questions,
-    macro,
-    split_results,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, require_few_missing
@@ -51,6 +51,7 @@ from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress
 from dino_sparo.weights.results import scores_in_percent
 
+SUGARCREPE = BENCHMARKS["sugarcrepe"]
 MAX_BARS = 256  # more parts are drawn as an area
 BOUND = 100.0
 # How the inverse temperature is bounded -> where alpha starts. The paper prints max(100, exp(alpha)), "similar to
@@ -116,6 +117,11 @@ def masked_pairs(pairs: EncodedQuestions, weights: Float[Tensor, " parts"]) -> E
     return replace(pairs, images=mask_features(pairs.images, weights))
 
 
+def summary_of(pairs: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, Any]:
+    """Accuracies of SugarCrepe's splits and their means, as `benchmark.summarize` gives them."""
+    return summarize(SUGARCREPE, SUGARCREPE.outcomes(pairs.questions, answers_to(pairs, score_pairs)))
+
+
 def fit_mask(
     pairs: EncodedQuestions,
     num_parts: int,
@@ -154,7 +160,8 @@ def fit_mask(
             raise UserError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
         masks.append(weights)
         losses.append(float(total) / len(pairs.questions))
-        accuracies.append(macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs)))
+        summary = summary_of(masked_pairs(pairs, weights), DotProductScorer.score_pairs)
+        accuracies.append(summary["means"]["macro"]["accuracy"])
     best = accuracies.index(max(accuracies))
     return masks[best], {
         "num_parts": num_parts,
@@ -224,7 +231,7 @@ def open_pairs(args: argparse.Namespace) -> LocalBenchmark:
         raise UserError("--data_root is empty; give the folder with the JSON files of SugarCrepe or scene-pairs")
     folder = Path(args.data_root)
     rules = ImageRules.of(args, folder, default_images=folder / "images")
-    local = open_benchmark(BENCHMARKS["sugarcrepe"], folder, rules)
+    local = open_benchmark(SUGARCREPE, folder, rules)
     if not local.questions:
         raise UserError(f"{local.title}: {local.missing[-1]}")
     return local
@@ -257,11 +264,11 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     config: CLIPConfig = scorer.model.config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_pairs(scorer, local, args.max_missing, task.limits)
-    before = split_results(pairs, scorer.score_pairs)
+    before = summary_of(pairs, scorer.score_pairs)
     settings = args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale
     weights, course = fit_mask(pairs, num_parts, *settings)
     mask = SlotMask(tuple(weights.tolist()), config.embed_dim, task.weights["sha256"])
-    after = split_results(masked_pairs(pairs, weights), scorer.score_pairs)
+    after = summary_of(masked_pairs(pairs, weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download, task.limits) for where in args.evaluate]
     result = {
         **mask.to_dict(),
@@ -280,7 +287,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
             "num_pairs": len(pairs.questions),
             "num_without_image": local.with_missing_image.total() + len(local.questions) - len(pairs.questions),
             "num_with_empty_caption": local.with_empty_caption.total(),
-            "num_truncated_captions": len(pairs.truncated),
+            "num_truncated_captions": pairs.num_truncated,
         },
     }
     if is_main():
@@ -289,11 +296,9 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     return file.write(result, table(result), headline=scores_in_percent(result["accuracy"], names))
 
 
-def describe(
-    before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Accuracies without and with the mask, on SugarCrepe's splits and elsewhere, as in table 5 of the paper."""
-    accuracy = {"initial": macro(before), "masked": macro(after)}
+def describe(before: dict[str, Any], after: dict[str, Any], elsewhere: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracies without and with the mask, of `summary_of` and elsewhere, as in table 5 of the paper."""
+    accuracy = {name: each["means"]["macro"]["accuracy"] for name, each in (("initial", before), ("masked", after))}
     means = {n: sum(each[n] for each in elsewhere) / len(elsewhere) for n in ("initial", "masked") if elsewhere}
     for each in filter(None, [*elsewhere, means]):
         each["relative_change"] = relative_change(each["initial"], each["masked"], *accuracy.values())
@@ -302,12 +307,12 @@ def describe(
         "accuracy": accuracy,
         "splits": {
             split: {
-                "initial": result.accuracy,
-                "masked": after[split].accuracy,
-                "num_pairs": result.num_questions,
-                "num_ties": {"initial": result.num_ties, "masked": after[split].num_ties},
+                "initial": each["accuracy"],
+                "masked": after["splits"][split]["accuracy"],
+                "num_pairs": each["num_questions"],
+                "num_ties": {"initial": each["num_ties"], "masked": after["splits"][split]["num_ties"]},
             }
-            for split, result in before.items()
+            for split, each in before["splits"].items()
         },
         "elsewhere": elsewhere,
         "mean_elsewhere": means or None,

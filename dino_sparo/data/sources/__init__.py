@@ -23,7 +23,6 @@ The files of this folder, in the order of the data flow:
 """
 
 # ruff: noqa: F401
-import contextlib
 import logging
 import os
 import re
@@ -41,9 +40,8 @@ from dino_sparo.data.sources.decode import (
     decode_image,
     to_image,
 )
-from dino_sparo.data.sources.folders import ALL, find_split, open_folder, resolve_split, split_of_folder
+from dino_sparo.data.sources.folders import ALL, find_split, open_folder, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
-from dino_sparo.data.sources.indexes import index_shards
 from dino_sparo.data.sources.tables import (
     TABLE_ENDINGS,
     USUAL_COLUMNS,
@@ -52,28 +50,11 @@ from dino_sparo.data.sources.tables import (
     open_list,
     open_table,
 )
-from dino_sparo.data.sources.tars import TarSource, expand_shards, images_kind, open_shards, refuse_compressed
+from dino_sparo.data.sources.tars import TarSource, expand_shards, open_shards, refuse_compressed
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, TorchvisionSource, open_torchvision
 from dino_sparo.runtime.faults import UserError
 
 _logger = logging.getLogger(__name__)
-
-
-def index_images(
-    data_path: str, number: int, count: int, split: str | None = None, limits: ImageLimits = DEFAULT_LIMITS
-) -> None:
-    """Index every `count`-th shard of a data path, beginning with shard `number`, into the cache.
-
-    Args:
-        data_path: as in `open_source`; nothing happens without shards.
-        number: this process among those that share the work, from 0.
-        count: number of these processes.
-        split: as in `open_source`, for training.
-        limits: as in `open_source`.
-    """
-    with contextlib.suppress(ValueError):  # `open_source` reports what is wrong with the shards
-        shards = resolve_split(data_path, split, "train")[1]
-        index_shards(images_kind(limits), shards[number::count])
 
 
 def open_source(

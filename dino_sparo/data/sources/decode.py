@@ -34,7 +34,8 @@ IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 STORED_SIZE = "stored_size"  # entry of `info` of an image that was turned upright: (width, height) before
 _logger = logging.getLogger(__name__)
-# 1 after the warning about dark images, and about pages. Forked workers share the memory, so a run warns once.
+# 1 after the warning about dark images, and about pages. Forked workers share the memory, so a run warns once, or again
+# if several workers see their first such images at the same moment.
 _HAS_WARNED = mmap.mmap(-1, 2)
 DARK_SHARE = 0.25  # of white; the brightest pixel of a 14-bit image, taken for 16 bits
 

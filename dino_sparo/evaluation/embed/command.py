@@ -10,7 +10,6 @@ For the folder see `store.py`. The same command resumes a killed run; the result
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from torch import Tensor
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of, sizes_and_times
-from dino_sparo.evaluation.embed.store import EmbeddingWriter, labels_of, read_record, text_hash
+from dino_sparo.evaluation.embed import store
+from dino_sparo.evaluation.embed.options import embed_parser
+from dino_sparo.evaluation.embed.store import Embeddings, EmbeddingWriter
 from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.task import EncoderTask, view_record
 from dino_sparo.models.encoder import Encoder
@@ -43,18 +44,21 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     task.encoder.eval()  # opened before the images: wrong weights are refused first
     source = task.open_split(args.split)
     shapes = feature_shapes(task)
-    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
+    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, source, args.batch_size_per_gpu)
     record = _record(task, source, shapes)
-    return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, source, writer), source)
+    return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, writer))
+
+
+def embed_as(like: Embeddings | None, images: str, folder: Path, **options: Any) -> Embeddings:
+    """Embed all images at a path into a folder, read as those of `like` were; with further options of `embed`."""
+    read = {} if like is None else store.options_of(like)
+    options = {"data_path": images, "output_dir": str(folder), "split": "all", **read, **options}
+    embed_images(embed_parser().parse_keywords(options))
+    return store.load_embeddings(folder)
 
 
 def write_embeddings(
-    writer: EmbeddingWriter,
-    record: dict[str, Any],
-    overwrite: bool,
-    write_chunks: Callable[[], None],
-    source: ImageSource,
-    captions: Sequence[str] | None = None,
+    writer: EmbeddingWriter, record: dict[str, Any], overwrite: bool, write_chunks: Callable[[], None]
 ) -> dict[str, Any]:
     """Open the folder, write the missing chunks, finish; returns the content of embedding.json."""
     folder = writer.folder
@@ -62,14 +66,14 @@ def write_embeddings(
         with all_or_none(f"locking {folder}"):
             lock.acquire()
         on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
-        if not broadcast_object((read_record(folder) or record).get("complete")):
+        if not broadcast_object((store.read_record(folder) or record).get("complete")):
             with all_or_none("embedding"):
                 write_chunks()
-            on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
-        result = read_record(folder) or record
+            on_rank_0(lambda: writer.finish(record), f"finishing {folder}")
+        result = store.read_record(folder) or record
     if is_main():
-        split = getattr(source, "chosen_split", None)
-        images = f"{source.name} (split {split!r}; --split all embeds all)" if split else source.name
+        split = getattr(writer.source, "chosen_split", None)
+        images = writer.source.name + (f" (split {split!r}; --split all embeds all)" if split else "")
         counts = f"{result['num_images']:,} {writer.unit} of {images}, {result['num_unreadable']:,} unreadable"
         say(f"{counts}: {folder}")
     return result
@@ -117,11 +121,6 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
     return {name: features[name] for name in what}
 
 
-def features_in_rows(encoder: Encoder, what: Sequence[str], images: Tensor) -> Float[Tensor, "B F"]:
-    """All features of each image in one row."""
-    return torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)
-
-
 def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Record of the embeddings; a resumed run must have the same `settings`."""
     args = task.args
@@ -132,7 +131,7 @@ def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int,
         "img_size": task.transform.img_size,
         "images": fingerprint_of(source) or source.name,
         "sizes_and_times": sizes_and_times(source) if is_main() else None,
-        "labels": text_hash(labels_of(source)),
+        "labels": store.text_hash(store.labels_of(source)),
         "num_images": len(source),
         "limits": asdict(task.limits),
     }
@@ -150,16 +149,18 @@ def _record(task: EncoderTask, source: ImageSource, shapes: dict[str, tuple[int,
     }
 
 
-def _write_chunks(task: EncoderTask, source: ImageSource, writer: EmbeddingWriter) -> None:
+def _write_chunks(task: EncoderTask, writer: EmbeddingWriter) -> None:
     """Embed this process' share of the unfinished chunks."""
     chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
-    loader = task.loader(ImageDataset(source, task.transform), batches)
+    source, loader = writer.source, task.loader(ImageDataset(writer.source, task.transform), batches)
     widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
-    encode: Callable[[Tensor], Tensor] = task.encoder
-    if list(writer.shapes) != ["encoding"]:
-        encode = partial(features_in_rows, task.encoder, list(writer.shapes))
+
+    def encode(images: Tensor) -> Tensor:  # all features of an image in one row
+        features = features_of(task.encoder, list(writer.shapes), images)
+        return torch.cat([value.flatten(1) for value in features.values()], dim=1)
+
     encoded = encoded_batches(
         task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
     )

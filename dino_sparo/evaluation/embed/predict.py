@@ -22,9 +22,8 @@ import numpy as np
 from jaxtyping import Float
 
 from dino_sparo.evaluation.embed import store
-from dino_sparo.evaluation.embed.command import embed_images
-from dino_sparo.evaluation.embed.options import embed_parser
-from dino_sparo.evaluation.embed.store import RECORD, Embeddings
+from dino_sparo.evaluation.embed.command import embed_as
+from dino_sparo.evaluation.embed.store import RECORD, Embeddings, is_store
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
 from dino_sparo.runtime.files import refuse_existing, versions, write_json
@@ -58,11 +57,6 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         return predict_from(stores, args, output)
 
 
-def is_store(path: str) -> bool:
-    """Whether a path is a folder of embeddings."""
-    return Path(path, RECORD).is_file()
-
-
 def open_store(path: str, args: argparse.Namespace, folder: Path, labelled: Embeddings | None) -> Embeddings:
     """The embeddings at a path, or of the images at a path, which are embedded into `folder` as `labelled` were."""
     if is_store(path):
@@ -72,28 +66,22 @@ def open_store(path: str, args: argparse.Namespace, folder: Path, labelled: Embe
             f"{path} has no embeddings: there is no {RECORD} in it; give the folder that dino-sparo embed wrote, or "
             "images and --pretrained_weights"
         )
-    options = {"data_path": path, "output_dir": str(folder), "split": "all", "what": [args.what]}
-    options |= {"pretrained_weights": args.pretrained_weights, "checkpoint_key": args.checkpoint_key}
-    options |= {"device": args.device, "num_workers": args.num_workers}
-    options |= {} if labelled is None else store.options_of(labelled)
+    names = ("pretrained_weights", "checkpoint_key", "device", "num_workers")
+    options = {"what": [args.what], **{name: getattr(args, name) for name in names}}
     options |= {"img_size": args.img_size} if args.img_size is not None else {}
-    embed_images(embed_parser().parse_keywords(options))
-    return store.load_embeddings(folder)
+    return embed_as(labelled, path, folder, **options)
 
 
 def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, output: Path) -> dict[str, Any]:
     """Fit the classifier, measure and predict; the keys of `stores` are the paths in the options."""
     labelled = stores[args.folder]
     others = {folder: stores[folder] for folder in (args.images, args.val) if folder}
-    record = output.with_suffix(".json")
-    labelled.array(args.what)
-    for other in others.values():
-        other.array(args.what)
-        store.require_same_encoder(labelled, other)
-    features, labels = _labelled_rows(labelled, args.what, args.folder)
-    warnings = _warnings_of_fitted_images(labelled, others, args.what)
-    for folder, embeddings in {args.folder: labelled, **others}.items():
+    record, warnings = output.with_suffix(".json"), []
+    for folder, embeddings in stores.items():
         warnings += store.check_sample(embeddings.array(args.what), f"{args.what} in {folder}")
+        store.require_same_encoder(labelled, embeddings)
+    features, labels = _labelled_rows(labelled, args.what, args.folder)
+    warnings += _warnings_of_fitted_images(labelled, others, args.what)
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
     accuracy_on = {}
     for folder, other in others.items():
@@ -107,7 +95,7 @@ def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, out
         "headline": [score._asdict() for score in scores],
         "data": {"name": args.folder},
         "embeddings": {"labelled": args.folder, "images": args.images, "val": args.val, "what": args.what},
-        "files": {folder: each.source(args.what)["file"] for folder, each in {args.folder: labelled, **others}.items()},
+        "files": {folder: each.source(args.what)["file"] for folder, each in stores.items()},
         "encoder": labelled.record["encoder"],
         "classifier": {"name": "LogisticRegression", "C": classifier.C, "seed": args.seed},
         "classes": classifier.classes_.tolist(),

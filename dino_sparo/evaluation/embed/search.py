@@ -15,8 +15,8 @@ features of slots are concatenated and scaled to length one, as in `dino-sparo k
 
 import argparse
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dino_sparo.draw.figure import Section, short_name
-from dino_sparo.evaluation.embed.command import features_of
+from dino_sparo.evaluation.embed.command import embed_as
 from dino_sparo.evaluation.embed.near_copies import DUPLICATES, write_groups
-from dino_sparo.evaluation.embed.options import embed_parser
-from dino_sparo.evaluation.embed.pictures import SHOWN_PARTS, Pictures, open_pictures, save_found
+from dino_sparo.evaluation.embed.pictures import SHOWN_PARTS, open_pictures, save_found
 from dino_sparo.evaluation.embed.store import (
-    RECORD,
     Embeddings,
     check_sample,
+    is_store,
     load_embeddings,
-    options_of,
     require_same_encoder,
     write_csv,
 )
 from dino_sparo.evaluation.embed.vectors import ROWS, Vectors, open_slots, open_vectors
 from dino_sparo.evaluation.knn import first_largest
-from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import UserError, require
-from dino_sparo.runtime.files import plain, refuse_existing, versions, write_json
+from dino_sparo.runtime.files import refuse_existing, versions, write_json
 from dino_sparo.runtime.launch import on_first_process, select_device
 from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.weights.checkpoint import weights_sha256
 
 SEARCH = "search"  # stem of files
 PRINTED = 3  # queries
@@ -74,13 +72,14 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         **({"warnings": warnings} if warnings else {}),
     }
-    query = open_query(store, args, device) if args.images else None
     vectors, results = open_vectors(store, args.what, slots, device), {}
-    out.mkdir(parents=True, exist_ok=True)
-    if query is not None:
-        queries = open_vectors(query[0], args.what, slots, device)
-        found = nearest(store, vectors, query[0], queries, args.top)
-        results[SEARCH] = write_nearest(store, query, found, record, out, args)
+    with tempfile.TemporaryDirectory(prefix="dino_sparo_") as temporary:
+        query = open_query(store, args, Path(temporary)) if args.images else None
+        out.mkdir(parents=True, exist_ok=True)
+        if query is not None:
+            queries = open_vectors(query, args.what, slots, device)
+            found = nearest(store, vectors, query, queries, args.top)
+            results[SEARCH] = write_nearest(store, query, found, record, out, args)
     if args.duplicates is not None:
         results[DUPLICATES] = write_groups(store, vectors, record, out, args)
         counts = [results[DUPLICATES][name] for name in ("num_images", "num_groups")]
@@ -89,54 +88,32 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def open_query(store: Embeddings, args: argparse.Namespace, device: torch.device) -> tuple[Embeddings, Pictures | None]:
-    """The features and the pictures of --images; images are embedded with the encoder of the store."""
-    if (Path(args.images) / RECORD).is_file():
+def open_query(store: Embeddings, args: argparse.Namespace, folder: Path) -> Embeddings:
+    """The embeddings at --images, or of the images at --images, which the encoder of the store embeds into `folder`."""
+    if is_store(args.images):
         query = load_embeddings(args.images)
         query.array(args.what)
         require_same_encoder(store, query)
-        is_same = query.folder.resolve() == store.folder.resolve()
-        page = Path(f"the part of {SEARCH}.html about {args.images}")
-        return query, open_pictures(query, page, args.data_path if is_same else None, args.show_channels)
-    task = open_encoder(store, args, device)
-    query = Embeddings({}, {}, {**store.record, "encoder": plain(dict(task.weights))}, Path(args.images))
-    require_same_encoder(store, query)
-    source = task.open_split("all")
-    kind, shape = args.what, store.array(args.what).shape[1:]
-    features = task.features(source, lambda images: features_of(task.encoder, [kind], images)[kind].flatten(1))
-    if not len(features.features):
-        raise UserError(f"--images {args.images}: no image can be read")
-    query = replace(
-        query,
-        arrays={kind: features.features.cpu().numpy().reshape(-1, *shape)},
-        index={"path": [source.location(index) for index in features.indices.tolist()]},
-        record={**query.record, "num_unreadable": features.num_corrupt},
-    )
-    return query, Pictures(source, query, args.show_channels)
-
-
-def open_encoder(store: Embeddings, args: argparse.Namespace, device: torch.device) -> EncoderTask:
-    """The encoder and the view of a store, for the images of --images."""
+        return query
     encoder = store.record["encoder"]
     remedy = f"embed {args.images} with the options of {store.folder}, and give the folder"
     if encoder.get("untrained"):
         raise UserError(f"{store.folder} is of random weights; {remedy}")
-    options = {
-        "pretrained_weights": args.pretrained_weights or encoder["pretrained_weights"],
-        "checkpoint_key": encoder.get("checkpoint_key"),
-        "data_path": args.images,
-        **options_of(store),
-        **{name: getattr(args, name) for name in ("device", "num_workers")},
-    }
-    task = EncoderTask(embed_parser().parse_keywords(options), device)
+    weights = args.pretrained_weights or encoder["pretrained_weights"]
     try:
-        task.encoder  # noqa: B018
-    except UserError as error:
+        sha256 = weights_sha256(weights)
+    except (UserError, OSError) as error:
         raise UserError(
             f"the encoder of {store.folder}, which embeds {args.images}: {error}. Say with --pretrained_weights where "
             f"the weights are now; or {remedy}"
         ) from error
-    return task
+    if sha256 != encoder["sha256"]:  # before all images are embedded
+        raise UserError(f"{weights} holds weights of another encoder than {store.folder}; give the same checkpoint")
+    options = {"pretrained_weights": weights, "checkpoint_key": encoder.get("checkpoint_key"), "what": [args.what]}
+    query = embed_as(store, args.images, folder, **options, device=args.device, num_workers=args.num_workers)
+    if not query.index["path"]:
+        raise UserError(f"--images {args.images}: no image can be read")
+    return query
 
 
 def nearest_rows(vectors: Vectors, queries: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
@@ -163,16 +140,15 @@ def nearest(store: Embeddings, vectors: Vectors, query: Embeddings, queries: Vec
 
 def write_nearest(
     store: Embeddings,
-    query: tuple[Embeddings, Pictures | None],
+    query: Embeddings,
     found: Iterator[Neighbours],
     record: Mapping[str, Any],
     out: Path,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Write table, page and record; returns the record."""
-    images, pictures = query
     shown: list[Neighbours] = []
-    names, paths = images.index["path"], store.index["path"]
+    names, paths = query.index["path"], store.index["path"]
 
     def lines() -> Iterator[Sequence[Any]]:
         yield "query", "rank", "row", "path", "label", "similarity"
@@ -190,6 +166,9 @@ def write_nearest(
     page = out / f"{SEARCH}.html"
     page.unlink(missing_ok=True)
     if (stored := open_pictures(store, page, args.data_path, args.show_channels)) is not None:
+        is_same = query.folder.resolve() == store.folder.resolve()
+        part = Path(f"the part of {SEARCH}.html about {args.images}")
+        pictures = open_pictures(query, part, args.data_path if is_same else None, args.show_channels)
         sections = [
             Section([stored.band(pairs)], about=short_name(names[i]), picture=pictures.tile(i) if pictures else None)
             for i, pairs in shown

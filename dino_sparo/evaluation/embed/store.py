@@ -121,6 +121,11 @@ def load_embeddings(folder: str | Path, verify: bool = True) -> Embeddings:
     return Embeddings(arrays, index, record, folder)
 
 
+def is_store(path: str) -> bool:
+    """Whether a path is a folder of embeddings."""
+    return Path(path, RECORD).is_file()
+
+
 def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
     """UserError unless both embeddings are of the same weights and image size; warns of images read differently."""
     first, second = (
@@ -133,9 +138,8 @@ def require_same_encoder(embeddings: Embeddings, other: Embeddings) -> None:
             "embed both with the same checkpoint"
         )
     theirs, ours = options_of(other), options_of(embeddings)
-    known = {
-        name: value for name, value in ours.items() if None not in (value, theirs[name])
-    }  # older records lack some
+    # Older records lack some.
+    known = {name: value for name, value in ours.items() if None not in (value, theirs[name])}
     if different := differences(theirs, known, f"in {other.folder}", f"in {embeddings.folder}"):
         logger.warning("features may not be comparable, as images were read differently: %s", "; ".join(different))
 
@@ -172,9 +176,9 @@ class EmbeddingWriter:
         folder: of the result.
         shapes: kind of feature -> shape of one image's feature.
         dtype: of the arrays.
-        num_images: of the source.
+        source: the images, or the image of each caption.
         batch_size: images per batch.
-        unit: name of what has a row: images or captions.
+        captions: one per row, if captions are embedded.
     """
 
     def __init__(
@@ -182,14 +186,15 @@ class EmbeddingWriter:
         folder: Path,
         shapes: Mapping[str, tuple[int, ...]],
         dtype: str,
-        num_images: int,
+        source: ImageSource,
         batch_size: int,
-        unit: str = "images",
+        captions: Sequence[str] | None = None,
     ) -> None:
         self.folder, self.shapes, self.dtype = folder, dict(shapes), np.dtype(dtype)
-        self.num_images, self.batch_size, self.unit = num_images, batch_size, unit
-        self.chunk_images = batch_size * min(CHUNK_BATCHES, max(1, num_images // (MIN_CHUNKS * batch_size)))
-        self.num_chunks = -(-num_images // self.chunk_images)
+        self.source, self.num_images, self.batch_size, self.captions = source, len(source), batch_size, captions
+        self.unit = "images" if captions is None else "captions"
+        self.chunk_images = batch_size * min(CHUNK_BATCHES, max(1, self.num_images // (MIN_CHUNKS * batch_size)))
+        self.num_chunks = -(-self.num_images // self.chunk_images)
 
     @property
     def num_bytes(self) -> int:
@@ -292,7 +297,7 @@ class EmbeddingWriter:
                 os.fsync(file.fileno())
         write_json({"unreadable": unreadable}, self._chunk_file(chunk))
 
-    def finish(self, source: ImageSource, record: dict[str, Any], captions: Sequence[str] | None = None) -> None:
+    def finish(self, record: dict[str, Any]) -> None:
         """Remove the rows of unreadable images and write the index; called on one process after all chunks."""
         chunks = [json.loads(self._chunk_file(chunk).read_text()) for chunk in range(self.num_chunks)]
         unreadable = [entry for chunk in chunks for entry in chunk["unreadable"]]
@@ -301,7 +306,7 @@ class EmbeddingWriter:
         for name in self.shapes:
             warnings += self._keep_rows(name, kept)
         write_csv(self.folder / UNREADABLE, [("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
-        index = _write_index(self.folder, kept, source, captions)
+        index = _write_index(self.folder, kept, self.source, self.captions)
         record = {**record, "num_images": len(kept), "num_unreadable": len(unreadable), "complete": True}
         record |= {"warnings": warnings} if warnings else {}
         names = [f"{name}.npy" for name in self.shapes]

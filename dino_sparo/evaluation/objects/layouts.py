@@ -19,6 +19,7 @@ from PIL import Image
 
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, ImageSource
+from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import View
 from dino_sparo.runtime.faults import UserError, require
@@ -64,18 +65,9 @@ class ObjectSource:
     objects: Callable[[int], ObjectMasks]
 
 
-def view_objects(
-    objects: ObjectMasks,
-    view: View,
-    location: str,
-    image_size: tuple[int, int],
-    stored_size: tuple[int, int] | None = None,
-) -> ObjectMasks:
-    """The objects with a pixel in an encoder's view, cropped like the image and resized (nearest).
-
-    For the last three arguments see `check_mask_size`.
-    """
-    check_mask_size(objects.void.shape, location, image_size, stored_size)
+def view_objects(objects: ObjectMasks, view: View, location: str, image: Image.Image) -> ObjectMasks:
+    """The objects with a pixel in an encoder's view, cropped like the image and resized (nearest)."""
+    check_mask_size(objects.void.shape, location, image)
     void, *masks = (
         np.asarray(Image.fromarray(mask).resize((view.width, view.height), Image.Resampling.NEAREST, box=view.box)) > 0
         for mask in (objects.void, *objects.masks)
@@ -85,26 +77,22 @@ def view_objects(
     return ObjectMasks(stack[seen], objects.classes[seen], void)
 
 
-def check_mask_size(
-    mask_shape: tuple[int, ...], location: str, image_size: tuple[int, int], stored_size: tuple[int, int] | None
-) -> None:
-    """Refuse masks that are not those of an image of width and height `image_size`.
-
-    `stored_size` is that of an image which was turned upright.
+def check_mask_size(mask_shape: tuple[int, ...], location: str, image: Image.Image) -> None:
+    """Refuse masks that are not those of an image.
 
     Raises:
         CorruptImageError: the masks are of another size, or may be of the image before it was turned.
     """
     height, width = mask_shape
-    if (width, height) == stored_size:
+    if (width, height) == image.info.get(STORED_SIZE):
         raise CorruptImageError(
             location,
             f"is turned by its EXIF orientation, but its masks have {width} x {height} pixels, as the stored image "
             "has; give --exif ignore",
         )
-    if (width, height) != image_size:
+    if (width, height) != image.size:
         raise CorruptImageError(
-            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}"
+            location, f"has {image.width} x {image.height} pixels, but its masks have {width} x {height}"
         )
 
 

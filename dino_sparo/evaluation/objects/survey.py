@@ -17,7 +17,6 @@ from torch import Tensor
 
 from dino_sparo.data.shares import MAX_NAMED
 from dino_sparo.data.sources import CorruptImageError
-from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import check_features
@@ -168,7 +167,7 @@ def _batches(
     def load(index: int) -> SeenImage | CorruptImageError:
         try:
             image, whole, location = source.images.read(index), source.objects(index), source.images.location(index)
-            objects = view_objects(whole, view.view(image), location, image.size, image.info.get(STORED_SIZE))
+            objects = view_objects(whole, view.view(image), location, image)
         except CorruptImageError as error:
             return error
         counts = measures.count_patches(objects.masks, objects.void, view.patch_size)

@@ -156,20 +156,12 @@ def write_precision(
     scores = {name: mean_precision(rankings[:, :most], answers) for name, answers in found.protocols.items()}
     result = {
         "evaluation": name,
-        "results": {
-            protocol: {
-                "map": score.map,
-                **{f"precision_at_{kappa}": value for kappa, value in zip(KAPPAS, score.at, strict=True)},
-                "num_queries": score.num_queries,
-            }
-            for protocol, score in scores.items()
-        },
+        "results": scores,
         "images": {"data_path": args.data_path, "num_database": rankings.shape[1]},
         "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
     }
     table = [("", "mAP %", *(f"P@{kappa} %" for kappa in KAPPAS), "queries")]
-    for protocol, score in scores.items():
-        numbers = (f"{value:.2f}" for value in (score.map, *score.at))
-        table.append((protocol, *numbers, str(score.num_queries)))
-    headline = [Score(f"mAP {protocol}", score.map) for protocol, score in scores.items()]
+    for protocol, (*shares, num_queries) in ((protocol, score.values()) for protocol, score in scores.items()):
+        table.append((protocol, *(f"{share:.2f}" for share in shares), str(num_queries)))
+    headline = [Score(f"mAP {protocol}", score["map"]) for protocol, score in scores.items()]
     return file.write(result, text_table(table, num_words=1), headline=headline)

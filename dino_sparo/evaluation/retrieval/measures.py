@@ -20,20 +20,6 @@ class Query(NamedTuple):
     junk: np.ndarray
 
 
-class Precision(NamedTuple):
-    """Means over all queries that have an answer, in percent.
-
-    Attributes:
-        map: mean average precision.
-        at: the share of right images among the first 1, 5 and 10 (`KAPPAS`), at most up to the last right one.
-        num_queries: queries with an answer.
-    """
-
-    map: float
-    at: tuple[float, ...]
-    num_queries: int
-
-
 def rank_database(
     queries: Float[Tensor, "queries F"], database: Float[Tensor, "images F"], chunk: int = 256
 ) -> Int[Tensor, "queries images"]:
@@ -56,10 +42,14 @@ def average_precision(positions: np.ndarray, num_positives: int) -> float:
     return float((before + (found + 1) / (positions + 1)).sum() / (2 * num_positives))
 
 
-def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Query]) -> Precision:
+def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Query]) -> dict[str, float]:
     """Mean average precision, as in filipradenovic/revisitop and the Copydays package.
 
     Junk is removed from a ranking before positions are counted. Queries without an answer are skipped.
+
+    Returns:
+        Means over all queries that have an answer, in percent: `map`, and `precision_at_1`, 5 and 10 (`KAPPAS`), the
+        share of right images among the first, at most up to the last right one. `num_queries` have an answer.
 
     Raises:
         UserError: no query has an answer.
@@ -75,4 +65,6 @@ def mean_precision(rankings: Int[Tensor, "queries images"], queries: Sequence[Qu
         at.append([(positions < min(last, kappa)).sum() / min(last, kappa) for kappa in KAPPAS])
     if not precisions:
         raise UserError("no query has an answer; give several images per building or class")
-    return Precision(100 * float(np.mean(precisions)), tuple(100 * np.mean(at, axis=0)), len(precisions))
+    shares = zip(KAPPAS, 100 * np.mean(at, axis=0), strict=True)
+    precision_at = {f"precision_at_{kappa}": float(share) for kappa, share in shares}
+    return {"map": 100 * float(np.mean(precisions)), **precision_at, "num_queries": len(precisions)}

@@ -19,7 +19,6 @@ from PIL import Image
 
 from dino_sparo.data.scenes.images import names_scenes
 from dino_sparo.data.sources import FileSource, ImageLimits, ImageSource, require_channels
-from dino_sparo.data.sources.decode import STORED_SIZE
 from dino_sparo.data.sources.tables import decoded, open_text
 from dino_sparo.evaluation.objects import layouts
 from dino_sparo.runtime.faults import UserError
@@ -50,7 +49,7 @@ class MaskSource:
     def read(self, index: int) -> tuple[Image.Image, UInt8[np.ndarray, "H W"]]:
         """An image and the labels of its pixels; UserError if their sizes differ or a class number is unknown."""
         image, numbers, location = self.images.read(index), self.numbers(index), self.images.location(index)
-        layouts.check_mask_size(numbers.shape, location, image.size, image.info.get(STORED_SIZE))
+        layouts.check_mask_size(numbers.shape, location, image)
         known = np.array(list(self.classes))
         labels = np.searchsorted(known, numbers).clip(max=len(known) - 1)
         is_void = numbers == self.void

@@ -53,9 +53,7 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
     file = task.open_figures("video")
     folder, source, fps = file.path.parent, Path(args.data_path), DEFAULT_FPS
     written = ("attention", "frames") if source.is_file() else ("attention",)
-    found = [folder / name for name in written if (folder / name).exists()]
-    if found and not (file.path.exists() or args.overwrite):
-        raise UserError(f"{found[0]} exists, whose pictures may be yours; give another --output_dir, or --overwrite")
+    refuse_existing((folder / name for name in written), args.overwrite or file.path.exists())  # the user's pictures
     if source.is_file():
         fps, source = extract_frames(source, folder / "frames"), folder / "frames"
     frames = list_pictures(source)

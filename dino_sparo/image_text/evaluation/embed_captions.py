@@ -52,10 +52,8 @@ def embed_captions(
         return encode_batch(encoder.model, ids, args.batch_size_per_gpu, device, task.dtype)
 
     shapes = {"captions": tuple(encode(data.captions[:1]).shape[1:])}
-    writer = EmbeddingWriter(
-        Path(args.output_dir), shapes, args.dtype, len(data.captions), args.batch_size_per_gpu, unit="captions"
-    )
     images = Subset(data.images, data.image_of)
+    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, images, args.batch_size_per_gpu, data.captions)
     settings = {
         "weights": encoder.record["sha256"],
         "what": "captions",
@@ -81,4 +79,4 @@ def embed_captions(
                 writer.write("captions", batch.start, features.cpu().numpy())
             writer.finish_chunk(chunk, [])
 
-    return write_embeddings(writer, record, args.overwrite, write_chunks, images, data.captions)
+    return write_embeddings(writer, record, args.overwrite, write_chunks)

@@ -12,14 +12,13 @@ from typing import NamedTuple
 from PIL import Image
 
 from dino_sparo.data.defaults import EXIF
-from dino_sparo.data.ranks import require_same_source
+from dino_sparo.data.ranks import open_images
 from dino_sparo.data.scenes.graphs import INDEPENDENT
 from dino_sparo.data.scenes.images import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource, open_source
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits, decode_image, read_image
-from dino_sparo.data.sources.image_source import FileSource, PackedStrings
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.image_text.evaluation.embedded import image_bytes
-from dino_sparo.runtime.collectives import rank_0_first
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.files import file_sha256
 
@@ -121,9 +120,8 @@ def named_source(
     folder: Path, names: Sequence[ImageName], paths: Sequence[str], limits: ImageLimits = DEFAULT_LIMITS
 ) -> ImageSource:
     """Images, or parts of images, as a source: names in annotations, and paths of the files relative to a folder."""
-    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    files = NamedSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
-    files.limits, files.names = limits, names
+    files = NamedSource("the images" if folder == ROOT else f"images in {folder}", folder, paths, limits=limits)
+    files.names = names
     return files
 
 
@@ -159,10 +157,7 @@ def open_evaluation_images(
     if names_scenes(data_path):
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
-    with rank_0_first():
-        source = open_source(data_path, split, download, default_split="val", limits=limits)
-    require_same_source(source)
-    return source
+    return open_images(data_path, split, download, default_split="val", limits=limits)
 
 
 def file_record(path: Path) -> dict[str, str]:

@@ -11,7 +11,6 @@
     class folders, labelled sets (cifar10:DIR), ...       captions made from class names
 """
 
-import contextlib
 import logging
 import os
 import time
@@ -30,9 +29,9 @@ from dino_sparo.data.sources import ImageLimits, TableColumns, open_source, refu
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.folders import ALL, resolve_split
 from dino_sparo.data.sources.image_source import FileSource
-from dino_sparo.data.sources.indexes import index_shards
+from dino_sparo.data.sources.indexes import Kind
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
-from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
+from dino_sparo.data.sources.tars import TarSource, find_shards, images_kind
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_folder, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
@@ -107,11 +106,10 @@ class PairPath:
         _check_left_out(source, self.max_left_out)
         return source
 
-    def index(self, number: int, count: int) -> None:
-        """Index every `count`-th shard, beginning with shard `number`, into the cache; without shards do nothing."""
-        kind = pairs_kind(self.caption_key) if self.caption_templates is None else IMAGES
-        with contextlib.suppress(ValueError):  # `open` reports what is wrong with the shards
-            index_shards(kind, resolve_split(self.data_path, self.split, self.default_split)[1][number::count])
+    @property
+    def kind(self) -> Kind:
+        """How the tar shards, if there are any, are indexed."""
+        return pairs_kind(self.caption_key) if self.caption_templates is None else images_kind(self.limits)
 
     def _open(self) -> PairSource:
         if self.caption_templates is not None or names_scenes(self.data_path):

@@ -195,7 +195,7 @@ def evaluate(
     asked again.
     """
     questions = all_questions(benchmarks, seed, blind)
-    remaining = iter(answer_questions(scorer, questions, chunk_images, limits, journal)[0])
+    remaining = iter(answer_questions(scorer, questions, chunk_images, limits, journal))
     answer_lists = [list(islice(remaining, len(local.questions))) for local in [*benchmarks] * (1 + blind)]
     results, failures, outcomes, left_out = {}, {}, {}, {}
     for number, local in enumerate(benchmarks):

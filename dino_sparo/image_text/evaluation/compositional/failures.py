@@ -42,25 +42,21 @@ class Failure:
     """An image that scores higher with a false caption (the best false caption) than with the true caption.
 
     Attributes:
-        box: crop that the question shows: left, top, right, bottom in pixels; None: the whole image.
-        cell: column and row of an image in a table.
+        image: as the question names it.
     """
 
     split: str
-    image: str
-    box: tuple[float, float, float, float] | None
+    image: ImageName
     true_caption: str
     false_caption: str
     true_score: float
     false_score: float
-    cell: tuple[str, int] | None = None
 
-    @property
-    def name(self) -> ImageName:
-        """The image as questions name it."""
-        if self.cell is not None:
-            return Cell(self.image, *self.cell)
-        return self.image if self.box is None else Crop(self.image, self.box)
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the image is its file, the `box` of a crop, and the `cell`, column and row, of a table."""
+        box = self.image.box if isinstance(self.image, Crop) else None
+        cell = self.image[1:] if isinstance(self.image, Cell) else None
+        return {**asdict(self), "image": file_of(self.image), "box": box, "cell": cell}
 
 
 class Failures(NamedTuple):
@@ -82,7 +78,7 @@ class Failures(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**self._asdict(), "clearest": [asdict(failure) for failure in self.clearest]}
+        return {**self._asdict(), "clearest": [failure.to_json() for failure in self.clearest]}
 
 
 def clearest_failures(questions: Sequence[Question], answers: Sequence[Answer | None], count: int) -> Failures:
@@ -92,12 +88,9 @@ def clearest_failures(questions: Sequence[Question], answers: Sequence[Answer | 
     clearest: dict[ImageName, Failure] = {}
     for question, answer in sorted(wrong, key=lambda pair: -pair[1].margin):
         name = question.images[answer.worst_image]
-        box = name.box if isinstance(name, Crop) else None
-        cell = (name.column, name.row) if isinstance(name, Cell) else None
         captions = question.captions[question.matches[answer.worst_image]], question.captions[answer.false_caption]
         scores = answer.true_score, answer.false_score
-        failure = Failure(question.split, file_of(name), box, *captions, *scores, cell)
-        clearest.setdefault(name, failure)
+        clearest.setdefault(name, Failure(question.split, name, *captions, *scores))
     num_tied = sum(answer.margin == 0 for _, answer in answered)
     return Failures(len(answered), len(wrong) + num_tied, num_tied, list(clearest.values())[:count])
 
@@ -121,7 +114,8 @@ def write_failures(
         heading = f"{title}: {errors}"
         sections = []
         for failure in errors.clearest:
-            image = named_source(ROOT, [failure.name], [failure.image], limits).read(0)
+            file = file_of(failure.image)
+            image = named_source(ROOT, [failure.image], [file], limits).read(0)
             picture, maps = resize(np.asarray(image), PICTURE_HEIGHT), [Band()] * 2
             if isinstance(scorer, ExplainableScorer):
                 explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
@@ -130,7 +124,7 @@ def write_failures(
                 short = ". ".join(explanation.words.split(". ")[:2]).rstrip(".") + "."
                 words = f"{RULE} {explanation.words}"
                 figure = replace(figure, summary=[short], explanation=words, ends=explanation.ends)
-            sections.append(failure_section(failure, Tile(picture, failure.image), maps))
+            sections.append(failure_section(failure, Tile(picture, file), maps))
         all_sections += [Section((), heading), *sections]
         if sections:
             path = stem.with_name(f"{stem.name}_{name}.png")
@@ -152,7 +146,7 @@ def failure_section(failure: Failure, image: Tile, maps: Sequence[Band]) -> Sect
         words = [Word(word, MARK_LEVEL * is_marked, MARKS[kind]) for word, is_marked in caption]
         bands.append(replace(each, heading=words, label=f"{kind} {score:.3f}", kind=kind))
     margin = failure.false_score - failure.true_score
-    about = f"{failure.split}  ·  {short_name(failure.image)}  ·  false above true by {margin:.3f}"
+    about = f"{failure.split}  ·  {short_name(file_of(failure.image))}  ·  false above true by {margin:.3f}"
     return Section(bands, picture=image, about=about)
 
 

@@ -32,7 +32,6 @@ class Part(NamedTuple):
         answered: indices of those whose images can be read.
         tables: scores of each answered question.
         marks: of each answered question.
-        truncated: captions that were truncated.
         warnings: of the features of the images, for the result.
     """
 
@@ -40,7 +39,6 @@ class Part(NamedTuple):
     answered: list[int]
     tables: list[Table]
     marks: list[Mapping[str, bool]]
-    truncated: list[str]
     warnings: list[str]
 
 

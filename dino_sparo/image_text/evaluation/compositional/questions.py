@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import compress, islice
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -174,14 +174,6 @@ class Answer(NamedTuple):
         return self.false_score - self.true_score
 
 
-class SplitResult(NamedTuple):
-    """Accuracy of a split in percent, with its numbers of questions and of ties."""
-
-    accuracy: float
-    num_questions: int
-    num_ties: int
-
-
 def judge(
     scores: Float[Tensor, "questions images captions"],
     matches: Int64[Tensor, "questions images"],
@@ -216,11 +208,6 @@ def judge(
     return [Answer(*row) for row in zip(*columns, strict=True)]
 
 
-def macro(results: Mapping[str, SplitResult]) -> float:
-    """Mean of the splits' accuracies, in percent."""
-    return sum(result.accuracy for result in results.values()) / len(results)
-
-
 @dataclass(frozen=True)
 class EncodedQuestions:
     """Questions whose images can be read, on every process.
@@ -233,7 +220,7 @@ class EncodedQuestions:
         text_of: (questions, captions), rows of a question's captions in `texts`, padded with -1.
         numbers: index of each question in the list that was to be encoded.
         marks: marks of each question, as in `Answer`.
-        truncated: different captions that are longer than the context.
+        num_truncated: number of different captions that are longer than the context.
     """
 
     questions: list[Question]
@@ -243,7 +230,7 @@ class EncodedQuestions:
     text_of: Int64[Tensor, "questions captions"]
     numbers: Sequence[int] = ()
     marks: Sequence[Mapping[str, bool]] = ()
-    truncated: Sequence[str] = ()
+    num_truncated: int = 0
 
 
 def captions_of(questions: Sequence[Question]) -> list[str]:
@@ -274,9 +261,8 @@ def encode_questions(
         alike = texts.alike.tolist()
         for question_marks, rows, question in zip(marks, text_rows, readable, strict=True):
             question_marks["alike"] = [alike[row] for row in rows].count(alike[rows[question.matches[0]]]) > 1
-    truncated = list(compress(captions, text_marks.get("truncated", ())))
     places = image_of.to(scorer.device), _filled(text_rows).to(scorer.device)
-    return EncodedQuestions(readable, images.payload, texts.payload, *places, numbers, marks, truncated)
+    return EncodedQuestions(readable, images.payload, texts.payload, *places, numbers, marks, texts.num_truncated)
 
 
 def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
@@ -322,26 +308,15 @@ def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answe
     return judge_tables(encoded.questions, tables_of(encoded, score_pairs), marks)
 
 
-def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
-    """Share of images that prefer their true caption, per split; raises ValueError for scores that are not finite."""
-    by_split: dict[str, list[Answer]] = defaultdict(list)
-    for question, answer in zip(encoded.questions, answers_to(encoded, score_pairs), strict=True):
-        by_split[question.split].append(answer)
-    return {
-        split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
-        for split, each in by_split.items()
-    }
-
-
 def ask(scorer: Scorer, questions: Sequence[Question], asked: list[int], limits: ImageLimits) -> Part:
     """Ask some of the questions."""
     known = len(WARNINGS)
     encoded = encode_questions(scorer, [questions[index] for index in asked], limits)
     if encoded is None:
-        return Part(asked, [], [], [], [], WARNINGS[known:])
+        return Part(asked, [], [], [], WARNINGS[known:])
     answered = [asked[row] for row in encoded.numbers]
     tables = tables_of(encoded, scorer.score_pairs)
-    return Part(asked, answered, tables, list(encoded.marks), list(encoded.truncated), WARNINGS[known:])
+    return Part(asked, answered, tables, list(encoded.marks), WARNINGS[known:])
 
 
 def answer_questions(
@@ -350,7 +325,7 @@ def answer_questions(
     chunk_images: int = CHUNK_IMAGES,
     limits: ImageLimits = DEFAULT_LIMITS,
     journal: Journal | None = None,
-) -> tuple[list[Answer | None], set[str]]:
+) -> list[Answer | None]:
     """Answer all questions; `chunk_images` is the largest number of images encoded at a time.
 
     Args:
@@ -361,13 +336,11 @@ def answer_questions(
         journal: questions that it holds are not asked again.
 
     Returns:
-        The answer to each question, None where an image cannot be read; and the captions that were truncated.
+        The answer to each question, None where an image cannot be read.
     """
     answers: list[Answer | None] = [None] * len(questions)
-    truncated: set[str] = set()
 
     def note(part: Part) -> None:
-        truncated.update(part.truncated)
         if part.answered:
             found = judge_tables([questions[index] for index in part.answered], part.tables, part.marks)
             for index, answer in zip(part.answered, found, strict=True):
@@ -391,7 +364,7 @@ def answer_questions(
         note(part := ask(scorer, questions, [remaining[row] for row in rows], limits))
         if journal:
             journal.append(part)
-    return answers, truncated
+    return answers
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> list[list[int]]:
