@@ -305,19 +305,20 @@ import importlib.util, sys, torch
 from transformers import AutoModel
 
 assert not any(map(importlib.util.find_spec, ("dino_sparo", "jaxtyping")))
-folder, images, out = sys.argv[1:]
-model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
-assert not any(report.values()), report
-with torch.no_grad():
-    output = model.eval()(torch.load(images))
-torch.save(dict(output.items()), out)
+images, *folders = sys.argv[1:]
+for folder in folders:
+    model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        output = model.eval()(torch.load(images))
+    torch.save(dict(output.items()), folder + ".pt")
 """
 
 
-@pytest.fixture(scope="module")
-def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def another_python(tmp_path: Path) -> Path:
     """Python of an environment that has all packages of this one except dino_sparo and jaxtyping."""
-    folder = tmp_path_factory.mktemp("environment")
+    folder = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -327,39 +328,36 @@ def another_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        SPARO,
-        {"readout": "cls", "quick_gelu": True},
-        {"readout": "gap", "pre_norm": True},
-        *({**SIZES_OF_CODES, "readout": readout} for readout in ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)),
-    ],
-    ids=lambda settings: settings["readout"],
-)
 def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed(
-    tmp_path: Path, settings: dict[str, Any], another_python: Path
+    tmp_path: Path, another_python: Path
 ) -> None:
-    encoder = build(**settings)
-    folder = export(save_encoder(tmp_path, encoder), tmp_path / "out", format="huggingface")
-    assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
+    coded = ("gap_then_norm", "fdt", "fdt_raw", *CROSS_ATTENTION)
+    others = [{"readout": "cls", "quick_gelu": True}, {"readout": "gap", "pre_norm": True}]
+    encoders = {
+        tmp_path / f"export_{settings['readout']}": build(**settings)
+        for settings in [SPARO, *others, *({**SIZES_OF_CODES, "readout": readout} for readout in coded)]
+    }
+    for folder, encoder in encoders.items():
+        export(save_encoder(tmp_path, encoder), folder, format="huggingface")
+        assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
     torch.save(images(), tmp_path / "images.pt")
-    words = [another_python, "-c", ELSEWHERE, folder, tmp_path / "images.pt", tmp_path / "output.pt"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    words = [another_python, "-c", ELSEWHERE, tmp_path / "images.pt", *encoders]
     subprocess.run(words, check=True, cwd=tmp_path, env=environment)
-    found = torch.load(tmp_path / "output.pt")
-    with torch.no_grad():
-        output = encoder.readout_output(images())
-        expected = {
-            "last_hidden_state": encoder.backbone(images()),
-            "pooler_output": encoder(images()),
-            "slots": output.slots,
-            "slot_attentions": output.attention,
-        }
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    for folder, encoder in encoders.items():
+        with torch.no_grad():
+            output = encoder.readout_output(images())
+            expected = {
+                "last_hidden_state": encoder.backbone(images()),
+                "pooler_output": encoder(images()),
+                "slots": output.slots,
+                "slot_attentions": output.attention,
+            }
+        found = torch.load(f"{folder}.pt")
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
 def test_a_folder_that_transformers_saved_again_is_read_and_prepares_the_same_images(tmp_path: Path) -> None:
