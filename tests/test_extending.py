@@ -68,6 +68,7 @@ def small(words: list[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:Overwriting vit_flat")  # this process runs the file more than once
+@pytest.mark.slow
 def test_every_command_of_the_page_runs_with_its_result_and_what_others_could_not_load_is_not_exported(
     tmp_path: Path, python: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,7 +103,7 @@ def assert_equal_states(name: str, *runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=SLOW if name in ("parts", "timm", "ibot") else ()) for name in RUNS]
+    "name", [pytest.param(name, marks=() if name in ("two phases", "ibot in parts") else SLOW) for name in RUNS]
 )
 def test_a_recorded_run_is_bit_identical_to_another(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
