@@ -44,7 +44,7 @@ test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not slurm'
 
 # Failures are repeated once: moments are random, and other work can slow the machine down.
-test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (half an hour)
+test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (20 minutes)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not (alone or slurm or kills)' || \
 		$(BIN)/python -m pytest -m 'slow and not (alone or slurm or kills)' --last-failed
 	$(BIN)/python -m pytest -m '(alone or slurm) and not kills' || \
