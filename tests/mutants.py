@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module of the package -> its own tests.
 TESTS: dict[str, list[str]] = {
     "models/readout": ["test_readout", "test_clip_readouts"],
-    "models/encoder": ["test_encoder"],
+    "models/encoder": ["test_encoder", "test_timm_start", "test_clip_model", "test_other_backbones"],
     "models/backbone": ["test_backbone", "test_timm_start", "test_init_from", "test_initialize"],
     "distillation/head": ["test_head"],
     "distillation/loss": ["test_loss", "test_collapse"],

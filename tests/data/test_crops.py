@@ -376,6 +376,17 @@ def test_settings_at_the_end_of_their_range_are_taken() -> None:
     assert [tuple(crop.shape) for crop in crops] == [(3, 1, 1)] * 3
 
 
+def test_the_papers_crops_are_the_defaults() -> None:
+    augmentation = MultiCropAugmentation()
+    assert [(recipe.size, recipe.scale) for recipe in augmentation.recipes] == (
+        [(224, (0.4, 1.0))] * 2 + [(96, (0.05, 0.4))] * 8
+    )
+    assert not augmentation.defer_color
+    assert augmentation.mean.flatten().tolist() == pytest.approx(MEAN)
+    assert augmentation.std.flatten().tolist() == pytest.approx(STD)
+    assert (CropRecipe(1, (0.1, 0.2), 0.3).solarize_probability, EvalTransform().exact) == (0.0, True)
+
+
 class Draws(np.random.Generator):
     """A generator that gives the numbers it is told, and the highest integer."""
 

@@ -1,6 +1,7 @@
 """The head against numbers recorded from the original one."""
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -89,6 +90,18 @@ def test_every_size_may_be_one() -> None:
     head = DINOHead(1, 1, num_layers=1, hidden_dim=1, bottleneck_dim=1)
     assert isinstance(head.mlp, nn.Linear)
     assert head(torch.ones(2, 1)).shape == (2, 1)
+
+
+def test_the_recommended_settings_are_the_defaults() -> None:
+    defaults = {name: given.default for name, given in inspect.signature(DINOHead).parameters.items()}
+    del defaults["in_dim"], defaults["out_dim"]
+    assert defaults == {
+        "use_bn": False,
+        "norm_last_layer": True,
+        "num_layers": 3,
+        "hidden_dim": 2048,
+        "bottleneck_dim": 256,
+    }
 
 
 @torch.no_grad()

@@ -141,6 +141,11 @@ def test_settings_at_the_end_of_their_range_are_taken(changed: dict[str, float])
     DINOLoss(**{**settings, **changed})
 
 
+def test_defaults_are_the_references() -> None:
+    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 3)
+    assert (loss.student_temp, loss.center_momentum, loss.chunk_size) == (0.1, 0.9, 0)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 11, 13])
 def test_the_loss_in_chunks_of_prototypes_equals_the_whole(chunk_size: int) -> None:
     torch.manual_seed(0)

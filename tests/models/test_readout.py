@@ -229,6 +229,13 @@ def test_gap_averages_what_the_mask_allows_and_cls_takes_the_class_token_all_the
     assert torch.equal(readout_kind("cls").build(ReadoutSizes(D))(tokens, mask).slots, tokens[:, :1])
 
 
+def test_a_readout_has_the_papers_sizes_unless_others_are_given() -> None:
+    readout = readout_kind("sparo").build(ReadoutSizes(D))
+    sizes = (readout.embed_dim, readout.num_slots, readout.slot_dim, readout.key_dim, readout.group_size)
+    assert sizes == (D, 64, 64, 64, 1)
+    assert Sparo(D, L, V, A).group_size == 1
+
+
 def small_encoder(readout: str) -> nn.Module:
     torch.manual_seed(0)
     return dino_sparo.create_encoder("vit_micro", patch_size=8, readout=readout, img_size=32).eval()

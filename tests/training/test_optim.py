@@ -134,6 +134,15 @@ def test_lars_scales_by_the_norms_only_where_both_are_positive(start: float, gra
     assert torch.equal(parameter.detach(), torch.full((2, 2), start - 0.5 * ratio * gradient))
 
 
+def test_lars_defaults_are_the_references() -> None:
+    assert optim.LARS([nn.Parameter(torch.ones(2))]).defaults == {
+        "lr": 0.0,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "eta": 0.001,
+    }
+
+
 def test_the_norms_are_those_of_the_gradients_there_are() -> None:
     first, absent, last = (nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
     first.grad, last.grad = torch.full((2, 3), 2.0), torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
