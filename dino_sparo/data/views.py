@@ -131,6 +131,8 @@ class ClipView(EvalTransform):
     """
 
     def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
+        if border < 0:
+            raise UserError(f"border={border}; give 0 or more pixels with --crop_border")
         super().__init__(img_size, mean, std)
         self.resize_size, self.border = img_size, border
 

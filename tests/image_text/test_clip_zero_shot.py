@@ -326,6 +326,8 @@ def test_the_view_is_the_middle_at_full_height_and_a_border_is_cut_off(tmp_path)
     assert view.shape == (3, 8, 8)
     assert view[1].min() == 1.0
     assert view[0].max() == 0.0
+    with pytest.raises(ValueError, match="border=-1"):
+        ClipView(8, (0.0,) * 3, (1.0,) * 3, border=-1)
     with pytest.raises(ValueError, match="a border of 5 px on every side leaves nothing of an image of 14 x 10 px"):
         ClipView(8, (0.0,) * 3, (1.0,) * 3, border=5)(image)
 
