@@ -161,7 +161,8 @@ def write_precision(
         "view": {"side": args.imsize, "mean": list(task.subject.mean), "std": list(task.subject.std)},
     }
     table = [("", "mAP %", *(f"P@{kappa} %" for kappa in KAPPAS), "queries")]
-    for protocol, (*shares, num_queries) in ((protocol, score.values()) for protocol, score in scores.items()):
+    for protocol, score in scores.items():
+        *shares, num_queries = score.values()
         table.append((protocol, *(f"{share:.2f}" for share in shares), str(num_queries)))
     headline = [Score(f"mAP {protocol}", score["map"]) for protocol, score in scores.items()]
     return file.write(result, text_table(table, num_words=1), headline=headline)
