@@ -50,7 +50,8 @@ EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
 # What a paper model of one H200 gives at batch 64, ms: every fusion that is possible, at the card's full rates.
 FLOOR_BATCH, FLOOR_MS = 64, {"cls": 13.5, "sparo": 12.7}
-COMPILED, RECORDED = "ours, {}, compiled", "ours, {}, compiled and recorded"
+COMPILED, REGIONS = "ours, {}, compiled", "ours, {}, compiled in regions"
+RECORDED = "ours, {}, compiled and recorded"
 STEPS = 10_000  # of the schedules; only the first few are taken
 MIN_SECONDS = 0.5  # of steps one after the other, for one timing on a GPU
 
@@ -188,9 +189,9 @@ def ours(training: DINOObjective, batch: Batch) -> Stepper:
     return Stepper(lambda: train_step(training, [next(loader)], 0).loss, parts, halves, networks)
 
 
-def compile_failure(training: DINOObjective, stepper: Stepper) -> str:
+def compile_failure(training: DINOObjective, stepper: Stepper, in_regions: bool = False) -> str:
     """Compile the networks in a first step; the compiler's reason if that fails here, else empty."""
-    compile_networks(training)
+    compile_networks(training, in_regions)
     try:
         with compile_failures_named():
             stepper.step()
@@ -401,13 +402,13 @@ def _measure_readout(
             if not compiles:
                 steppers[name] = stepper
                 continue
-            if reason := compile_failure(training, stepper):
+            if reason := compile_failure(training, stepper, compiles == "regions"):
                 section.notes.append(f"{readout}, {name}: left out. {reason}")
                 continue
             # One network, compiled once, is timed in both forms.
             steppers[name] = stepper.recorded(training.recorder, None)
             if record := training.recorder.record:
-                steppers[RECORDED.format(precision)] = recorded = stepper.recorded(training.recorder, record)
+                steppers[f"{name} and recorded"] = recorded = stepper.recorded(training.recorder, record)
                 for _ in range(WARM_UP_CALLS + 1):  # the last call records
                     recorded.step()
         # On a GPU steps follow each other as in training: nothing waits for a single one.
@@ -479,18 +480,19 @@ def _memory_of_step(training: DINOObjective) -> Iterator[dict[str, int]]:
 
 
 class Form(NamedTuple):
-    """A form of our step."""
+    """A form of our step; `compiles` is on, regions or empty."""
 
     name: str
     precision: str
-    compiles: bool = False
+    compiles: str = ""
 
 
 def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[Form]:
     """Precisions, and compiled; on a GPU the compiled form is recorded too."""
     all_forms = [Form(f"ours, {precision}", precision) for precision in precisions]
     if not (args.quick or args.no_compile) and (args.full or args.device != "cpu"):
-        all_forms.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles=True))
+        all_forms.append(Form(COMPILED.format(precisions[-1]), precisions[-1], compiles="on"))
+        all_forms.append(Form(REGIONS.format(precisions[-1]), precisions[-1], compiles="regions"))
     return all_forms
 
 

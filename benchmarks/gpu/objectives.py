@@ -76,7 +76,7 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
         name: a key of `OBJECTIVES`.
         sizes: options; True for a flag.
         device: cpu or cuda.
-        compiles: whether to compile its networks.
+        compiles: whether to compile its networks; with `--compile regions` among the options, in regions.
 
     """
     objective_class, get_args_parser = OBJECTIVES[name]
@@ -89,7 +89,7 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     objective = objective_class(args, Distributed(0, 1, torch_device))
     if compiles:
-        compile_networks(objective)
+        compile_networks(objective, in_regions=args.compile == "regions")
     for network in objective.networks.values():
         network.train()
     objective.sampler.set_epoch(0)

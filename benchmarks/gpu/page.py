@@ -45,7 +45,7 @@ CLAIMS = [
     ),
     *(
         Claim(f"weights after 20 steps, recorded and not, {form}", "difference 0", "recorded", name)
-        for form in ("fp32", "fp32, stochastic depth")
+        for form in ("fp32", "fp32, stochastic depth", "fp32, stochastic depth, in regions")
         for name in [f"{form}: weights after 20 steps, recorded and not"]
     ),
     Claim(

@@ -40,13 +40,14 @@ def trained(sizes: dict[str, object], is_exact: bool, device: str, steps: int) -
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """fp32, fp32 with stochastic depth, bf16; every run is a process of its own, and all run at once."""
+    """fp32, with stochastic depth, compiled in regions, bf16; every run is a separate process, and all run at once."""
     steps = 6 if args.quick else STEPS
     section = Section("Recorded and unrecorded steps", f"{steps} steps on {args.device}, sparo.")
     sizes = SMALL["DINO"] if args.quick else {**FULL["DINO"], "batch_size_per_gpu": BATCH}
     forms: dict[str, dict[str, object]] = {
         "fp32": {"precision": "fp32"},
         "fp32, stochastic depth": {"precision": "fp32", "drop_path_rate": 0.1},
+        "fp32, stochastic depth, in regions": {"precision": "fp32", "drop_path_rate": 0.1, "compile": "regions"},
         "bf16": {"precision": "bf16"},
     }
     with ProcessPoolExecutor(2 * len(forms), mp_context=multiprocessing.get_context("spawn")) as pool:

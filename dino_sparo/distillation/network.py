@@ -9,8 +9,9 @@ from jaxtyping import Float
 from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
-from dino_sparo.models.backbone import init_linear
-from dino_sparo.models.encoder import Encoder, encode_crops
+from dino_sparo.models.backbone import Backbone, init_linear
+from dino_sparo.models.encoder import Encoder, encode_crops, group_by_size
+from dino_sparo.models.regions import Regions
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,14 @@ class EncoderWithHead(nn.Module):
         head: encodings -> the rows that the loss compares; DINO's are logits.
     """
 
+    regions: Regions | None
+
     def __init__(self, encoder: Encoder, head: nn.Module) -> None:
         super().__init__()
         self.backbone = encoder.backbone
         self.readout = encoder.readout
         self.head = head
-        self.config = encoder.config
+        self.config, self.regions = encoder.config, None
         self.is_vanilla = encoder.is_vanilla
 
     @property
@@ -50,8 +53,31 @@ class EncoderWithHead(nn.Module):
 
         `with_encodings` also returns the input of the head, (S*B, L*V).
         """
-        encodings = encode_crops(self.backbone, self.readout, crops, self.is_vanilla)
-        return (self.head(encodings), encodings) if with_encodings else self.head(encodings)
+        if self.regions is not None:
+            rows, encodings = self.regions(crops)
+        else:
+            encodings = encode_crops(self.backbone, self.readout, crops, self.is_vanilla)
+            rows = self.head(encodings)
+        return (rows, encodings) if with_encodings else rows
+
+    def compile_regions(self) -> bool:
+        """Compile the forward pass in regions; False if this network has none, and must be compiled whole."""
+        backbone, is_vanilla = self.backbone, self.is_vanilla
+        if not isinstance(backbone, Backbone) or backbone.depth <= is_vanilla:
+            return False
+
+        def embed(crops: Tensor | Sequence[Tensor]) -> list[Tensor]:
+            return [backbone.embed(images) for images in group_by_size(crops)]
+
+        def finish(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
+            if is_vanilla:
+                encodings = torch.cat([backbone.last_class_tokens(tokens) for tokens in groups])
+            else:
+                encodings = torch.cat([self.readout(backbone.norm(tokens)).slots.flatten(1) for tokens in groups])
+            return self.head(encodings), encodings
+
+        self.regions = Regions(backbone, embed, finish, backbone.depth - is_vanilla)
+        return True
 
 
 DINONetwork = EncoderWithHead  # its name in earlier versions, before other objectives than DINO

@@ -74,6 +74,10 @@ class IBOTNetwork(EncoderWithHead):
         """The prototypes of all heads."""
         return [part for name, part in self.head.named_modules() if name.endswith("last_layer")]
 
+    def compile_regions(self) -> bool:
+        """False: masks and patches are not passed through regions."""
+        return False
+
     def forward(  # type: ignore[override]
         self,
         crops: Sequence[Float[Tensor, "B C _ _"]],

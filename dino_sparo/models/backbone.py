@@ -227,8 +227,11 @@ class Backbone(nn.Module):
 
         Stochastic depth draws the same random numbers as in `forward`.
         """
-        tokens = self._run_blocks(self.embed(images), self.depth - 1)
-        return self.norm(self._call(_class_token_after, self.blocks[-1], tokens))[:, 0]
+        return self.last_class_tokens(self._run_blocks(self.embed(images), self.depth - 1))
+
+    def last_class_tokens(self, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B D"]:
+        """Normalised class tokens (B, D) of the last block, from the tokens before it."""
+        return self.norm(self.call(_class_token_after, self.blocks[-1], tokens))[:, 0]
 
     def intermediate_tokens(
         self, images: Float[Tensor, "B C H W"], n: int | Sequence[int] = 1, norm: bool = True
@@ -243,7 +246,7 @@ class Backbone(nn.Module):
         wanted = layer_indices(n, self.depth)
         tokens, outputs = self.embed(images), []
         for index, block in enumerate(self.blocks[: max(wanted) + 1]):
-            tokens = self._call(block, tokens)
+            tokens = self.call(block, tokens)
             if index in wanted:
                 outputs.append(self.norm(tokens) if norm else tokens)
         return outputs
@@ -277,10 +280,11 @@ class Backbone(nn.Module):
 
     def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
         for block in self.blocks[:count]:
-            tokens = self._call(block, tokens)
+            tokens = self.call(block, tokens)
         return tokens
 
-    def _call(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A block's function of these arguments; with checkpointing the backward pass computes it again."""
         if self.grad_checkpointing and torch.is_grad_enabled():
             # Random states are read from the device, which a recording cannot do.
             return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=self.is_random)

@@ -226,12 +226,17 @@ def encode_crops(
     Returns:
         Encodings (total number of images, L*V), in the order of the list.
     """
-    if isinstance(crops, Tensor):
-        crops = [crops]
-    groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
+    groups = group_by_size(crops)
     if class_token_only:
         return torch.cat([backbone.class_tokens(images) for images in groups])
     return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
+
+
+def group_by_size(crops: Tensor | Sequence[Tensor]) -> list[Float[Tensor, "_ C _ _"]]:
+    """A batch, or several, as one batch for all neighbours of equal image size."""
+    if isinstance(crops, Tensor):
+        return [crops]
+    return [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
 
 
 def create_encoder(

@@ -3,20 +3,23 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dino_sparo.runtime.faults import MendableError
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.optim import scale_
+from dino_sparo.training.optim import ScaleGradients, scale_
 
 logger = logging.getLogger(__name__)
 
-# Gradients whose scaling is compiled: 151 took 25 s on an H100. The bound is a choice and was not measured.
-MAX_SCALED = 200
+# Gradients that one compiled function scales: those of a vision transformer's block, so that all blocks share it. All
+# 151 of ViT-S in one function took 25 s on an H100.
+SCALED_TOGETHER = 12
+MAX_SCALE_FUNCTIONS = 20  # a choice; ViT-S has 4, ResNet-50 has 15
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
 
@@ -27,11 +30,16 @@ class CompileError(MendableError):
 
 def is_compiled(choice: str, device: torch.device) -> bool:
     """Whether `--compile CHOICE` compiles on this device; `auto`: on GPUs."""
-    return choice == "on" or (choice == "auto" and device.type == "cuda")
+    return choice in ("on", "regions") or (choice == "auto" and device.type == "cuda")
 
 
-def compile_networks(objective: Objective[Any]) -> None:
-    """Compile for the shapes of the first step, and `dynamic_modules` for all shapes."""
+def compile_networks(objective: Objective[Any], in_regions: bool = False) -> None:
+    """Compile for the shapes of the first step, and `dynamic_modules` for all shapes.
+
+    Args:
+        objective: changed in place.
+        in_regions: compile networks in regions, as far as they can be, see `models/regions.py`; else whole.
+    """
     modules = objective.compiled_modules
     parts = [part for module in modules for part in module.modules()]
     if any(isinstance(part, nn.SyncBatchNorm) for part in parts):
@@ -46,13 +54,26 @@ def compile_networks(objective: Objective[Any]) -> None:
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision tf32 allows it
     for module in modules:
-        module.compile(dynamic=False)
+        compile_regions: Callable[[], bool] | None = getattr(module, "compile_regions", None) if in_regions else None
+        if compile_regions is None or not compile_regions():
+            module.compile(dynamic=False)
     for module in objective.dynamic_modules:
         module.compile(dynamic=True)
     updater = objective.updater
-    if updater.device.type == "cuda" and len(updater.parameters) <= MAX_SCALED:
-        updater.scale_gradients = torch.compile(scale_, dynamic=False)
+    shapes = {tuple(weight.shape for weight in weights) for weights in _groups(updater.parameters)}
+    if updater.device.type == "cuda" and len(shapes) <= MAX_SCALE_FUNCTIONS:
+        updater.scale_gradients = partial(scale_in_groups, torch.compile(scale_, dynamic=False))
     logger.info("the first step compiles the networks, which takes a minute or two")
+
+
+def scale_in_groups(scale: ScaleGradients, gradients: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """`scale_` by several calls of `scale`, which is compiled once for groups of equal shapes."""
+    for group in zip(_groups(gradients), _groups(factors), strict=True):
+        scale(*group)
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [tensors[start : start + SCALED_TOGETHER] for start in range(0, len(tensors), SCALED_TOGETHER)]
 
 
 @contextlib.contextmanager

@@ -146,9 +146,12 @@ def cosine_schedule(
     return np.concatenate((warmup, cosine))
 
 
-def scale_(tensors: list[Tensor], factors: tuple[Float[Tensor, ""], ...]) -> None:
+def scale_(tensors: Sequence[Tensor], factors: Sequence[Float[Tensor, ""]]) -> None:
     """Multiply each tensor by its factor, in place. A GPU launches a kernel per tensor; compiled, it launches few."""
-    torch._foreach_mul_(tensors, factors)
+    torch._foreach_mul_(list(tensors), list(factors))
+
+
+ScaleGradients = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @torch.no_grad()
@@ -156,7 +159,7 @@ def clip_gradients_(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     norms: Float[Tensor, " parameters"],
-    scale: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_,
+    scale: ScaleGradients = scale_,
 ) -> None:
     """Scale down, in place, every gradient whose norm exceeds `max_norm`.
 

@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         log_options(vars(args), {**defaults, **filled_in})
         objective = objective_class(args, process)
         if is_compiled(args.compile, process.device):
-            compile_networks(objective)
+            compile_networks(objective, in_regions=args.compile == "regions")
         checkpoints = CheckpointFolder(folder, args.keep_checkpoints)
         agreement = Agreement(signals, args.saveckp_minutes, process.device)
         run = Run(objective, vars(args), checkpoints, agreement, args.max_corrupt, args.saveckp_freq)

@@ -6,7 +6,7 @@ gradients between `finish_gradients` and `update`. Nothing here reads the device
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.launch import rank
-from dino_sparo.training.optim import OPTIMIZERS, gradient_norms, scale_, split_by_factor
+from dino_sparo.training.optim import OPTIMIZERS, ScaleGradients, gradient_norms, scale_, split_by_factor
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
@@ -57,7 +57,7 @@ class Updater:
     step: int = 0
     step_seed: int = field(init=False, default=0)
     scaler: torch.amp.GradScaler | None = field(init=False)
-    scale_gradients: Callable[[list[Tensor], tuple[Tensor, ...]], None] = scale_
+    scale_gradients: ScaleGradients = scale_
     nonfinite: Tensor = field(init=False)
     overflow: Tensor = field(init=False)
 

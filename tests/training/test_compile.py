@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
-from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks, is_compiled
+from dino_sparo.training.compile import (
+    CompileError,
+    compile_failures_named,
+    compile_networks,
+    is_compiled,
+    scale_in_groups,
+)
+from dino_sparo.training.optim import scale_
 
 CPU = torch.device("cpu")
 
@@ -82,15 +90,19 @@ def _trace_without_generating_code(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"grad_accum_steps": 2}, {"grad_checkpointing": ""}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"grad_accum_steps": 2}, {"grad_checkpointing": ""}, {"compile": "regions", "drop_path_rate": 0}],
+    ids=str,
+)
 def test_two_ranks_compile_once_and_train_to_the_same_bits(tmp_path: Path, changes: dict[str, object]) -> None:
     """The last layer is frozen in the first epoch, branches are dropped, and k-NN evaluates between the epochs."""
     given = {"batch_size_per_gpu": 3, "epochs": 2, "freeze_last_layer": 1, "drop_path_rate": 0.3, "knn_freq": 1}
     given |= {"saveckp_minutes": 30, **changes}
-    for name, compiles in (("plain", "off"), ("compiled", "on")):
+    for name, compiles in (("plain", False), ("compiled", True)):
         folder = tmp_path / name
         folder.mkdir()
-        words = options(folder, compile=compiles, **given)
+        words = options(folder, **{**given, "compile": given.get("compile", "on") if compiles else "off"})
         with Ranks(folder, words, spoil=_trace_without_generating_code) as ranks:
             assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log()
             log = ranks.log()
@@ -148,6 +160,7 @@ def test_micro_batches_compile_nothing_after_the_first_step(name: str, monkeypat
         ("auto", "cpu", False),
         ("on", "cpu", True),
         ("on", "cuda", True),
+        ("regions", "cpu", True),
         ("off", "cuda", False),
         (None, "cuda", True),
         (None, "cpu", False),
@@ -160,6 +173,23 @@ def test_every_training_compiles_by_default_on_a_gpu_alone(
     assert parser is not None
     args = parser().parse_args([] if choice is None else ["--compile", choice])
     assert is_compiled(args.compile, torch.device(device)) == compiles
+
+
+def test_gradients_are_scaled_in_groups_of_which_all_blocks_share_one() -> None:
+    backbone = Backbone(ViTSize(24, 6, 3), patch_size=8, img_size=32)
+    gradients = [torch.randn_like(weight) for weight in backbone.parameters()]
+    factors = torch.rand(len(gradients)).unbind()
+    expected = [gradient * factor for gradient, factor in zip(gradients, factors, strict=True)]
+    shapes = list[tuple[torch.Size, ...]]()
+
+    def scale(group: Sequence[torch.Tensor], by: Sequence[torch.Tensor]) -> None:
+        shapes.append(tuple(gradient.shape for gradient in group))
+        scale_(group, by)
+
+    scale_in_groups(scale, gradients, factors)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(gradients, expected, strict=True))
+    assert len(shapes) == 7  # the first has the embeddings too, the last what they pushed out
+    assert len(set(shapes)) == 3
 
 
 def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(
