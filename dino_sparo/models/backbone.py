@@ -301,16 +301,25 @@ def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tens
     (query_weight, weight), (query_bias, bias) = (
         parameter.split((width, 2 * width)) for parameter in (attn.qkv.weight, attn.qkv.bias)
     )
-    queries = F.linear(normed[:, :1], query_weight, query_bias).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
-    keys_values = F.linear(normed, weight, bias).unflatten(-1, (2, attn.num_heads, -1))
-    keys, values = keys_values.permute(2, 0, 3, 1, 4)  # (B, heads, N, D/heads) each
+    queries = F.linear(normed[:, :1], query_weight, query_bias)
+    attended = attention(attn, queries, *F.linear(normed, weight, bias).chunk(2, dim=-1))
+    class_token = class_token + block.drop_path1(attn.proj(attended))
+    return class_token + block.drop_path2(block.mlp(block.norm2(class_token)))
+
+
+def attention(
+    attn: Any, queries: Float[Tensor, "B M D"], keys: Float[Tensor, "B N D"], values: Float[Tensor, "B N D"]
+) -> Float[Tensor, "B M D"]:
+    """Multi-head attention between the projections of a timm `Attention`: softmax(Q K^T / sqrt(D / heads)) V."""
+    queries, keys, values = (
+        tokens.unflatten(-1, (attn.num_heads, -1)).transpose(1, 2) for tokens in (queries, keys, values)
+    )  # (B, heads, tokens, D/heads) each
     if attn.fused_attn:
         attended = F.scaled_dot_product_attention(queries, keys, values)
     else:
         scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-2, -1)
         attended = scores.softmax(dim=-1) @ values
-    class_token = class_token + block.drop_path1(attn.proj(attended.transpose(1, 2).flatten(2)))
-    return class_token + block.drop_path2(block.mlp(block.norm2(class_token)))
+    return attended.transpose(1, 2).flatten(2)
 
 
 def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,9 +53,11 @@ def compile_networks(objective: Objective[Any], in_regions: bool = False) -> Non
     # Notes for the authors of the compiler; nobody who trains can act on them.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # --precision tf32 allows it
+    regional = [module for module in modules if in_regions and getattr(module, "compile_regions", lambda: False)()]
+    if in_regions and not regional:
+        logger.warning("--compile regions: compiled whole, as only DINO and SimDINO with --arch vit_* have regions")
     for module in modules:
-        compile_regions: Callable[[], bool] | None = getattr(module, "compile_regions", None) if in_regions else None
-        if compile_regions is None or not compile_regions():
+        if module not in regional:
             module.compile(dynamic=False)
     for module in objective.dynamic_modules:
         module.compile(dynamic=True)

@@ -78,12 +78,14 @@ def test_later_blocks_lose_more_branches_and_the_others_are_scaled_up() -> None:
     student.compile_regions()
     assert student.regions is not None
     torch.manual_seed(0)
-    tokens = torch.zeros(4000, 1, 1)
-    factors = [block[0] for block in student.regions._draw_factors([(tokens, tokens)])]
+    factors = student.regions._draw_factors([(4000, 3), (2000, 2)])
     for rate, factor in zip((0.0, 0.2, 0.4), factors, strict=True):  # the read-out replaced the last block
-        assert factor.shape == (2, 4000, 1, 1)
+        assert factor is not None
+        assert factor.shape == (2, 4000 * 3 + 2000 * 2, 1)
         assert factor.unique().tolist() == pytest.approx([1.0] if rate == 0 else [0.0, 1 / (1 - rate)])
-        assert (factor == 0).float().mean(dim=1).flatten().tolist() == pytest.approx([rate] * 2, abs=0.03)
+        for images in (factor[:, :12000].view(2, 4000, 3), factor[:, 12000:].view(2, 2000, 2)):
+            assert (images == images[:, :, :1]).all()
+            assert (images[:, :, 0] == 0).float().mean(dim=1).tolist() == pytest.approx([rate] * 2, abs=0.03)
 
 
 def test_dropped_branches_depend_on_the_seed_and_none_is_dropped_in_evaluation() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from runs import FAULT, PATIENCE, Ranks, assert_same_run, options
+from runs import FAULT, PATIENCE, Ranks, assert_same_run, epochs_of, options
 from torch import nn
 
 from benchmarks.gpu import objectives
@@ -19,6 +19,7 @@ from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
+from dino_sparo.distillation.network import EncoderWithHead
 from dino_sparo.models.architectures import ViTSize
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.launch import Distributed
@@ -95,7 +96,7 @@ def _trace_without_generating_code(rank: int) -> None:
     [{}, {"grad_accum_steps": 2}, {"grad_checkpointing": ""}, {"compile": "regions", "drop_path_rate": 0}],
     ids=str,
 )
-def test_two_ranks_compile_once_and_train_to_the_same_bits(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_two_ranks_compile_once_and_train_alike(tmp_path: Path, changes: dict[str, object]) -> None:
     """The last layer is frozen in the first epoch, branches are dropped, and k-NN evaluates between the epochs."""
     given = {"batch_size_per_gpu": 3, "epochs": 2, "freeze_last_layer": 1, "drop_path_rate": 0.3, "knn_freq": 1}
     given |= {"saveckp_minutes": 30, **changes}
@@ -110,7 +111,10 @@ def test_two_ranks_compile_once_and_train_to_the_same_bits(tmp_path: Path, chang
     before, after = re.findall(r"^epoch: (.*)$", log, flags=re.MULTILINE)
     assert before == after
     assert re.fullmatch(r"[1-9]\d* graphs, breaks {}", before)
-    if "grad_checkpointing" not in changes:  # in its backward pass the backend "eager" draws other branches to drop
+    if "compile" in changes:  # products of packed crops sum in another order
+        losses = [[epoch["train_loss"] for epoch in epochs_of(tmp_path / name)] for name in ("plain", "compiled")]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    elif "grad_checkpointing" not in changes:  # in its backward pass the backend "eager" draws other branches to drop
         assert_same_run(tmp_path / "plain", tmp_path / "compiled")
 
 
@@ -200,6 +204,21 @@ def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
     compile_networks(training)
     assert "run uncompiled: batch norm" in caplog.text
+
+
+@pytest.mark.parametrize("have_regions", [True, False])
+def test_networks_without_regions_are_compiled_whole_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, have_regions: bool
+) -> None:
+    training, _ = small_training(tmp_path)
+    whole = list[nn.Module]()
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: whole.append(self))
+    monkeypatch.setattr(EncoderWithHead, "compile_regions", lambda _: have_regions)
+    compile_networks(training, in_regions=True)
+    assert (training.network in whole) is not have_regions
+    assert (training.teacher in whole) is not have_regions
+    assert training.distort in whole
+    assert ("--compile regions: compiled whole" in caplog.text) is not have_regions
 
 
 def test_only_an_error_of_the_compiler_is_named_as_one() -> None:
