@@ -6,7 +6,7 @@
 
 A region ends with a matrix product, with which a compiler fuses nothing, so nothing is lost against a network that is
 compiled whole. Tokens of crops of all sizes are rows of one matrix (T, D), and only attention takes them apart.
-Source of the one matrix: DINOv3, `layers/attention.py`, `forward_list`.
+Source of the one matrix: facebookresearch/dinov3, `SelfAttention.forward_list`.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ class Regions:
         return self.last(blocks[-1], unfinished, factors[-1])
 
     def _draw_factors(self, shapes: list[tuple[int, int]]) -> Sequence[Float[Tensor, "2 T 1"] | None]:
-        """Of the two branches of each block: 0 or 1 / (1 - rate), equal for all tokens of an image; None: all are 1.
+        """Factors of each block's two branches: 0 or 1 / (1 - rate), by image; None: all are 1.
 
         timm's blocks draw other random numbers.
         """
