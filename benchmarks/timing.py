@@ -74,9 +74,8 @@ def alone() -> Iterator[None]:
         yield
         return
     folder = Path(os.environ.pop(TURNS))  # contexts within this one do nothing
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [int(path.name) for path in folder.glob("[0-9]*") if int(path.name) != os.getpgrp()]
+    with locked(folder) as groups:
+        others = [group for group in groups if group != os.getpgrp()]
         signal_groups(others, signal.SIGSTOP)
         try:
             time.sleep(DRAIN_S)
@@ -84,6 +83,14 @@ def alone() -> Iterator[None]:
         finally:
             signal_groups(others, signal.SIGCONT)
             os.environ[TURNS] = str(folder)
+
+
+@contextlib.contextmanager
+def locked(turns: Path) -> Iterator[list[int]]:
+    """Within this context no part starts or is timed, except by the caller; yields the process groups of the parts."""
+    with (turns / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield [int(path.name) for path in turns.glob("[0-9]*")]
 
 
 def signal_groups(groups: Iterable[int], number: int) -> None:

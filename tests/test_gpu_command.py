@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    monkeypatch.setattr(os, "killpg", lambda group, number: number == signal.SIGKILL and killed.append(group))
 
     def wait(self: FakeProcess, limit: float | None = None) -> int:
         if limit is not None:
@@ -114,6 +115,17 @@ def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
     with pytest.raises(SystemExit, match=r"losses \(ended after 600 s\), search"):
         run_parts(monkeypatch, tmp_path, [(0, None)] * 2)
     assert killed == [0, 0]
+
+
+def test_a_part_that_waits_for_its_turn_does_not_start_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "losses.json").write_text(json.dumps(report(result="checks failed")))
+    (tmp_path / gpu.INTERRUPTED).touch()
+    monkeypatch.setattr(gpu.subprocess, "Popen", mock.Mock(side_effect=AssertionError("started")))
+    args = gpu.get_args_parser().parse_args(["--device", "cpu", "--short", "--output_dir", str(tmp_path)])
+    assert gpu.run_part("losses", args, turns=tmp_path)["result"] == "checks failed"
+    assert (tmp_path / "losses.json").exists()
 
 
 def test_parts_that_do_not_fit_into_the_minutes_are_left_for_the_next_start(
@@ -366,6 +378,14 @@ def test_whoever_is_timed_stops_the_other_parts(monkeypatch: pytest.MonkeyPatch,
             with timing.alone():  # does not wait for itself
                 pass
             assert not moves()
+        wait_until_it_moves()
+        os.killpg(other.pid, signal.SIGSTOP)
+        assert not moves()
+        FakeProcess.answers, FakeProcess.commands = [(-9, None)], []  # it is ended while it is timed
+        monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
+        monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
+        args = gpu.get_args_parser().parse_args(["--device", "cpu", "--short", "--output_dir", str(tmp_path)])
+        gpu.run_part("losses", args, turns=tmp_path)
         wait_until_it_moves()
     finally:
         other.kill()

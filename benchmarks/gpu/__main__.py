@@ -1,7 +1,6 @@
 """Run all parts, one after the other, each in a separate process: `python -m benchmarks.gpu --help`."""
 
 import argparse
-import fcntl
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.page import claims, not_shown, page, put_between_marks, read_reports, status, tables
-from benchmarks.timing import TURNS, signal_groups
+from benchmarks.timing import TURNS, locked, signal_groups
 from dino_sparo.runtime.cli import Parser, positive_int, positive_number
 from dino_sparo.runtime.files import git_hash
 
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600  # of a part
 NO_TIME = "no time left"
+INTERRUPTED = "interrupted"  # a file among the turns: a part that waits for its turn does not start
 
 
 class Part(NamedTuple):
@@ -117,30 +117,33 @@ def run_part(name: str, args: argparse.Namespace, turns: Path, end: float = math
     if not args.short and 60 * part.minutes > seconds_left:
         logger.info("%s: not started, %g minutes are left and it takes about %g", name, seconds_left / 60, part.minutes)
         return {**before, "result": NO_TIME}
-    limit = min(LIMIT_S, seconds_left)
-    path.unlink(missing_ok=True)
     command = [sys.executable, "-m", *part.words.split(), "--device", args.device, "--json", str(path)]
     command += ["--reference", args.reference] if part.takes_reference and args.reference else []
     command += ["--quick"] if args.short else []
     log = path.with_suffix(".log")
-    logger.info("%s: %s (about %g minutes on an H100; log %s)", name, " ".join(command[1:]), part.minutes, log)
-    begin = time.monotonic()
     environment = {**os.environ, TURNS: str(turns)}
-    with log.open("wb") as output:
-        with (turns / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # no part starts while another is timed
+    with locked(turns):
+        if (turns / INTERRUPTED).exists():
+            return before
+        logger.info("%s: %s (about %g minutes on an H100; log %s)", name, " ".join(command[1:]), part.minutes, log)
+        path.unlink(missing_ok=True)
+        begin = time.monotonic()
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-            (turns / str(process.pid)).touch()
-        try:
-            exit_status = process.wait(max(limit, 1))
-        except subprocess.TimeoutExpired:
-            exit_status = None
-            signal_groups([process.pid], signal.SIGKILL)  # its own processes, too
-            process.wait()
-        finally:
+        (turns / str(process.pid)).touch()
+    limit = max(min(LIMIT_S, end - time.monotonic()), 1)
+    try:
+        exit_status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        exit_status = None
+        signal_groups([process.pid], signal.SIGKILL)  # its own processes, too
+        process.wait()
+    finally:
+        with locked(turns) as groups:
             (turns / str(process.pid)).unlink(missing_ok=True)
+            signal_groups(groups, signal.SIGCONT)  # a part that ended while it was timed has left the others stopped
     shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # of a part that was ended
     report = json.loads(path.read_text()) if path.is_file() else {"sections": []}
     checks = [check for section in report["sections"] for check in section["checks"]]
@@ -182,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             results = {name: report["result"] for name, report in zip(args.part, reports, strict=True)}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            (turns / INTERRUPTED).touch()
             signal_groups([int(path.name) for path in turns.glob("[0-9]*")], signal.SIGKILL)
             raise
     all_reports = read_reports(args.output_dir, list(PARTS))

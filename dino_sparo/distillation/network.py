@@ -10,7 +10,7 @@ from timm.layers import convert_sync_batchnorm
 from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone, init_linear
-from dino_sparo.models.encoder import Encoder, encode_crops, group_by_size
+from dino_sparo.models.encoder import Encoder, encode_crops
 from dino_sparo.models.regions import Regions
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,6 @@ class EncoderWithHead(nn.Module):
         if not isinstance(backbone, Backbone) or backbone.depth <= is_vanilla:
             return False
 
-        def embed(crops: Tensor | Sequence[Tensor]) -> list[Tensor]:
-            return [backbone.embed(images) for images in group_by_size(crops)]
-
         def finish(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
             if is_vanilla:
                 encodings = torch.cat([backbone.last_class_tokens(tokens) for tokens in groups])
@@ -76,7 +73,7 @@ class EncoderWithHead(nn.Module):
                 encodings = torch.cat([self.readout(backbone.norm(tokens)).slots.flatten(1) for tokens in groups])
             return self.head(encodings), encodings
 
-        self.regions = Regions(backbone, embed, finish, backbone.depth - is_vanilla)
+        self.regions = Regions(backbone, finish, backbone.depth - is_vanilla)
         return True
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone, attention
+from dino_sparo.models.encoder import group_by_size
 
 
 class Unfinished(NamedTuple):
@@ -39,24 +40,17 @@ class Regions:
 
     Args:
         backbone: the blocks.
-        embed: crops -> tokens before block 1, for each size of crop.
         finish: tokens after block `depth`, for each size of crop -> the output.
         depth: number of blocks between the two.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        embed: Callable[[Any], list[Tensor]],
-        finish: Callable[[list[Tensor]], Any],
-        depth: int,
-    ) -> None:
+    def __init__(self, backbone: Backbone, finish: Callable[[list[Tensor]], Any], depth: int) -> None:
         self.backbone, self.depth = backbone, depth
         rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in backbone.blocks[:depth]]
         self.keep = 1 - torch.tensor(rates, device=backbone.pos_embed.device)
 
         def first(block: nn.Module, crops: Any) -> Unfinished:
-            groups = embed(crops)
+            groups = [backbone.embed(images) for images in group_by_size(crops)]
             shapes = [(tokens.shape[0], tokens.shape[1]) for tokens in groups]
             return _begin(block, torch.cat([tokens.flatten(0, 1) for tokens in groups]), shapes)
 
