@@ -28,10 +28,7 @@ class DINOVisionTransformer(Backbone):
         """Width D of the class token."""
         return self.embed_dim
 
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:  # type: ignore[override]
-        """Normalised images (B, C, H, W) -> class tokens (B, D) after the last LayerNorm."""
-        return self.class_tokens(images)
-
+    forward = Backbone.class_tokens  # type: ignore[assignment]  # (B, D), after the last LayerNorm
     prepare_tokens = Backbone.embed  # patches and class token with their positions, the input of the first block
     get_last_selfattention = Backbone.last_self_attention
 
