@@ -96,7 +96,7 @@ class LARS(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                update = self.scaled_gradient(parameter, group["weight_decay"], group["eta"])
+                update = self._scaled_gradient(parameter, group["weight_decay"], group["eta"])
                 state = self.state[parameter]
                 if "mu" not in state:
                     state["mu"] = torch.zeros_like(parameter)
@@ -104,8 +104,7 @@ class LARS(torch.optim.Optimizer):
                 parameter.add_(state["mu"], alpha=-group["lr"])
 
     @staticmethod
-    def scaled_gradient(parameter: Tensor, weight_decay: float, eta: float) -> Tensor:
-        """The update d of a parameter, from its gradient."""
+    def _scaled_gradient(parameter: Tensor, weight_decay: float, eta: float) -> Tensor:
         if parameter.ndim == 1:
             return parameter.grad  # type: ignore[return-value]
         update = parameter.grad.add(parameter, alpha=weight_decay)  # type: ignore[union-attr]

@@ -26,7 +26,6 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, readout_sizes
 from dino_sparo.models.pooling import BATCH_NORM_EPS
 from dino_sparo.runtime.faults import UserError
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.training.optim import LARS
 from dino_sparo.weights.entries import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 
@@ -170,8 +169,12 @@ class ProbeLARS:
         """Move the weights; `factor` scales all learning rates."""
         for name, rate in self.rates.items():
             parameter = self.probe.get_parameter(name)
-            update = LARS.scaled_gradient(parameter, weight_decay=0.0, eta=TRUST_COEFFICIENT)
-            parameter.sub_(self.momenta[name].mul_(MOMENTUM).add_(update), alpha=factor * rate)
+            gradient: Any = parameter.grad
+            if parameter.ndim > 1:
+                weight_norm, norm = parameter.norm(), gradient.norm()
+                ratio = TRUST_COEFFICIENT * weight_norm / norm
+                gradient *= torch.where((weight_norm > 0) & (norm > 0), ratio, torch.ones_like(ratio))
+            parameter.sub_(self.momenta[name].mul_(MOMENTUM).add_(gradient), alpha=factor * rate)
 
 
 def warmup_cosine(epoch: int, epochs: int, warmup_epochs: float, num_steps: int) -> Iterator[float]:
