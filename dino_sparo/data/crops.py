@@ -22,7 +22,6 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
 from dino_sparo.data.channels import WHITE
 from dino_sparo.data.defaults import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.data.scenes.graphs import between
 from dino_sparo.runtime.faults import UserError
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
@@ -106,8 +105,8 @@ def sample_box(
         Top, left, height and width in pixels.
     """
     for _ in range(CROP_ATTEMPTS):
-        area = height * width * between(rng, *scale)
-        ratio = math.exp(between(rng, *LOG_ASPECT_RATIO))
+        area = height * width * _uniform(rng, *scale)
+        ratio = math.exp(_uniform(rng, *LOG_ASPECT_RATIO))
         box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             top = int(rng.integers(0, height - box_height, endpoint=True))
@@ -118,6 +117,11 @@ def sample_box(
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
+def _uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    """Same as `rng.uniform(low, high)`, four times faster."""
+    return low + (high - low) * rng.random()
+
+
 def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropRecipe) -> CropParameters:
     """Draw the parameters of one crop of an image of `height` x `width` pixels."""
     box = sample_box(rng, height, width, recipe.scale)
@@ -126,12 +130,12 @@ def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropR
     if rng.random() < JITTER_PROBABILITY:
         # Hue turns by a share of the colour circle; the others scale by a factor around one.
         factors = {
-            name: between(rng, -strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
+            name: _uniform(rng, -strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
         }
         names = list(factors)
         jitter = tuple((names[i], factors[names[i]]) for i in rng.permutation(len(names)).tolist())
     grayscale = rng.random() < GRAYSCALE_PROBABILITY
-    blur_radius = between(rng, *BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
+    blur_radius = _uniform(rng, *BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
     solarize = rng.random() < recipe.solarize_probability
     return CropParameters(box, flip, jitter, grayscale, blur_radius, solarize)
 

@@ -147,7 +147,7 @@ class SceneDescription:
 
 
 def between(rng: np.random.Generator, low: float, high: float) -> float:
-    """A uniform number from `low` to `high`: that of `rng.uniform(low, high)`, four times faster."""
+    """A uniform number from `low` to `high`."""
     return low + (high - low) * rng.random()
 
 
