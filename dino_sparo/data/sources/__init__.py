@@ -28,6 +28,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 
 from dino_sparo.data.scenes.images import Scenes, parse_scenes_spec
 from dino_sparo.data.sources.decode import (
@@ -87,7 +88,8 @@ def open_source(
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
     start = time.perf_counter()
-    opened = open_by_kind(data_path, split, download, max_corrupt, default_split, columns, limits)
+    open_it = opener_of(data_path, split, download, max_corrupt, default_split, columns, limits)
+    opened = open_it()
     source, how = opened if isinstance(opened, tuple) else (opened, "ready")
     require_channels(source, limits)
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
@@ -113,10 +115,10 @@ def _open_scenes(data_path: str, split: str) -> ImageSource:
 
 # The data path before its first colon -> data path and split ("train", "val" or `ALL`) to images.
 OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
-Opened = ImageSource | tuple[ImageSource, str]  # with the log's words for how it was opened
+Opener = Callable[[], ImageSource | tuple[ImageSource, str]]  # with the log's words for how it was opened
 
 
-def open_by_kind(
+def opener_of(
     data_path: str,
     split: str | None,
     download: bool,
@@ -124,12 +126,12 @@ def open_by_kind(
     default_split: str,
     columns: TableColumns,
     limits: ImageLimits,
-) -> Opened:
-    """Open a data path by the function for its kind of path; arguments as `open_source`'s."""
+) -> Opener:
+    """The function that opens a data path, by the kind of the path; arguments as `open_source`'s."""
     opener = OPENERS.get(data_path.partition(":")[0])
     if opener is not None and not os.path.exists(data_path):
         columns.refuse_for(data_path)
-        return opener(data_path, split or default_split)
+        return partial(opener, data_path, split or default_split)
     refuse_remote(data_path)
     path = data_path
     if os.path.isdir(path):
@@ -137,19 +139,19 @@ def open_by_kind(
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) > 1:
             columns.refuse_for(data_path)
-            return open_shards(chosen, f"{split} shards in {path}", max_lost, limits)
+            return partial(open_shards, chosen, f"{split} shards in {path}", max_lost, limits)
         path, split = chosen[0], None
     if os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        return open_table(path, split, default_split, columns, limits)
+        return partial(open_table, path, split, default_split, columns, limits)
     columns.refuse_for(data_path)
     if os.path.isdir(path):
-        return open_folder(path, max_lost, limits)
+        return partial(open_folder, path, max_lost, limits)
     if os.path.isfile(path):
         refuse_compressed(path)
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
-            return open_image(path, split, limits)
+            return partial(open_image, path, split, limits)
         if not path.lower().endswith(".tar"):
-            return open_list(path, split, limits)
+            return partial(open_list, path, split, limits)
     elif os.path.exists(path):
         raise UserError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
@@ -159,14 +161,14 @@ def open_by_kind(
                 "val-*.tar into one folder and give that folder"
             )
         shards = [path] if os.path.isfile(path) else expand_shards(path)
-        return open_shards(shards, f"shards {data_path}", max_lost, limits)
-    return _open_named_set(data_path, split, default_split, download, limits)
+        return partial(open_shards, shards, f"shards {data_path}", max_lost, limits)
+    return _opener_of_named_set(data_path, split, default_split, download, limits)
 
 
-def _open_named_set(
+def _opener_of_named_set(
     data_path: str, split: str | None, default_split: str, download: bool, limits: ImageLimits
-) -> TorchvisionSource:
-    """Open a torchvision set; ValueError for any other name."""
+) -> Opener:
+    """The function that opens a torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name not in TORCHVISION_SETS:
         raise UserError(
@@ -176,7 +178,7 @@ def _open_named_set(
     if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
         split = default_split
     chosen = None if split == ALL else split
-    return open_torchvision(name, folder or "data", chosen, download, limits)
+    return partial(open_torchvision, name, folder or "data", chosen, download, limits)
 
 
 def refuse_remote(data_path: str) -> None:
