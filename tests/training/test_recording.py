@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation import objective as distillation
 from dino_sparo.distillation.objective import DistillationObjective
 from dino_sparo.distillation.step import exchange
+from dino_sparo.runtime import launch
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.training import recording
 from dino_sparo.training.recording import Outputs, Recorder
@@ -155,6 +157,28 @@ def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
         assert_equal_states(name, tmp_path / "off", tmp_path / "on")
 
 
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        (
+            "operation not permitted when stream is capturing",
+            r"cannot be recorded \(CUDA error: operation .*--cuda_graph",
+        ),
+        ("uncorrectable ECC error encountered", "^CUDA error: uncorrectable ECC error encountered$"),
+    ],
+)
+def test_a_gpu_that_fails_during_a_recording_is_not_the_fault_of_the_recording(
+    reason: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Outputs:
+        raise RuntimeError(f"CUDA error: {reason}")
+
+    for name in ("CUDAGraph", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    with pytest.raises(RuntimeError, match=message):
+        recording.record_on_cuda(fails)
+
+
 def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
     words = options(Path("unused"), batch_size_per_gpu=6 // size, precision="fp32", drop_path_rate=0, optimizer="sgd")
     args = dino_options.get_args_parser().parse_args(words)
@@ -228,10 +252,67 @@ def test_a_process_alone_exchanges_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "nodes", "has_batch_norm", "reason"),
+    [
+        ({}, 1, False, None),
+        ({"cuda_graph": "auto"}, 2, False, "there are several nodes"),
+        ({}, 2, False, None),
+        ({"koleo_weight": 0.1}, 1, False, "its loss exchanges tensors"),
+        ({}, 1, True, "its batch norm is synchronised"),
+    ],
+)
+def test_rules_for_several_ranks(
+    changes: dict[str, object],
+    nodes: int,
+    has_batch_norm: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dino = objective_on(0, 1, is_recorded=False)
+    words = options(Path("unused"), **{"cuda_graph": "on", **changes})
+    dino.args = dino_options.get_args_parser().parse_args(words)
+    monkeypatch.setattr(distillation, "world_size", lambda: 2)
+    monkeypatch.setattr(distillation, "num_nodes", lambda: nodes)
+    monkeypatch.setattr(distillation, "has_batch_norm", lambda _: has_batch_norm)
+    caplog.set_level("INFO")
+    assert dino.decide_recording(torch.device("cuda")) == (reason is None)
+    assert (reason or "") in caplog.text
+
+
+@pytest.mark.parametrize(("processes", "here"), [(10, "8"), (10, "2"), (2, "1")])
+def test_nodes_with_different_numbers_of_processes_count_the_same_nodes(
+    processes: int, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: of nodes with 8 and 2 processes only the first recorded, and the ranks waited for each other."""
+    monkeypatch.setattr(launch, "world_size", lambda: processes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert launch.num_nodes() == 2
+
+
+def _weights_after_synchronize() -> list[float]:
+    dino = objective_on(rank(), world_size(), is_recorded=True)
+    dino.recorder.record = lambda function: pytest.fail("recorded")
+    for network in dino.networks.values():
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.data.fill_(1 + rank())
+    dino.synchronize()
+    states = [value.flatten() for network in dino.networks.values() for value in network.state_dict().values()]
+    return torch.cat(states).unique().tolist()
+
+
+def test_ranks_that_record_begin_with_the_weights_and_buffers_of_rank_0(two_ranks: TwoRanks) -> None:
+    assert two_ranks(_weights_after_synchronize) == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"grad_checkpointing": "true"}, "repeats random numbers"),
         ({"grad_checkpointing": "true", "arch": "timm/vit_tiny_patch16_224", "patch_size": 16}, "repeats random"),
+        ({"arch": FAMILIES["tiny_dinov3"].arch, "readout": "cls"}, "timm copies tensors from the host"),
+        ({"arch": FAMILIES["tiny_registers"].arch, "readout": "cls"}, None),
         ({"cuda_graph": "off"}, ""),
         ({"cuda_graph": "auto"}, None),
         ({"cuda_graph": "on", "grad_checkpointing": "true", "drop_path_rate": 0}, None),
