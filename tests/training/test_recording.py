@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from objectives import no_data
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from two_ranks import ThreeRanks, TwoRanks
 
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation import objective as distillation
@@ -157,6 +159,52 @@ def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
         assert_equal_states(name, tmp_path / "off", tmp_path / "on")
 
 
+def test_a_recording_is_of_one_key_and_shape_and_what_it_returned_survives_the_next_step() -> None:
+    weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    graph = GraphOnCPU([weight, unused])
+    recorder = Recorder([weight, unused], graph)
+
+    def compute(inputs: Sequence[Tensor]) -> Outputs:
+        loss = (inputs[0] * weight).sum()
+        loss.backward()
+        return {"loss": loss.detach(), "rows": 2 * inputs[0]}
+
+    losses = list[Tensor]()
+    for number in range(1, 6):  # three steps as before, then the recording's
+        weight.grad = None
+        outputs = recorder(compute, [torch.full((2, 3), float(number))], "key")
+        losses.append(outputs["loss"])
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2 * number] * 3
+        assert unused.grad is None
+        assert outputs["rows"].tolist() == [[2 * number] * 3] * 2
+    assert torch.stack(losses).tolist() == [6, 12, 18, 24, 30]
+    assert (graph.recordings, graph.replays) == (1, 2)
+    for other, key in ((torch.ones(5, 3), "key"), (torch.ones(5, 3).double(), "key"), (torch.ones(2, 3), "other")):
+        for _ in range(4):
+            weight.grad = None
+            recorder(compute, [other], key)
+    assert (graph.recordings, graph.replays) == (4, 5)
+    recorder.drop()
+    assert weight.grad is None, "it lies in the recording's memory"
+
+
+def test_a_change_of_the_teachers_temperature_is_a_new_key() -> None:
+    dino, keys = objective_on(0, 1, is_recorded=False), []
+    dino.loss.teacher_temp_schedule = np.array([0.03, 0.04, 0.04])
+
+    def record(compute: Any, inputs: Sequence[Tensor], key: Any, is_only_part: bool) -> Outputs:
+        keys.append(key)
+        outputs: Outputs = compute(inputs)
+        return outputs
+
+    dino.recorder = record  # type: ignore[assignment]
+    batch = Batch([torch.randn(6, 3, side, side) for side in (32, 32, 16)], *torch.zeros(2, 6).long(), [])
+    for epoch in range(3):
+        dino.step([batch], epoch, is_last=False)
+    assert keys[0] != keys[1] == keys[2]
+
+
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
@@ -192,8 +240,6 @@ def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
 
 def whole_step(is_recorded: bool) -> tuple[list[Tensor], Tensor]:
     """Gradients and center after one step on this rank's share of six images."""
-    from dino_sparo.data.batch import Batch
-
     dino = objective_on(rank(), world_size(), is_recorded)
     generator = torch.Generator().manual_seed(0)
     views = [torch.randn(6, 3, side, side, generator=generator) for side in (32, 32, 16)]
