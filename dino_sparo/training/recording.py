@@ -56,7 +56,7 @@ def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None],
         if is_device_fault(error):
             raise
         reason = " ".join(str(error).split())[:300]
-        raise CompileError(f"the step cannot be recorded ({reason}); give --cuda_graph off") from error
+        raise CompileError(f"the step cannot be recorded; give --cuda_graph off ({reason})") from error
     return graph.replay, outputs
 
 

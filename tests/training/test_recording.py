@@ -23,6 +23,7 @@ from dino_sparo.distillation import objective as distillation
 from dino_sparo.distillation.objective import DistillationObjective
 from dino_sparo.distillation.step import exchange
 from dino_sparo.runtime import launch
+from dino_sparo.runtime.faults import explain_full_memory
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.training import recording
 from dino_sparo.training.recording import Outputs, Recorder
@@ -208,14 +209,12 @@ def test_a_change_of_the_teachers_temperature_is_a_new_key() -> None:
 @pytest.mark.parametrize(
     ("reason", "message"),
     [
-        (
-            "operation not permitted when stream is capturing",
-            r"cannot be recorded \(CUDA error: operation .*--cuda_graph",
-        ),
+        ("operation not permitted", r"cannot be recorded; give --cuda_graph off \(CUDA error: operation not permitted"),
+        ("out of memory" + 300 * "!", "memory is full.*halve.*give --cuda_graph off"),
         ("uncorrectable ECC error encountered", "^CUDA error: uncorrectable ECC error encountered$"),
     ],
 )
-def test_a_gpu_that_fails_during_a_recording_is_not_the_fault_of_the_recording(
+def test_what_fails_in_a_recording_is_named_with_the_remedy_and_hardware_is_not_blamed_on_the_recording(
     reason: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> Outputs:
@@ -223,7 +222,7 @@ def test_a_gpu_that_fails_during_a_recording_is_not_the_fault_of_the_recording(
 
     for name in ("CUDAGraph", "graph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message), explain_full_memory({"grad_accum_steps": 1}):
         recording.record_on_cuda(fails)
 
 
