@@ -99,9 +99,8 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     slotted = {name: Towers(name, name) for name, kind in READOUTS.items() if kind.has_slots}
     towers = TOWERS | slotted
     if readout not in towers:
-        hint = next(
-            (f"; for images, --readout {name} is {readout}" for name in TOWERS if TOWERS[name].image == readout), ""
-        )
+        names = [name for name in TOWERS if TOWERS[name].image == readout]
+        hint = f"; for images, --readout {names[0]} is {readout}" if names else ""
         raise UserError(f"unknown readout {readout!r}; choose one of {sorted(towers)}{hint}")
     return towers[readout]
 

@@ -181,9 +181,8 @@ def create_clip(
     image, text = tower_configs(towers[:2], arch, patch_size, slots=slots, **sizes)
     width = image.num_slots * image.slot_dim if image.kind.has_slots else embed_dim
     replaces = image.kind.replaces_block if replace_block is None else replace_block
-    return clip_from_config(
-        CLIPConfig(image, text, readout, width, bottleneck_dim, num_codes, replaces, quick_gelu=quick_gelu)
-    )
+    config = CLIPConfig(image, text, readout, width, bottleneck_dim, num_codes, replaces, quick_gelu)
+    return clip_from_config(config)
 
 
 def clip_from_config(config: CLIPConfig) -> CLIP:

@@ -94,8 +94,8 @@ def exchange(objective: "DistillationObjective", sums: Sequence[Tensor] = ()) ->
     parameters = [] if has_mean else objective.updater.parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     all_reduce_flat([*gradients, *sums])
-    for gradient in gradients:
-        gradient /= world_size()
+    if gradients:
+        torch._foreach_div_(gradients, world_size())
 
 
 def clip_student(

@@ -66,11 +66,12 @@ class Features:
 
     def share(self) -> "Features":
         """This process' share, as `ShardSampler` deals it; a copy, so that the rest can be freed."""
+        if world_size() == 1:
+            return self
         n = len(self.labels)
         rows = slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
         features, labels, indices = (part[rows].clone() for part in (self.features, self.labels, self.indices))
-        num_corrupt = self.num_corrupt if is_main() else 0
-        return Features(features, labels, indices, num_corrupt) if world_size() > 1 else self
+        return Features(features, labels, indices, self.num_corrupt if is_main() else 0)
 
     def normalize_(self) -> "Features":
         """Scale every feature to length one, in place."""

@@ -28,7 +28,7 @@ from dino_sparo.data.sources.tables import open_text
 from dino_sparo.draw.tables import text_table
 from dino_sparo.evaluation.embed.predict import MAX_STEPS, fit_classifier
 from dino_sparo.evaluation.features import Features, image_counts
-from dino_sparo.evaluation.knn import classify_shards, extract, load
+from dino_sparo.evaluation.knn import classify_shards, open_features
 from dino_sparo.evaluation.linear.command import SELECTION
 from dino_sparo.evaluation.linear.probe import probe_accuracy, train_on_cached
 from dino_sparo.evaluation.result import spread
@@ -57,10 +57,7 @@ def evaluate_few_labels(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             f"--label_share {next(iter(lists))} names images, and --load_features has no names: leave one out"
         )
-    cached = load(task) if args.load_features else None
-    unrecorded = ("dump_features", "load_features")
-    file = task.open_result("few_labels", cached[2] if cached else None, unrecorded, label_lists=lists)
-    train, val, record = cached or extract(task)
+    file, train, val, record = open_features(task, "few_labels", label_lists=lists)
     seeds, rows = range(args.seed, args.seed + args.draws), []
     for share in args.label_share:
         if isinstance(share, str):
@@ -121,7 +118,7 @@ def evaluate_draws(
     num_classes = int(train.labels.max()) + 1
     for seed, drawn in enumerate(draws, task.args.seed):
         rows = torch.from_numpy(drawn).to(train.labels.device)
-        some = Features(train.features[rows], train.labels[rows], train.indices[rows.cpu()].to(rows.device))
+        some = Features(train.features[rows], train.labels[rows], train.indices[rows])
         for classifier in task.args.classifiers:
             for name, top1 in CLASSIFIERS[classifier](task, some, val, num_classes, seed).items():
                 found[name].append(top1)

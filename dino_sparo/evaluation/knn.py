@@ -42,6 +42,7 @@ from dino_sparo.evaluation.features import (
     save_features,
 )
 from dino_sparo.evaluation.options import KNN_BLOCKS
+from dino_sparo.evaluation.result import ResultFile
 from dino_sparo.evaluation.task import EncoderTask
 from dino_sparo.runtime.collectives import all_gather_ragged, all_or_none
 from dino_sparo.runtime.faults import UserError
@@ -234,10 +235,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
     take_released_weights(args)
     task = EncoderTask.start(args)
-    cached = load(task) if args.load_features else None
     name = "knn" if args.n_last_blocks == KNN_BLOCKS else f"knn_{args.n_last_blocks}blocks"
-    file = task.open_result(name, cached[2] if cached else None, ("dump_features", "load_features"))
-    train, val, record = cached or extract(task)
+    file, train, val, record = open_features(task, name)
     results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
     counts = image_counts(task.device, train=train, val=val)
     headline = [Score(f"{k}-NN", accuracy.top1) for k, accuracy in results.items()]
@@ -253,6 +252,13 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     }
     rows = [(f"{k}", f"{accuracy.top1:.2f}", f"{accuracy.top5:.2f}") for k, accuracy in results.items()]
     return file.write(result, text_table([("k", "top-1 %", "top-5 %"), *rows]), headline=headline)
+
+
+def open_features(task: EncoderTask, name: str, **options: Any) -> tuple[ResultFile, Features, Features, dict]:
+    """The result file of an evaluation of features, from disk or by the encoder: as `load` or `extract` gives them."""
+    cached = load(task) if task.args.load_features else None
+    file = task.open_result(name, cached[2] if cached else None, ("dump_features", "load_features"), **options)
+    return file, *(cached or extract(task))
 
 
 def load(task: EncoderTask) -> tuple[Features, Features, dict]:

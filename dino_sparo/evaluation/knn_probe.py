@@ -1,5 +1,7 @@
 """k-NN accuracy of an encoder during its training, on its training images."""
 
+from typing import Any
+
 import torch
 
 from dino_sparo.data.sources import ImageSource
@@ -23,13 +25,9 @@ def knn_probe(
     num_workers: int,
 ) -> float:
     """20-NN accuracy, percent, on disjoint labelled subsets of the training images."""
+    settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": min(num_workers, MAX_WORKERS), "gather": False}
     voters, judged = (
-        extract_split(
-            *(encoder, subset, transform, device),
-            batch_size=batch_size,
-            num_workers=min(num_workers, MAX_WORKERS),
-            gather=False,
-        ).normalize_()
+        extract_split(encoder, subset, transform, device, **settings).normalize_()
         for subset in disjoint_subsets(source, NUM_IMAGES)
     )
     return classify_shards(voters, judged, [NEIGHBOURS], TEMPERATURE, device)[NEIGHBOURS].top1

@@ -331,8 +331,7 @@ def _open_pairs(args: argparse.Namespace, path: str, **split: Any) -> PairSource
     given = {name: value for name, value in vars(args).items() if name in names}
     pairs = PairPath(path, **given, **split, max_left_out=args.max_corrupt, limits=_image_limits(args))
     with opened_together(pairs.kind, path, pairs.split, pairs.default_split):
-        source = pairs.open()
-    return source
+        return pairs.open()
 
 
 # Model and optimizer.

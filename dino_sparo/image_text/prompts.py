@@ -26,6 +26,7 @@ from jaxtyping import Int64
 from timm.data import ImageNetInfo
 
 from dino_sparo.data.labels import require_labels
+from dino_sparo.data.scenes.graphs import with_article
 from dino_sparo.data.scenes.patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS, ImageSource
 from dino_sparo.data.sources.image_source import Subset
@@ -54,10 +55,7 @@ def scene_templates() -> tuple[str, ...]:
     # The three lists are gone through side by side, until all of them end together.
     number = math.lcm(len(COLOURS), len(TEXTURES), len(BACKGROUNDS))
     words = islice(zip(cycle(COLOURS), cycle(TEXTURES), cycle(BACKGROUNDS), strict=False), number)
-    return tuple(
-        f"{'an' if colour[0] in 'aeiou' else 'a'} {colour} {texture} {{}} on {background}"
-        for colour, texture, background in words
-    )
+    return tuple(f"{with_article(colour)} {texture} {{}} on {background}" for colour, texture, background in words)
 
 
 class PromptSet(NamedTuple):

@@ -202,7 +202,10 @@ class ImageRows(ABC):
         batch_size: images, or texts, per process and step.
         num_workers: processes that load images, per process.
         dtype: fp32, or bf16 or fp16 for autocast; rows are fp32 in any case.
+        storage: where the rows of all images lie; None: on `device`.
     """
+
+    storage: ClassVar[torch.device | None] = None
 
     model: Any
     transform: Any
@@ -210,11 +213,6 @@ class ImageRows(ABC):
     batch_size: int = 128
     num_workers: int = 0
     dtype: torch.dtype = torch.float32
-
-    @property
-    def storage(self) -> torch.device:
-        """The device of the rows of all images."""
-        return self.device
 
     @abstractmethod
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:

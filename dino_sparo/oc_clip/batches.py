@@ -102,7 +102,6 @@ def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGrap
     numbers: dict[str, int] = {}
     entities = [[numbers.setdefault(phrase, len(numbers)) for phrase in graph.entities] for graph in graphs]
     predicates = [[numbers.setdefault(r.predicate, len(numbers)) for r in graph.relations] for graph in graphs]
-    entity_counts, relation_counts = tuple(map(len, entities)), tuple(map(len, predicates))
     ends = [
         _padded([[getattr(relation, end) for relation in graph.relations] for graph in some_graphs])
         for some_graphs in (graphs, *false_graphs)
@@ -113,8 +112,8 @@ def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGrap
         entities=_padded(entities),
         predicates=_padded(predicates),
         ends=torch.stack(ends).unflatten(0, (-1, 2)),
-        entity_counts=entity_counts,
-        relation_counts=relation_counts,
+        entity_counts=tuple(map(len, entities)),
+        relation_counts=tuple(map(len, predicates)),
     )
 
 

@@ -123,11 +123,8 @@ class Binding(nn.Module):
         self.positions = nn.Parameter(sizes.position_std * torch.randn(num_patches, dim))
         # The default epsilon differs among versions of timm.
         norm_layer: Any = partial(nn.LayerNorm, eps=NORM_EPS)
-        blocks = (
-            Block(dim, sizes.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm_layer)
-            for _ in range(sizes.num_layers)
-        )
-        self.blocks = nn.Sequential(*blocks)
+        block = partial(Block, dim, sizes.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm_layer)
+        self.blocks = nn.Sequential(*(block() for _ in range(sizes.num_layers)))
         self.to_keys_values = nn.Linear(dim, 2 * dim)
         self.key_norm, self.value_norm, self.query_norm = (norm_layer(dim) for _ in range(3))
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
@@ -178,7 +175,7 @@ class Binding(nn.Module):
         Together the shares of a patch sum to one; with `competition="keys"` every row sums to one over the patches.
         """
         with torch.autocast(keys.device.type, enabled=False):
-            queries = torch.cat([self.queries(entities), self._default_queries()])
+            queries = torch.cat([self.queries(entities), self._against_keys(self.default_tokens)])
             logits = queries @ self._wide(keys).t()
             shares = logits.softmax(dim=1 if self.competition == "keys" else 0)
             return shares[: len(entities)], shares[len(entities) :]
@@ -188,7 +185,7 @@ class Binding(nn.Module):
     def project(self, keys: Float[Tensor, "B N dim"], values: Float[Tensor, "B N dim"]) -> BoundPatches:
         """K^, V and the logit of the default tokens; once per image."""
         keys = self._wide(keys)
-        defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1)
+        defaults = (keys @ self._against_keys(self.default_tokens).t()).logsumexp(dim=-1)
         return BoundPatches(keys, self._wide(self.value_proj(self._cast(values))), defaults)
 
     def queries(self, entities: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape dim"]:
@@ -249,9 +246,6 @@ class Binding(nn.Module):
             logits = logits.masked_fill(~mask, -torch.inf)
         others = defaults.view(-1, 1, *logits.shape[2:]).expand_as(logits[:, :1])
         return torch.cat([logits, others], dim=1).softmax(dim=1)[:, :-1]
-
-    def _default_queries(self) -> Float[Tensor, "num_default dim"]:
-        return self._against_keys(self.default_tokens)
 
     def _against_keys(self, tokens: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape dim"]:
         return self._wide(self.query_proj(tokens) @ self.key_proj.weight) * self.dim**-0.5

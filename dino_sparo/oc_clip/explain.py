@@ -173,8 +173,7 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
     cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
     true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
     shares, defaults = binding.attention(graphs.entities[0], keys[0])
-    patch_size = model.image.backbone.patch_size
-    grid = tuple(side // patch_size for side in pair.image.shape[-2:])
+    grid = model.image.backbone.grid(pair.image[None])
     tensors = (cosines[0], true, turned, shares.unflatten(1, grid), defaults.unflatten(1, grid))
     of_entities, of_relations, of_turned, maps, rest = (tensor.float().cpu().numpy() for tensor in tensors)
     return PairMaps(pair, graph, float(score), of_entities, of_relations, of_turned, maps, rest, binding.competition)

@@ -65,6 +65,7 @@ class GraphScorer(ImageRows):
     measure: ClassVar[str] = "structured similarity of image and scene graph"
     ensemble: ClassVar[str] = "scores of the templates averaged; a class is one entity"
     default_templates: ClassVar[tuple[str, ...]] = ("{}",)
+    storage: ClassVar[torch.device | None] = torch.device("cpu")  # the host's memory
 
     graphs: CaptionGraphs
     model_record: dict[str, Any] = field(default_factory=dict)
@@ -83,15 +84,9 @@ class GraphScorer(ImageRows):
         """Changes in the graphs of all captions so far; a caption counts once."""
         return LookupCounts.total(changes for _, changes in self.lookups.values())
 
-    @property
-    def storage(self) -> torch.device:
-        """The host's memory."""
-        return torch.device("cpu")
-
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Keys and values of images, side by side, M = 2 N dim."""
-        keys, values = self.model.encode_images(images)
-        return torch.stack([keys, values], dim=1).flatten(1).float()
+        return torch.stack(self.model.encode_images(images), dim=1).flatten(1).float()
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
         """The mean of the patch tokens, normalised, on every process; the loss does not train the class token."""
@@ -128,8 +123,7 @@ class GraphScorer(ImageRows):
         """One row per class: its name in every template, as one entity; the paper does not say how it classifies."""
         if "file" in self.graphs.record:
             logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
-        none = SceneGraph(())
-        graphs = [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
+        graphs = [[normalize(SceneGraph(()), sentence)[0] for sentence in prompts(templates, name)] for name in names]
         return EncodedTexts(self._rows_of(graphs), sum(self._is_cut(graph) for row in graphs for graph in row))
 
     def _rows_of(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
@@ -155,9 +149,8 @@ class GraphScorer(ImageRows):
         """The graphs of some numbers with the embeddings of their phrases."""
         graphs = tuple(self.numbers)
         batch = batch_graphs([graphs[number] for number in numbers.tolist()])
-        entities, relations = (
-            torch.stack(column) for column in zip(*map(self.embeddings.__getitem__, batch.phrases), strict=True)
-        )
+        pairs = [self.embeddings[phrase] for phrase in batch.phrases]
+        entities, relations = (torch.stack(column) for column in zip(*pairs, strict=True))
         return look_up(batch, entities, relations)
 
     def _keys_values(self, images: Float[Tensor, "images M"]) -> tuple[Tensor, Tensor]:

@@ -199,6 +199,5 @@ def pictures_parser() -> Parser:
     default_tokens = Option(
         False, "Draw one map per default token; by default one panel shows all default tokens together."
     )
-    maps: Group = {"default_tokens": default_tokens}
-    groups = {"graphs": {"graphs": GRAPHS}, "choice of pairs": choice, "maps": maps}
+    groups = {"graphs": {"graphs": GRAPHS}, "choice of pairs": choice, "maps": {"default_tokens": default_tokens}}
     return picture_parser("Checkpoint of OC-CLIP training.", groups)

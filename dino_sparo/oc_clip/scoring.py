@@ -89,8 +89,7 @@ class Scoring(nn.Module):
     ) -> Float[Tensor, "B U"]:
         """Scores from slots and from `relation_scores`, `fits`, which are 0 for padding; called without autocast."""
         # The values are clamped, their gradients are not, so that a coefficient below the bound can grow again.
-        coefs = (self.ent_coef, self.rel_coef)
-        alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
+        alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in (self.ent_coef, self.rel_coef))
         cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
         total = alpha * entity_mask.sum(dim=-1) + beta * num_relations
         return (alpha * cosines.sum(dim=-1) + beta * fits.sum(dim=-1)) / total
@@ -111,10 +110,8 @@ class Scoring(nn.Module):
             ends = slots[:, rows, torch.cat([subjects, objects], dim=1)].chunk(2, dim=2)  # 2 (B, U, R, dim)
             if self.joint is not None:
                 return _cosine(relations, self._projected(self.joint, relations, ends))
-            subject, object_ = (
-                self._projected(mlp, relations, [end])
-                for mlp, end in zip((self.subject, self.object), ends, strict=True)
-            )
+            subject = self._projected(self.subject, relations, ends[:1])
+            object_ = self._projected(self.object, relations, ends[1:])
             return _cosine(relations, subject + object_)
 
     def _projected(

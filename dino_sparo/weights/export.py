@@ -147,10 +147,9 @@ def _write_vision_transformer(encoder: Encoder, out: str, record: dict[str, Any]
             f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
             f"for timm; this encoder can be exported as huggingface, safetensors or onnx"
         )
-    description = record["encoder"]
     convert = _foreign_model if isinstance(encoder.backbone, ForeignBackbone) else _vit_model
     architecture, arguments, weights = convert(encoder)
-    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(description)}
+    model = {"architecture": architecture, "model_args": arguments, "pretrained_cfg": timm_images(record["encoder"])}
     documents = {".json": {**record, "timm": model}}
     return write_safetensors(weights, _with_suffix(out, ".safetensors"), documents, replacing)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import timm
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from dino_sparo.models.architectures import TIMM, size_of
 from dino_sparo.models.backbone import Backbone
@@ -28,16 +27,10 @@ class DINOVisionTransformer(Backbone):
         """Width D of the class token."""
         return self.embed_dim
 
-    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:  # type: ignore[override]
-        """Normalised images (B, C, H, W) -> class tokens (B, D) after the last LayerNorm."""
-        return self.class_tokens(images)
-
+    forward = Backbone.class_tokens  # type: ignore[assignment]  # (B, D), after the last LayerNorm
     prepare_tokens = Backbone.embed  # patches and class token with their positions, the input of the first block
     get_last_selfattention = Backbone.last_self_attention
-
-    def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int = 1) -> list[Float[Tensor, "B N D"]]:
-        """Normalised tokens, class token first, of the last n blocks, in their order."""
-        return self.intermediate_tokens(images, n)
+    get_intermediate_layers = Backbone.intermediate_tokens  # of the last n blocks, normalised, class token first
 
 
 def released_model(name: str, pretrained: bool = True, **settings: Any) -> nn.Module:

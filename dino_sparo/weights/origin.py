@@ -56,10 +56,7 @@ def origin_of(
         "objective": next((name for key, (name, _) in OBJECTIVES.items() if key in content), None),
         "data": ", ".join(filter(None, names)) or None,
         "num_images": content.get("num_images", content.get("num_pairs")),
-        "epoch": content.get("epoch"),
-        "step": content.get("step"),
-        "global_batch": content.get("global_batch"),
-        "warning": content.get("warning"),
+        **{name: content.get(name) for name in ("epoch", "step", "global_batch", "warning")},
         "recipe": {name: args[name] for name in RECIPE if args.get(name) is not None} or None,
     }
     saved = content.get("scores", {})

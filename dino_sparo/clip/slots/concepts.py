@@ -145,8 +145,7 @@ def see(
     """
     image, text = model.image_output(images.to(device)), model.text_output(token_ids.to(device))
     backbone = model.image.backbone
-    grid = tuple(side // backbone.patch_size for side in images.shape[-2:])
-    maps = image.attention[:, :, backbone.num_prefix_tokens :].unflatten(-1, grid)
+    maps = image.attention[:, :, backbone.num_prefix_tokens :].unflatten(-1, backbone.grid(images))
     cosines = F.cosine_similarity(image.slots.float(), text.slots.float(), dim=-1)
     return maps.float().cpu().numpy(), text.attention.float().cpu().numpy(), cosines.cpu().numpy()
 

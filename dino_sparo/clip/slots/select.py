@@ -190,9 +190,8 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw accuracy of the k best slots against k, and of each slot alone."""
-    ranking, rows = result["ranking"], result["curve"]
+    rows = result["curve"]
     compared = ("held-out images", "images that chose", [row["top1_choosing"] for row in rows])
     curve = Curve("Best slots together", "zero-shot top-1", rows, *compared)
-    bars = [row["slot"] for row in ranking], [row["top1"] for row in ranking]
     chance = 100 / result["prompts"]["num_classes"]
-    draw_slots(path, [curve], *bars, len(result["slots"]), chance, "slot, best first")
+    draw_slots(path, result, [curve], "top1", chance, "slot, best first")

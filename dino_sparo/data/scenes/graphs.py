@@ -185,10 +185,8 @@ def sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneDescr
     other_shape = _choose(rng, tuple(s for s in SHAPES if s != shape))
     other_colours = tuple(c for c in COLOURS if c != large.colour)
     small = _choose_object(rng, other_shape, other_colours, ties, small_circle)
-    if rng.random() < LARGE_SUBJECT_PROBABILITY:
-        relation = Relation(0, predicate, 1)
-    else:
-        relation = Relation(1, OPPOSITES[predicate], 0)
+    is_large_subject = rng.random() < LARGE_SUBJECT_PROBABILITY
+    relation = Relation(0, predicate, 1) if is_large_subject else Relation(1, OPPOSITES[predicate], 0)
     return SceneDescription((large, small), (relation,), background)
 
 

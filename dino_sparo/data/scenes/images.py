@@ -251,9 +251,8 @@ def _paint_object(canvas: Array, thing: SceneObject, light: tuple[float, float],
 
     _cast_shadow(canvas, distance, x0, y0, light, thing.radius)
     frequency = np.float32(between(rng, *TEXTURE_FREQUENCY))
-    wave = patterns.TEXTURE_TABLE[thing.texture](
-        frequency * u + np.float32(rng.random()), frequency * v + np.float32(rng.random())
-    )
+    s, t = (frequency * axis + np.float32(rng.random()) for axis in (u, v))
+    wave = patterns.TEXTURE_TABLE[thing.texture](s, t)
     tone = np.clip(0.5 + wave * (0.16 * pixels / frequency), 0, 1)
     main, second = (_jittered(tone, rng) for tone in patterns.COLOUR_TABLE[thing.colour])
     paint = second + (main - second) * tone

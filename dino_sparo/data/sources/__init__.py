@@ -28,7 +28,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from functools import partial
 
 from dino_sparo.data.scenes.images import Scenes, parse_scenes_spec
 from dino_sparo.data.sources.decode import (
@@ -88,14 +87,12 @@ def open_source(
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
     start = time.perf_counter()
-    open_it = opener_of(data_path, split, download, max_corrupt, default_split, columns, limits)
-    opened = open_it()
+    opened = open_by_kind(data_path, split, download, max_corrupt, default_split, columns, limits)
     source, how = opened if isinstance(opened, tuple) else (opened, "ready")
     require_channels(source, limits)
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
-    _logger.info(
-        "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
-    )
+    seconds = time.perf_counter() - start
+    _logger.info("%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, seconds)
     return source
 
 
@@ -111,16 +108,15 @@ def require_channels(source: ImageSource, limits: ImageLimits) -> None:
 
 def _open_scenes(data_path: str, split: str) -> ImageSource:
     """The built-in scenes; `ALL` opens the scenes for training."""
-    num_images, image_size = parse_scenes_spec(data_path)
-    return Scenes(num_images, image_size=image_size, split="train" if split == ALL else split)
+    return Scenes(*parse_scenes_spec(data_path), split="train" if split == ALL else split)
 
 
 # The data path before its first colon -> data path and split ("train", "val" or `ALL`) to images.
 OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
-Opener = Callable[[], ImageSource | tuple[ImageSource, str]]  # with the log's words for how it was opened
+Opened = ImageSource | tuple[ImageSource, str]  # with the log's words for how it was opened
 
 
-def opener_of(
+def open_by_kind(
     data_path: str,
     split: str | None,
     download: bool,
@@ -128,12 +124,12 @@ def opener_of(
     default_split: str,
     columns: TableColumns,
     limits: ImageLimits,
-) -> Opener:
-    """The function that opens a data path, by the kind of the path; arguments as `open_source`'s."""
+) -> Opened:
+    """Open a data path by the function for its kind of path; arguments as `open_source`'s."""
     opener = OPENERS.get(data_path.partition(":")[0])
     if opener is not None and not os.path.exists(data_path):
         columns.refuse_for(data_path)
-        return partial(opener, data_path, split or default_split)
+        return opener(data_path, split or default_split)
     refuse_remote(data_path)
     path = data_path
     if os.path.isdir(path):
@@ -141,19 +137,19 @@ def opener_of(
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) > 1:
             columns.refuse_for(data_path)
-            return partial(open_shards, chosen, f"{split} shards in {path}", max_lost, limits)
+            return open_shards(chosen, f"{split} shards in {path}", max_lost, limits)
         path, split = chosen[0], None
     if os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        return partial(open_table, path, split, default_split, columns, limits)
+        return open_table(path, split, default_split, columns, limits)
     columns.refuse_for(data_path)
     if os.path.isdir(path):
-        return partial(open_folder, path, max_lost, limits)
+        return open_folder(path, max_lost, limits)
     if os.path.isfile(path):
         refuse_compressed(path)
         if path.lower().endswith((*IMAGE_EXTENSIONS, ARRAY_EXTENSION)):
-            return partial(open_image, path, split, limits)
+            return open_image(path, split, limits)
         if not path.lower().endswith(".tar"):
-            return partial(open_list, path, split, limits)
+            return open_list(path, split, limits)
     elif os.path.exists(path):
         raise UserError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
@@ -163,14 +159,14 @@ def opener_of(
                 "val-*.tar into one folder and give that folder"
             )
         shards = [path] if os.path.isfile(path) else expand_shards(path)
-        return partial(open_shards, shards, f"shards {data_path}", max_lost, limits)
-    return _opener_of_named_set(data_path, split, default_split, download, limits)
+        return open_shards(shards, f"shards {data_path}", max_lost, limits)
+    return _open_named_set(data_path, split, default_split, download, limits)
 
 
-def _opener_of_named_set(
+def _open_named_set(
     data_path: str, split: str | None, default_split: str, download: bool, limits: ImageLimits
-) -> Opener:
-    """The function that opens a torchvision set; ValueError for any other name."""
+) -> TorchvisionSource:
+    """Open a torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name not in TORCHVISION_SETS:
         raise UserError(
@@ -180,7 +176,7 @@ def _opener_of_named_set(
     if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
         split = default_split
     chosen = None if split == ALL else split
-    return partial(open_torchvision, name, folder or "data", chosen, download, limits)
+    return open_torchvision(name, folder or "data", chosen, download, limits)
 
 
 def refuse_remote(data_path: str) -> None:

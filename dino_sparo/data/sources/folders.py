@@ -169,9 +169,8 @@ def _images_by_folder(root: bytes, extensions: tuple[str, ...]) -> tuple[dict[by
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         while level:
             deeper = []
-            for folder, (identity, names, endings, subfolders, links) in zip(
-                level, pool.map(list_one, level), strict=True
-            ):
+            listings = zip(level, pool.map(list_one, level), strict=True)
+            for folder, (identity, names, endings, subfolders, links) in listings:
                 if identity not in visited:
                     visited.add(identity)
                     images[folder] = names

@@ -7,7 +7,7 @@ their parent, whereas reading a Python object writes its reference count and so 
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -162,10 +162,10 @@ class Subset:
         return None if whole is None else f"{whole} {hash_of(self.indices)}"
 
 
-def spread_out(source: ImageSource, max_images: int) -> list[int]:
+def spread_out(images: Sized, max_images: int) -> list[int]:
     """At most `max_images` indices, evenly spaced: the first images of a folder, sorted by class, are of one class."""
-    count = min(max_images, len(source))
-    return [i * len(source) // count for i in range(count)]
+    count = min(max_images, len(images))
+    return [i * len(images) // count for i in range(count)]
 
 
 def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
@@ -173,7 +173,7 @@ def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
     firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
     if len(firsts) < max_images:
         return spread_out(source, max_images)
-    return [firsts[i * len(firsts) // max_images] for i in range(max_images)]
+    return [firsts[place] for place in spread_out(firsts, max_images)]
 
 
 def hash_of(*arrays: np.ndarray) -> str:

@@ -43,9 +43,8 @@ Notes = dict[str, Any]
 
 def cache_folder() -> str:
     """The folder of the cache, which may not exist yet."""
-    return os.environ.get("DINO_SPARO_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dino_sparo"
-    )
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get("DINO_SPARO_CACHE") or os.path.join(caches, "dino_sparo")
 
 
 def cache_path(key: str) -> str:

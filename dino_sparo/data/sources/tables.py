@@ -380,9 +380,7 @@ def open_table(
     if rows.names[1] is None and set(rows.header) - set(rows.names):
         _logger.warning(
             "table %s is used without labels: none of its columns %s is called %s; name one with --label_column",
-            path,
-            rows.header,
-            " or ".join(LABELS.names),
+            *(path, rows.header, " or ".join(LABELS.names)),
         )
     source = _file_source("table", path, files, limits)
     source.chosen_split = rows.word

@@ -77,9 +77,8 @@ def open_torchvision(
     by_split = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val, "test": entry.val}
     if split not in by_split:
         raise UserError(f"torchvision set {name!r} has no split {split!r}; choose train or val")
-    arguments = by_split[split]
     try:
-        dataset = entry.build(folder, download=download, **arguments)
+        dataset = entry.build(folder, download=download, **by_split[split])
     except (RuntimeError, OSError, ImportError) as error:
         problem = "could not be opened" if download else "is missing or incomplete; pass --download to fetch it"
         raise UserError(f"torchvision set {name!r} in {folder!r} {problem} ({error})") from error

@@ -126,9 +126,8 @@ def assign(
     """The cluster of each image, numbered by size from the largest, and its distance to the center."""
     from sklearn.metrics import pairwise_distances_argmin_min
 
-    parts = []
-    for start in progress(range(0, num_images, BLOCK_ROWS), desc="nearest centers"):
-        parts.append(pairwise_distances_argmin_min(vectors(slice(start, start + BLOCK_ROWS)), centers))
+    starts = progress(range(0, num_images, BLOCK_ROWS), desc="nearest centers")
+    parts = [pairwise_distances_argmin_min(vectors(slice(start, start + BLOCK_ROWS)), centers) for start in starts]
     nearest, distances = (np.concatenate(part) for part in zip(*parts, strict=True))
     by_size = np.argsort(-np.bincount(nearest, minlength=len(centers)), kind="stable")
     return np.argsort(by_size)[nearest], distances.astype(np.float32)

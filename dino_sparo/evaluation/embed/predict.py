@@ -66,10 +66,9 @@ def open_store(path: str, args: argparse.Namespace, folder: Path, labelled: Embe
             f"{path} has no embeddings: there is no {RECORD} in it; give the folder that dino-sparo embed wrote, or "
             "images and --pretrained_weights"
         )
-    names = ("pretrained_weights", "checkpoint_key", "device", "num_workers")
-    options = {"what": [args.what], **{name: getattr(args, name) for name in names}}
-    options |= {"img_size": args.img_size} if args.img_size is not None else {}
-    return embed_as(labelled, path, folder, **options)
+    names = ("pretrained_weights", "checkpoint_key", "img_size", "device", "num_workers")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return embed_as(labelled, path, folder, what=[args.what], **given)
 
 
 def predict_from(stores: Mapping[str, Embeddings], args: argparse.Namespace, output: Path) -> dict[str, Any]:

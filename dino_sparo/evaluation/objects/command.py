@@ -32,6 +32,8 @@ from dino_sparo.weights.results import Score
 
 # With few images, slots of noise are similar: their linear CKA is 1 with two images, 0.43 with ten.
 MIN_MATCH_IMAGES = 20
+# Entry of a result, name of its plot, function that draws the plot.
+PLOTS = (("measures", "score", draw_measures), ("classes", "classes", draw_classes), ("match", "match", draw_matching))
 
 
 @on_first_process
@@ -61,7 +63,6 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any]:
         args.seed,
         args.num_workers,
         args.maps,
-        keep_values=other is not None,
     )
     jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
     result = {
@@ -174,12 +175,9 @@ def draw(result: dict[str, Any], task: EncoderTask, path: Path) -> list[Path]:
     """Write the plots of measures, classes and matched slots beside the result at `path`; returns their paths."""
     config = task.subject.encoder.config
     model = describe_model(task.weights, config, config.readout)
-    paths = [path.with_suffix(".png")]
-    draw_measures(result, model, paths[0])
-    if "classes" in result:
-        paths.append(paths[0].with_name(paths[0].name.replace("score", "classes", 1)))
-        draw_classes(result, model, paths[-1])
-    if "match" in result:
-        paths.append(paths[0].with_name(paths[0].name.replace("score", "match", 1)))
-        draw_matching(result["match"], model, paths[-1])
+    paths = []
+    for entry, name, plot in PLOTS:
+        if entry in result:
+            paths.append(path.with_name(path.name.replace("score", name, 1)).with_suffix(".png"))
+            plot(result, model, paths[-1])
     return paths

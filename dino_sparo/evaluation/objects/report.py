@@ -166,13 +166,14 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
         bar.set_label("lift, Jaccard points", color=INK)
 
 
-def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
+def draw_matching(result: Mapping[str, Any], model: str, path: Path) -> None:
     """Similarities of matched slots, of the other checkpoint and of the controls, largest first."""
     curves = {
         "matched": ("the other checkpoint", ACCENT, "-"),
         "untrained": ("an untrained encoder", SOFT, "--"),
         "shuffled_images": ("the other checkpoint, images shuffled", BOUND, ":"),
     }
+    match = result["match"]
     words = f"Its slots matched with those of ...  ·  {match['num_images']:,} images that did not choose the pairs"
     with panels(path, 1, 1, f"{model}\n{words}", MATCHING_SIZE) as ((axis,),):
         for key, (name, colour, style) in curves.items():

@@ -63,7 +63,7 @@ class Survey:
         jaccards: row -> (objects, maps) per image with objects, for MODEL and UNTRAINED.
         classes: (objects,) per image with objects.
         indices: of all readable images.
-        values: (B, L, V) per batch, the model's slots, with `keep_values`; empty without slots.
+        values: (B, L, V) per batch, the model's slots.
         redundancy: row, and "maps" or "values" -> mean cosine and size of each batch.
         subsets: number of subsets per image, and number of maps in each.
         out_of_view: number of objects outside of the view.
@@ -113,7 +113,6 @@ def survey_objects(
     seed: int,
     num_workers: int = 0,
     maps: int | None = None,
-    keep_values: bool = False,
 ) -> Survey:
     """Score the maps of an encoder and of its controls.
 
@@ -126,20 +125,18 @@ def survey_objects(
         seed: of subsets and moved maps.
         num_workers: threads that read images.
         maps: number of maps per score, see `map_subsets`; None: all.
-        keep_values: keep the model's slots, to match them.
     """
-    survey, seen = Survey(), []
+    survey = Survey()
     before: np.ndarray | None = None  # maps of the preceding image, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
         images = torch.stack([image.tensor for image in batch])
         found: dict[str, np.ndarray] = {}
         for row, encoder in encoders.items():
             found[row], slots = maps_and_slots(encoder, images)
-            seen += [slots] if row == MODEL else []
+            survey.values += [slots] if row == MODEL else []
             survey.redundancy[row, "maps"].append((map_redundancy(found[row]), len(batch)))
             if encoder.config.kind.has_slots:
                 survey.redundancy[row, "values"].append((value_redundancy(slots), len(batch)))
-                survey.values += [slots] if keep_values and row == MODEL else []
         for image, heatmaps_of_model, untrained in zip(batch, found[MODEL], found[UNTRAINED], strict=True):
             if len(image.classes):
                 survey.classes.append(image.classes)
@@ -155,7 +152,7 @@ def survey_objects(
                 survey.scores.append(dict(zip(ROWS, [*scores, measures.grid_bounds(image.objects)], strict=True)))
             before = heatmaps_of_model
     require_objects(survey, source)
-    check_features(torch.from_numpy(np.concatenate(seen)).flatten(1), "slots of the model")
+    check_features(torch.from_numpy(np.concatenate(survey.values)).flatten(1), "slots of the model")
     return survey
 
 

@@ -279,12 +279,10 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Plot accuracy against the number of slots kept, and the accuracy of each slot alone."""
-    ranking = result["ranking"]
     curves = []
     for name, rows in curves_of(result).items():
         means, deviations = [row["random"]["mean"] for row in rows], [row["random"]["std"] or 0.0 for row in rows]
         random = ("random, mean ± std", means, deviations)
         curves.append(Curve(f"Slots together: {name}", f"{name} top-1", rows, "ranked", *random, chance(result)))
-    alone = [row["slot"] for row in ranking], [row["top1_held_out"] for row in ranking]
     label = "slot, best first on the choosing images"
-    draw_slots(path, curves, *alone, len(result["slots"]), chance(result), label)
+    draw_slots(path, result, curves, "top1_held_out", chance(result), label)

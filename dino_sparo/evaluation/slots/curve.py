@@ -81,19 +81,23 @@ class Curve(NamedTuple):
 
 
 def draw_slots(
-    path: Path, curves: Sequence[Curve], slots: Sequence[int], alone: Sequence[float], kept: int, chance: float, x: str
+    path: Path, result: Mapping[str, Any], curves: Sequence[Curve], alone: str, chance: float, label: str
 ) -> None:
-    """Draw the curves, and bars of each slot's accuracy alone with the first `kept` marked; `x` is the bars' label."""
+    """Draw the curves, and bars of each slot's accuracy alone with the kept slots marked.
+
+    `alone` is the entry of the ranking that bars show, `label` the label of their axis.
+    """
+    ranking, kept = result["ranking"], len(result["slots"])
     with panels(path, 1, len(curves) + 1) as (axes,):
         for axis, curve in zip(axes, curves, strict=False):
             _draw_curve(axis, curve, kept)
         bars = axes[-1]
-        ranked_bars(bars, list(slots), list(alone), kept)
+        ranked_bars(bars, [row["slot"] for row in ranking], [row[alone] for row in ranking], kept)
         bars.axhline(chance, color=SOFT, linestyle=DOTTED, linewidth=1, label=f"chance: {chance:.2g} %")
         # Above the plot, since bars may have any height.
         bars.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
         bars.set_title("Each slot alone", **TITLE)
-        bars.set(xlabel=x, ylabel=f"{curves[0].score}, %")
+        bars.set(xlabel=label, ylabel=f"{curves[0].score}, %")
 
 
 def _draw_curve(axis: Any, curve: Curve, kept: int) -> None:

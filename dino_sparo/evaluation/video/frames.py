@@ -65,16 +65,15 @@ def extract_frames(video: Path, folder: Path) -> float:
 
 def _read_animation(path: Path) -> tuple[float, Iterator[Image.Image]]:
     try:
-        with Image.open(path) as image:
-            duration_ms = image.info.get("duration") or 1000 / DEFAULT_FPS
+        image = Image.open(path)
     except OSError as error:
         raise UserError(f"{path} is not a video that can be read ({error})") from error
 
     def frames() -> Iterator[Image.Image]:
-        with Image.open(path) as image:
+        with image:
             yield from (frame.convert("RGB") for frame in ImageSequence.Iterator(image))
 
-    return 1000 / duration_ms, frames()
+    return 1000 / (image.info.get("duration") or 1000 / DEFAULT_FPS), frames()
 
 
 def _read_video(path: Path) -> tuple[float, Iterator[Image.Image]]:

@@ -126,13 +126,12 @@ def picture_parser(weights: str, groups: Mapping[str, Group]) -> Parser:
         "A folder of images with a .txt file of the same name for each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
-    result: Group = {**OUTPUT, "figure_format": FIGURE_FORMAT, "device": DEVICE_OPTION}
     return Parser(
         {
             "model": {"pretrained_weights": Option("", weights)},
             "pairs of images and captions": {"data_path": data_path, **PAIR_KEYS, **EVALUATION_LIMITS},
             **groups,
-            "result": result,
+            "result": {**OUTPUT, "figure_format": FIGURE_FORMAT, "device": DEVICE_OPTION},
         }
     )
 

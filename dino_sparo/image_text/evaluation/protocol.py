@@ -75,9 +75,8 @@ class NamedSource(FileSource):
         name = self.names[index]
         if isinstance(name, Cell):
             location = f"{self.location(index)}, {name.column} of row {name.row}"
-            return decode_image(
-                image_bytes(self.location(index), name.column, name.row, location), location, self.limits
-            )
+            data = image_bytes(self.location(index), name.column, name.row, location)
+            return decode_image(data, location, self.limits)
         if isinstance(name, str):
             return super().read(index)
         box = name.box
@@ -155,8 +154,7 @@ def open_evaluation_images(
     if not data_path:
         raise UserError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
     if names_scenes(data_path):
-        num_images, image_size = parse_scenes_spec(data_path)
-        return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
+        return Scenes(*parse_scenes_spec(data_path), split=split or "val", ties=INDEPENDENT)
     return open_images(data_path, split, download, default_split="val", limits=limits)
 
 

@@ -155,9 +155,8 @@ def open_hugging_face(name: str, args: argparse.Namespace, device: torch.device)
     text = model.config.get_text_config()
     length = min(text.max_position_embeddings, tokenizer.model_max_length)
     towers = HuggingFaceTowers(model, "attention_mask" in tokenizer.model_input_names)
-    return dot_product_scorer(
-        towers, partial(_tokenize, tokenizer), length, partial(_transform, processor), args, device
-    )
+    tokenize, transform = partial(_tokenize, tokenizer), partial(_transform, processor)
+    return dot_product_scorer(towers, tokenize, length, transform, args, device)
 
 
 # Word before the colon of --model -> (the rest, options, device) -> scorer.

@@ -132,9 +132,8 @@ def parse_rows(rows: Iterable[Row], parser: Parser, output: Path, report: Report
         OutputDirError: another run writes the output.
         ValueError: the output has graphs of another parser, or was not written by this command; no row has a caption.
     """
-    summary_path, errors_path = (
-        output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
-    )
+    summary_path = output.with_name(f"{output.name}.summary.json")
+    errors_path = output.with_name(f"{output.name}.errors.jsonl")
     # In both files on disk the key of a caption whose request was not answered is `undone`.
     run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, lines_of_other_rows=0)
 

@@ -101,8 +101,7 @@ class _Tree:
             objects = self.objects(token)
             for subject, other in product(subjects, objects if predicate else ()):
                 if other != subject:
-                    relation = Relation(self.entity_of[subject], predicate, self.entity_of[other])
-                    relations.setdefault(relation)
+                    relations.setdefault(Relation(self.entity_of[subject], predicate, self.entity_of[other]))
             for subject in subjects if not objects and self.is_place(token) and not self.continues(token) else ():
                 self.phrases[self.entity_of[subject]] += f" {predicate} {self.phrase(token)}"
         for token, word in enumerate(self.words):

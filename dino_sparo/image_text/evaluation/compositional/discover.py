@@ -13,6 +13,7 @@ from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import (
     MAX_MISSING,
+    ImageName,
     file_of,
     file_record,
     find_images,
@@ -182,7 +183,8 @@ def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix
         elif not all(file_of(image) in paths for image in question.images):
             local.with_missing_image[question.split] += 1
         else:
-            local.questions.append(_located(question, images, paths))
+            located = tuple(_located(image, images, paths) for image in question.images)
+            local.questions.append(question._replace(images=located))
     num_missing, num_empty = local.with_missing_image.total(), local.with_empty_caption.total()
     if num_missing or num_empty:
         missing.append(f"left out {num_missing} questions without image, {num_empty} with an empty caption")
@@ -191,14 +193,10 @@ def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix
     return local
 
 
-def _located(question: Question, folder: Path, paths: Mapping[str, str]) -> Question:
-    """The question with absolute paths as names of its images."""
-    names = [str((folder / paths[file_of(image)]).absolute()) for image in question.images]
-    images = (
-        name if isinstance(image, str) else image._replace(name=name)
-        for image, name in zip(question.images, names, strict=True)
-    )
-    return question._replace(images=tuple(images))
+def _located(image: ImageName, folder: Path, paths: Mapping[str, str]) -> ImageName:
+    """An image of a question with the absolute path of its file as name."""
+    name = str((folder / paths[file_of(image)]).absolute())
+    return name if isinstance(image, str) else image._replace(name=name)
 
 
 def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence[str]) -> Path:

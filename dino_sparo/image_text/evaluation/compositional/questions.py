@@ -113,9 +113,8 @@ def json_reader(
             if not isinstance(entries, list | dict if keyed else list):
                 raise UserError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
             rows = entries.items() if isinstance(entries, dict) else enumerate(entries)
-            yield from questions_of(
-                path, ((f"entry {key!r}", row) for key, row in rows), partial(make, split), expected
-            )
+            named = ((f"entry {key!r}", row) for key, row in rows)
+            yield from questions_of(path, named, partial(make, split), expected)
 
     return read
 

@@ -48,10 +48,8 @@ def read(folder: Path) -> Iterator[Question]:
         files = [f"{part}/{name}.json" for part in FOLDERS]
         if not all((folder / file).is_file() for file in files):
             continue
-        readers = [
-            json_reader({split: file}, _question, "image_path, true_caption and false_caption") for file in files
-        ]
-        first, second = (list(reader(folder)) for reader in readers)
+        expected = "image_path, true_caption and false_caption"
+        first, second = (list(json_reader({split: file}, _question, expected)(folder)) for file in files)
         if [each.images for each in first] != [each.images for each in second]:
             raise UserError(f"{folder / files[0]} and {files[1]} are not about the same images; download both again")
         for (_, images, (true, false), _), (_, _, (other, other_false), _) in zip(first, second, strict=True):

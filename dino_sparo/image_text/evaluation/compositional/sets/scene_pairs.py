@@ -44,8 +44,7 @@ def swapped_objects(graph: SceneDescription) -> SceneDescription:
 
 def swapped_attribute(graph: SceneDescription, attribute: str) -> SceneDescription:
     """The graph with an attribute, `colour` or `texture`, exchanged between its two objects."""
-    first, second = graph.objects
-    pairs = ((first, second), (second, first))
+    pairs = zip(graph.objects, graph.objects[::-1], strict=True)
     exchanged = tuple(replace(one, **{attribute: getattr(other, attribute)}) for one, other in pairs)
     return replace(graph, objects=exchanged)
 
