@@ -43,7 +43,7 @@ from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, prefers_fused_attention, use_fused_attention
 from dino_sparo.training.objective import EpochResult, Objective
 from dino_sparo.training.optim import cosine_schedule, layer_factors, param_groups
-from dino_sparo.training.recording import Recorder, cuda_recording
+from dino_sparo.training.recording import HostTensors, Recorder, cuda_recording
 from dino_sparo.training.updater import create_updater
 from dino_sparo.weights.entries import NETWORKS, check_same_model, encoder_description
 from dino_sparo.weights.initialize import initialize_pretrained
@@ -150,6 +150,18 @@ class DistillationObjective(Objective[Batch]):
         """Whether the loss exchanges tensors between ranks, so that a step of several ranks is not recorded."""
         return False
 
+    @property
+    def copies_from_host(self) -> bool:
+        """Whether the backbone, a model of timm, copies tensors from the host in every forward pass."""
+        if not self.args.arch.startswith(TIMM):
+            return False
+        with torch.device("meta"):
+            backbone = self.build_network(self.args, 0.0).backbone
+        with HostTensors() as host:
+            for side in crop_sides(self.args):
+                backbone(torch.empty(2, self.args.in_chans, side, side, device="meta"))
+        return host.are_used
+
     def decide_recording(self, device: torch.device) -> bool:
         """Whether the steps are recorded as a CUDA graph, by `--cuda_graph`; the log says why not.
 
@@ -163,6 +175,9 @@ class DistillationObjective(Objective[Batch]):
             ),
             "--grad_checkpointing repeats random numbers": (
                 self.args.grad_checkpointing and (self.args.drop_path_rate > 0 or self.args.arch.startswith(TIMM))
+            ),
+            f"timm copies tensors from the host in every forward pass of {self.args.arch}": (
+                wanted != "off" and device.type == "cuda" and self.copies_from_host
             ),
             "its loss exchanges tensors between ranks": world_size() > 1 and self.loss_exchanges,
             "its batch norm is synchronised between ranks": world_size() > 1 and has_batch_norm(self.network),

@@ -302,7 +302,9 @@ def world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Number of machines, as torchrun or Slurm gives it."""
+    """Number of machines, as torchrun or Slurm gives it; the same on all ranks."""
+    if nodes := os.environ.get("GROUP_WORLD_SIZE"):  # torchrun's; the nodes may have different numbers of processes
+        return int(nodes)
     if here := os.environ.get("LOCAL_WORLD_SIZE"):
         return max(world_size() // int(here), 1)
     return int(os.environ.get("SLURM_STEP_NUM_NODES") or 1) if world_size() > 1 else 1

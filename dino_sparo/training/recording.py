@@ -10,10 +10,14 @@ average, center) stays outside: its launches from Python are hidden behind the r
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dino_sparo.runtime.faults import is_device_fault
 from dino_sparo.training.compile import CompileError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,7 @@ def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None],
 
     Raises:
         CompileError: the function cannot be recorded. CUDA's allocator is unusable afterwards, so the run ends.
+        RuntimeError: the GPU failed meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -48,9 +53,30 @@ def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None],
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             outputs = function()
     except RuntimeError as error:
+        if is_device_fault(error):
+            raise
         reason = " ".join(str(error).split())[:300]
-        raise CompileError(f"the step cannot be recorded ({reason}); give --cuda_graph off") from error
+        raise CompileError(f"the step cannot be recorded; give --cuda_graph off ({reason})") from error
     return graph.replay, outputs
+
+
+class HostTensors(TorchDispatchMode):
+    """Within this context `are_used` tells whether an operation of a device takes tensors of the host.
+
+    A recording cannot copy them. Devices are told apart on `meta` too.
+    """
+
+    are_used = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operation."""
+        outputs = func(*args, **(kwargs or {}))
+        given, made = (
+            [value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)]
+            for values in ((args, kwargs), outputs)
+        )
+        self.are_used |= "cpu" in given and {*made} - {"cpu"} != set()
+        return outputs
 
 
 class Recorder:

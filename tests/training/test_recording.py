@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from objectives import no_data
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 from two_ranks import ThreeRanks, TwoRanks
 
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.data.batch import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.distillation import objective as distillation
 from dino_sparo.distillation.objective import DistillationObjective
 from dino_sparo.distillation.step import exchange
+from dino_sparo.runtime import launch
+from dino_sparo.runtime.faults import explain_full_memory
 from dino_sparo.runtime.launch import Distributed, rank, world_size
 from dino_sparo.training import recording
 from dino_sparo.training.recording import Outputs, Recorder
@@ -155,6 +160,72 @@ def test_on_a_gpu_a_recorded_run_is_bit_identical_to_another(
         assert_equal_states(name, tmp_path / "off", tmp_path / "on")
 
 
+def test_a_recording_is_of_one_key_and_shape_and_what_it_returned_survives_the_next_step() -> None:
+    weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    graph = GraphOnCPU([weight, unused])
+    recorder = Recorder([weight, unused], graph)
+
+    def compute(inputs: Sequence[Tensor]) -> Outputs:
+        loss = (inputs[0] * weight).sum()
+        loss.backward()
+        return {"loss": loss.detach(), "rows": 2 * inputs[0]}
+
+    losses = list[Tensor]()
+    for number in range(1, 6):  # three steps as before, then the recording's
+        weight.grad = None
+        outputs = recorder(compute, [torch.full((2, 3), float(number))], "key")
+        losses.append(outputs["loss"])
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2 * number] * 3
+        assert unused.grad is None
+        assert outputs["rows"].tolist() == [[2 * number] * 3] * 2
+    assert torch.stack(losses).tolist() == [6, 12, 18, 24, 30]
+    assert (graph.recordings, graph.replays) == (1, 2)
+    for other, key in ((torch.ones(5, 3), "key"), (torch.ones(5, 3).double(), "key"), (torch.ones(2, 3), "other")):
+        for _ in range(4):
+            weight.grad = None
+            recorder(compute, [other], key)
+    assert (graph.recordings, graph.replays) == (4, 5)
+    recorder.drop()
+    assert weight.grad is None, "it lies in the recording's memory"
+
+
+def test_a_change_of_the_teachers_temperature_is_a_new_key() -> None:
+    dino, keys = objective_on(0, 1, is_recorded=False), []
+    dino.loss.teacher_temp_schedule = np.array([0.03, 0.04, 0.04])
+
+    def record(compute: Any, inputs: Sequence[Tensor], key: Any, is_only_part: bool) -> Outputs:
+        keys.append(key)
+        outputs: Outputs = compute(inputs)
+        return outputs
+
+    dino.recorder = record  # type: ignore[assignment]
+    batch = Batch([torch.randn(6, 3, side, side) for side in (32, 32, 16)], *torch.zeros(2, 6).long(), [])
+    for epoch in range(3):
+        dino.step([batch], epoch, is_last=False)
+    assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("operation not permitted", r"cannot be recorded; give --cuda_graph off \(CUDA error: operation not permitted"),
+        ("out of memory" + 300 * "!", "memory is full.*halve.*give --cuda_graph off"),
+        ("uncorrectable ECC error encountered", "^CUDA error: uncorrectable ECC error encountered$"),
+    ],
+)
+def test_what_fails_in_a_recording_is_named_with_the_remedy_and_hardware_is_not_blamed_on_the_recording(
+    reason: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Outputs:
+        raise RuntimeError(f"CUDA error: {reason}")
+
+    for name in ("CUDAGraph", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    with pytest.raises(RuntimeError, match=message), explain_full_memory({"grad_accum_steps": 1}):
+        recording.record_on_cuda(fails)
+
+
 def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
     words = options(Path("unused"), batch_size_per_gpu=6 // size, precision="fp32", drop_path_rate=0, optimizer="sgd")
     args = dino_options.get_args_parser().parse_args(words)
@@ -168,8 +239,6 @@ def objective_on(rank: int, size: int, is_recorded: bool) -> DINOObjective:
 
 def whole_step(is_recorded: bool) -> tuple[list[Tensor], Tensor]:
     """Gradients and center after one step on this rank's share of six images."""
-    from dino_sparo.data.batch import Batch
-
     dino = objective_on(rank(), world_size(), is_recorded)
     generator = torch.Generator().manual_seed(0)
     views = [torch.randn(6, 3, side, side, generator=generator) for side in (32, 32, 16)]
@@ -228,10 +297,67 @@ def test_a_process_alone_exchanges_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "nodes", "has_batch_norm", "reason"),
+    [
+        ({}, 1, False, None),
+        ({"cuda_graph": "auto"}, 2, False, "there are several nodes"),
+        ({}, 2, False, None),
+        ({"koleo_weight": 0.1}, 1, False, "its loss exchanges tensors"),
+        ({}, 1, True, "its batch norm is synchronised"),
+    ],
+)
+def test_rules_for_several_ranks(
+    changes: dict[str, object],
+    nodes: int,
+    has_batch_norm: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dino = objective_on(0, 1, is_recorded=False)
+    words = options(Path("unused"), **{"cuda_graph": "on", **changes})
+    dino.args = dino_options.get_args_parser().parse_args(words)
+    monkeypatch.setattr(distillation, "world_size", lambda: 2)
+    monkeypatch.setattr(distillation, "num_nodes", lambda: nodes)
+    monkeypatch.setattr(distillation, "has_batch_norm", lambda _: has_batch_norm)
+    caplog.set_level("INFO")
+    assert dino.decide_recording(torch.device("cuda")) == (reason is None)
+    assert (reason or "") in caplog.text
+
+
+@pytest.mark.parametrize(("processes", "here"), [(10, "8"), (10, "2"), (2, "1")])
+def test_nodes_with_different_numbers_of_processes_count_the_same_nodes(
+    processes: int, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: of nodes with 8 and 2 processes only the first recorded, and the ranks waited for each other."""
+    monkeypatch.setattr(launch, "world_size", lambda: processes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert launch.num_nodes() == 2
+
+
+def _weights_after_synchronize() -> list[float]:
+    dino = objective_on(rank(), world_size(), is_recorded=True)
+    dino.recorder.record = lambda function: pytest.fail("recorded")
+    for network in dino.networks.values():
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.data.fill_(1 + rank())
+    dino.synchronize()
+    states = [value.flatten() for network in dino.networks.values() for value in network.state_dict().values()]
+    return torch.cat(states).unique().tolist()
+
+
+def test_ranks_that_record_begin_with_the_weights_and_buffers_of_rank_0(two_ranks: TwoRanks) -> None:
+    assert two_ranks(_weights_after_synchronize) == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"grad_checkpointing": "true"}, "repeats random numbers"),
         ({"grad_checkpointing": "true", "arch": "timm/vit_tiny_patch16_224", "patch_size": 16}, "repeats random"),
+        ({"arch": FAMILIES["tiny_dinov3"].arch, "readout": "cls"}, "timm copies tensors from the host"),
+        ({"arch": FAMILIES["tiny_registers"].arch, "readout": "cls"}, None),
         ({"cuda_graph": "off"}, ""),
         ({"cuda_graph": "auto"}, None),
         ({"cuda_graph": "on", "grad_checkpointing": "true", "drop_path_rate": 0}, None),
