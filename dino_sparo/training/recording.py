@@ -61,9 +61,9 @@ def record_on_cuda(function: Callable[[], Outputs]) -> tuple[Callable[[], None],
 
 
 class HostTensors(TorchDispatchMode):
-    """Within this context `are_used` tells whether an operation of a device takes tensors of the host.
+    """Within this context `are_used` becomes true if an operation on a device takes a tensor of the host.
 
-    A recording cannot copy them. Devices are told apart on `meta` too.
+    A recording cannot copy such a tensor. The device may be `meta`, so the test needs no GPU.
     """
 
     are_used = False
@@ -75,7 +75,7 @@ class HostTensors(TorchDispatchMode):
             [value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)]
             for values in ((args, kwargs), outputs)
         )
-        self.are_used |= "cpu" in given and {*made} - {"cpu"} != set()
+        self.are_used |= "cpu" in given and any(device != "cpu" for device in made)
         return outputs
 
 
