@@ -110,6 +110,27 @@ def test_sparo_replaces_the_last_block(family: Family) -> None:
     torch.testing.assert_close(encoder.backbone(images), expected, atol=1e-6, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_rotary_positions_of_prepared_sizes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["tiny_dinov3"]
+    backbone, images = build(family).train().backbone, some_images(family)
+    expected, of_other_size = backbone(images), backbone(images[..., :-8])
+    names = backbone.state_dict().keys()
+    backbone.prepare(family.side)
+    assert torch.equal(backbone(images[..., :-8]), of_other_size)
+    monkeypatch.setattr(backbone, "_compute_positions", lambda *_: pytest.fail("computed again"))
+    assert torch.equal(backbone(images), expected)
+    assert backbone.state_dict().keys() == names
+
+
+def test_rotary_positions_that_are_trained_are_computed_in_every_pass() -> None:
+    with torch.device("meta"):
+        backbone: Any = create_encoder("timm/vit_small_patch16_rope_mixed_224", readout="gap").backbone
+    assert list(backbone.model.rope.parameters())
+    backbone.prepare(96)
+    assert not [name for name, _ in backbone.named_buffers() if "rotary_positions" in name]
+
+
 @every_family
 @torch.no_grad()
 def test_intermediate_layers_split_prefix_tokens_from_patches(family: Family) -> None:

@@ -23,8 +23,6 @@ from dino_sparo.training.recording import Outputs
 if TYPE_CHECKING:
     from dino_sparo.dino.train import DINOObjective
 
-DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
-
 
 def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, is_last: bool = False) -> StepReport:
     """One step of algorithm 1: `compute` gives the gradients, `apply` updates student, teacher and center.
@@ -45,8 +43,7 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, is_last:
     dino.begin_step()
     temperature = float(dino.loss.teacher_temp_schedule[epoch])
     outputs = compute_gradients(dino, partial(compute, dino, epoch), batches, key=temperature)
-    is_diagnosed = is_last or dino.updater.step % dino.sampler.steps_per_epoch % DIAGNOSE_EVERY == 0
-    return apply(dino, outputs, epoch, is_diagnosed)
+    return apply(dino, outputs, epoch, dino.is_diagnosed(is_last))
 
 
 def compute(dino: "DINOObjective", epoch: int, crops: Sequence[Tensor], parts: int) -> Outputs:

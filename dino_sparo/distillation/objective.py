@@ -50,6 +50,8 @@ from dino_sparo.weights.initialize import initialize_pretrained
 
 logger = logging.getLogger(__name__)
 
+DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
+
 
 class DistillationObjective(Objective[Batch]):
     """An objective whose student learns from a teacher, its moving average, that sees the global crops.
@@ -123,6 +125,7 @@ class DistillationObjective(Objective[Batch]):
         # Device and processes.
         for network in (student, teacher):
             use_fused_attention(network.backbone, prefers_fused_attention(process.device, self.updater.dtype))
+            network.prepare(crop_sides(args))
         student.backbone.set_grad_checkpointing(args.grad_checkpointing)
         if world_size() > 1 and has_batch_norm(student):
             student, teacher = synchronize_batch_norm(student, teacher, process.device)
@@ -156,10 +159,11 @@ class DistillationObjective(Objective[Batch]):
         if not self.args.arch.startswith(TIMM):
             return False
         with torch.device("meta"):
-            backbone = self.build_network(self.args, 0.0).backbone
+            network = self.build_network(self.args, drop_path_rate=0.0)
+        network.prepare(crop_sides(self.args))
         with HostTensors() as host:
             for side in crop_sides(self.args):
-                backbone(torch.empty(2, self.args.in_chans, side, side, device="meta"))
+                network.backbone(torch.empty(2, self.args.in_chans, side, side, device="meta"))
         return host.are_used
 
     def decide_recording(self, device: torch.device) -> bool:
@@ -220,9 +224,7 @@ class DistillationObjective(Objective[Batch]):
 
     @property
     def compiled_modules(self) -> list[nn.Module]:
-        """All networks and the distortions; positions are resampled before, once for each size of crop."""
-        for network in (self.network, self.teacher):
-            network.prepare(crop_sides(self.args))
+        """All networks and the distortions."""
         return [*self.networks.values(), *([self.distort] if self.distort else [])]
 
     @property
@@ -271,6 +273,10 @@ class DistillationObjective(Objective[Batch]):
             for part in (*self.network.backbone.modules(), *self.teacher.backbone.modules()):
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
                     part.eval()
+
+    def is_diagnosed(self, is_last: bool) -> bool:
+        """Whether a step reports the teacher's entropies: every tenth step of an epoch, and a last one."""
+        return is_last or self.updater.step % self.sampler.steps_per_epoch % DIAGNOSE_EVERY == 0
 
     def is_evaluated(self, epoch: int) -> bool:
         """Every `--knn_freq` epochs."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dino_sparo.ibot.train import IBOTObjective
 
 TERMS = ("image_loss", "patch_loss", "koleo", "gram")
-DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 
 
 def train_step(ibot: "IBOTObjective", batches: list[Batch], epoch: int, is_last: bool = False) -> StepReport:
@@ -56,8 +55,7 @@ def train_step(ibot: "IBOTObjective", batches: list[Batch], epoch: int, is_last:
         targets = targets_of_all(ibot, batches, masks, temperature)
         extras = [[*mask, *target] for mask, target in zip(masks, targets, strict=True)]
     outputs = compute_gradients(ibot, partial(compute, ibot, temperature), batches, key=temperature, extras=extras)
-    is_diagnosed = is_last or ibot.updater.step % ibot.sampler.steps_per_epoch % DIAGNOSE_EVERY == 0
-    return apply(ibot, outputs, epoch, is_diagnosed)
+    return apply(ibot, outputs, epoch, ibot.is_diagnosed(is_last))
 
 
 def draw_masks(ibot: "IBOTObjective", batches: Sequence[Batch]) -> list[Mask]:

@@ -26,6 +26,7 @@ NUM_NEAREST = 3  # models that the message of an unknown name lists by their wor
 LAST_NORMS = ("model.norm.", "model.fc_norm.", "model.head.norm.")
 # Arguments by which a model reads images of any size, where its constructor has them.
 ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+POSITIONS = "rotary_positions_{}x{}"  # the buffer of a grid
 
 
 class ForeignBackbone(nn.Module):
@@ -63,6 +64,8 @@ class ForeignBackbone(nn.Module):
             layer then has tokens to read.
     """
 
+    _compute_positions: Any = None
+
     def __init__(
         self,
         name: str,
@@ -89,6 +92,10 @@ class ForeignBackbone(nn.Module):
         self.has_layers = self.has_blocks and not self._attends_late
         self.arguments = {"in_chans": in_chans, **settings}
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
+        rope = getattr(self.model, "rope", None)
+        # Trained positions, and positions that may be random in training, are computed in every forward pass.
+        if not getattr(rope, "aug_active", True) and not list(rope.parameters()):
+            self._compute_positions, rope.get_embed = rope.get_embed, self._rotary_positions
         self.depth = len(self.model.blocks) - remove_blocks if self.has_blocks else len(self.model.feature_info)
         if self.depth < 1:
             raise UserError(f"timm/{name} has one block, which the read-out would replace; choose another readout")
@@ -218,8 +225,19 @@ class ForeignBackbone(nn.Module):
         return {f"model.{name}": value for name, value in adapted.items()}
 
     def prepare(self, side: int) -> None:
-        """Refuse images of `side` pixels that the model cannot read; timm resamples positions in every forward pass."""
+        """Refuse images of `side` pixels that the model cannot read; compute rotary positions for the others.
+
+        timm resamples other positions in every forward pass.
+        """
         self._check_size(side, side)
+        if self._compute_positions is not None:
+            shape = (side // self.patch_size,) * 2
+            self.register_buffer(POSITIONS.format(*shape), self._compute_positions(shape), persistent=False)
+
+    def _rotary_positions(self, shape: tuple[int, int] | None = None, **options: Any) -> Tensor:
+        """Rotary positions of a grid. timm computes them on the host, which a recorded step cannot do."""
+        stored = None if shape is None or options else getattr(self, POSITIONS.format(*shape), None)
+        return self._compute_positions(shape, **options) if stored is None else stored
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Compute activations of the blocks again for the backward pass."""

@@ -245,10 +245,7 @@ class RunLog:
             write_text("".join(kept), self.path)
             logger.warning(
                 "%s: removed %d lines about epoch %d and later, which are trained again; the previous file is now %s",
-                self.path,
-                len(lines) - len(kept),
-                epoch,
-                backup,
+                *(self.path, len(lines) - len(kept), epoch, backup),
             )
 
     def write_epoch(self, values: Mapping[str, Any]) -> None:

@@ -71,11 +71,8 @@ class HostTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation."""
         outputs = func(*args, **(kwargs or {}))
-        given, made = (
-            [value.device.type for value in tree_leaves(values) if isinstance(value, Tensor)]
-            for values in ((args, kwargs), outputs)
-        )
-        self.are_used |= "cpu" in given and any(device != "cpu" for device in made)
+        given, made = ([leaf for leaf in tree_leaves(v) if isinstance(leaf, Tensor)] for v in ((args, kwargs), outputs))
+        self.are_used |= any(tensor.is_cpu for tensor in given) and not all(tensor.is_cpu for tensor in made)
         return outputs
 
 
@@ -125,11 +122,9 @@ class Recorder:
         self.num_calls += 1
         if self.num_calls <= WARM_UP_CALLS:
             return compute(inputs)
-        if self.replay is None:
-            self._record(self.record, compute, inputs)
+        replay = self.replay or self._record(self.record, compute, inputs)
         torch._foreach_copy_(self.inputs, list(inputs))
-        assert self.replay is not None
-        self.replay()
+        replay()
         self._add_gradients(is_only_part)
         if not is_only_part:
             return {name: value.clone() for name, value in self.outputs.items()}
@@ -137,7 +132,7 @@ class Recorder:
         copies = torch.stack([self.outputs[name] for name in names]).unbind()
         return {**self.outputs, **dict(zip(names, copies, strict=True))}
 
-    def _record(self, record: Record, compute: Compute, inputs: Sequence[Tensor]) -> None:
+    def _record(self, record: Record, compute: Compute, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Record with static inputs; the gradients, which must not exist before, become static too."""
         self.inputs = [value.clone() for value in inputs]
         before = [parameter.grad for parameter in self.parameters]
@@ -148,6 +143,7 @@ class Recorder:
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
         logger.info("the step is recorded as one CUDA graph")
+        return self.replay
 
     def _add_gradients(self, is_only_part: bool) -> None:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):

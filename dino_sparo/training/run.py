@@ -106,13 +106,9 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
 def last_step(objective: Objective[Any], epochs: int, max_steps: int | None) -> int:
     """The step with which the run ends; the log names the run's sizes."""
     sampler = objective.sampler
-    logger.info(
-        "epochs %d, steps per epoch %d, total batch %d, peak learning rate %.3g",
-        epochs,
-        sampler.steps_per_epoch,
-        sampler.global_batch_size,
-        max(schedule["lr"].max() for schedule in objective.updater.schedules),
-    )
+    peak_lr = max(schedule["lr"].max() for schedule in objective.updater.schedules)
+    sizes = epochs, sampler.steps_per_epoch, sampler.global_batch_size, peak_lr
+    logger.info("epochs %d, steps per epoch %d, total batch %d, peak learning rate %.3g", *sizes)
     end = epochs * sampler.steps_per_epoch
     return end if max_steps is None else min(end, max_steps)
 
