@@ -92,7 +92,7 @@ class ForeignBackbone(nn.Module):
         self.has_layers = self.has_blocks and not self._attends_late
         self.arguments = {"in_chans": in_chans, **settings}
         self.model = cast(Any, timm.create_model(name, num_classes=0, **self.arguments))
-        rope = getattr(self.model, "rope", None)
+        rope: Any = getattr(self.model, "rope", None)
         # Trained positions, and positions that may be random in training, are computed in every forward pass.
         if not getattr(rope, "aug_active", True) and not list(rope.parameters()):
             self._compute_positions, rope.get_embed = rope.get_embed, self._rotary_positions
