@@ -155,9 +155,7 @@ class DistillationObjective(Objective[Batch]):
 
     @property
     def copies_from_host(self) -> bool:
-        """Whether the backbone, a model of timm, copies tensors from the host in every forward pass."""
-        if not self.args.arch.startswith(TIMM):
-            return False
+        """Whether the backbone copies tensors from the host in every forward pass, as some models of timm do."""
         with torch.device("meta"):
             network = self.build_network(self.args, drop_path_rate=0.0)
         network.prepare(crop_sides(self.args))

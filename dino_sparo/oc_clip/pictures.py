@@ -123,4 +123,4 @@ def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_
             counts[index] = len(graphs(source.captions_of(index)[0]).relations)
     related = ([index for index in counts if counts[index] >= least] for least in (2, 1))
     eligible = next((some for some in related if len(some) >= max_rows), considered)
-    return [eligible[place] for place in spread_out(eligible, max_rows)]
+    return [eligible[index] for index in spread_out(eligible, max_rows)]

@@ -302,7 +302,7 @@ def world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Number of machines, as torchrun or Slurm gives it; the same on all ranks."""
+    """Number of machines, as torchrun or Slurm gives it."""
     if nodes := os.environ.get("GROUP_WORLD_SIZE"):  # torchrun's; the nodes may have different numbers of processes
         return int(nodes)
     if here := os.environ.get("LOCAL_WORLD_SIZE"):

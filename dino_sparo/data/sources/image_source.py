@@ -173,7 +173,7 @@ def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
     firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
     if len(firsts) < max_images:
         return spread_out(source, max_images)
-    return [firsts[place] for place in spread_out(firsts, max_images)]
+    return [firsts[index] for index in spread_out(firsts, max_images)]
 
 
 def hash_of(*arrays: np.ndarray) -> str:
